@@ -1,0 +1,1340 @@
+"""What every algorithm here needs and no paper's pseudocode contains.
+
+Read from top to bottom, or jump:
+
+    1. Messages and random streams      refuse, stream
+    2. Arguments                        parser, parse
+    3. Data sets                        load_data, shapes
+    4. Splits                           split_clients and one function per scheme
+    5. Models                           Net, MODELS: functions of one flat vector w of d numbers
+    6. Transforms                       TRANSFORMS: uint8 images -> what a model sees
+    7. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
+    8. Runs                             Run: the rounds, the record, the state, resuming, plots
+
+Shapes in comments: d numbers in a model, K clients, m of them sampled in a round, N images, B images in a minibatch,
+H x W pixels, C channels. Global measures are taken on the data set's central test images; personal ones on each
+client's own test images.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch.func import vmap
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Messages and random streams
+
+
+def refuse(message):
+    """Ends the program because of its input: one line on stderr, exit code 2."""
+    print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
+
+
+def stream(seed, purpose, round=0, client=0):
+    """A numpy Generator for one purpose, so that what a client draws depends on nothing else that is drawn.
+
+    purpose: one of STREAMS. The same four numbers give the same stream on every device and for every --parallel.
+    """
+    return np.random.default_rng([seed, STREAMS.index(purpose), round, client])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Arguments
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(f"{message} (see --help)")
+
+
+def between(kind, low, high=float("inf"), without_low=False):
+    """An argparse type: a finite number in [low, high], or in (low, high]."""
+
+    def parse_number(text):
+        value = kind(text)
+        if not (low < value <= high if without_low else low <= value <= high) or value == float("inf"):
+            limits = f"{'above' if without_low else 'at least'} {low}" + (f" and at most {high}" if high < 2**32 - 1 else "")
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return value
+
+    parse_number.__name__ = "number" if kind is float else "whole number"
+    return parse_number
+
+
+def parser(doc, **defaults):
+    """The common flags, with an algorithm's defaults; the file adds its own flags in a group of its own."""
+    p = Parser(description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    whole, positive, share = between(int, 1), between(float, 0, without_low=True), between(float, 0, 1)
+    g = p.add_argument_group("data (the same in every file)")
+    g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
+    g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
+    g.add_argument("--limit", type=whole, help="use only this many training images, equally many of each class")
+    g.add_argument("--split", default="shards", choices=SPLITS, help="how the training images are given to the clients")
+    g.add_argument("--alpha", type=between(float, 0), default=1.0, help="concentration alpha of the Dirichlet splits")
+    g.add_argument("--per-client", type=whole, default=2, help="shards (--split shards) or classes (classes, lognormal) of a client")
+    g.add_argument("--clients", type=whole, default=100, help="K, clients in all (--split semantic finds its own)")
+    g.add_argument("--client-test", type=share, default=0.2,
+                   help="share of a client's images held out as its own test images; 0: it is tested on central test "
+                        "images instead, drawn with its class shares")
+    g.add_argument("--client-val", type=share, default=0.0, help="share of a client's images held out for validation")
+    g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
+    g = p.add_argument_group("training (the same in every file)")
+    g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
+    g.add_argument("--fraction", type=between(float, 0, 1, True), default=0.1, help="C, share of the clients in a round")
+    g.add_argument("--rounds", type=whole, default=100, help="T, rounds of communication")
+    g.add_argument("--epochs", type=whole, default=1, help="E, local epochs")
+    g.add_argument("--batch-size", type=between(int, 0), default=20, help="B, local minibatch; 0: all the client has")
+    g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
+    g.add_argument("--lr-decay", type=between(float, 0, 1, True), default=1.0, help="eta is multiplied by this every round")
+    g.add_argument("--momentum", type=share, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
+    g.add_argument("--weight-decay", type=between(float, 0), default=0.0, help="adds this times w to the gradient")
+    g = p.add_argument_group("running (the same in every file)")
+    seed = between(int, 0, 2**32 - 1)
+    g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
+    g.add_argument("--split-seed", type=seed, default=0, help="of the split alone")
+    g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    g.add_argument("--parallel", type=whole, help="clients trained at once: threads on the CPU (default: its cores), "
+                                                  "one vmapped step on a GPU (default: all; 1: one after the other)")
+    g.add_argument("--eval-every", type=whole, default=5, help="rounds between evaluations; the last is always evaluated")
+    g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
+    g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
+    g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
+    p.set_defaults(**defaults)
+    return p
+
+
+def parse(p, by_dataset, argv=None):
+    """Parses argv; by_dataset[NAME], if there is one, replaces the defaults when `--dataset NAME` is given."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dataset", default=p.get_default("dataset"))
+    p.set_defaults(**by_dataset.get(first.parse_known_args(argv)[0].dataset, {}))
+    return p.parse_args(argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Data sets
+
+
+class Data(NamedTuple):
+    """images [N,H,W,C] uint8 and labels [N] int64; the first `train` are for training, the others the central test."""
+
+    name: str
+    images: np.ndarray
+    labels: np.ndarray
+    train: int
+    classes: int
+
+    def fingerprint(self):
+        return hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+
+
+DATASETS = ("cifar10", "cifar100", "mnist", "emnist", "tinyimagenet", "shapes")
+
+
+def load_data(name, folder="data"):
+    """A data set by its name (see DATASETS) or by the path of a .npz.
+
+    FOLDER/NAME.npz is used if it exists; otherwise torchvision downloads into FOLDER. `shapes` needs no file.
+    Refuses what is missing, broken or inconsistent.
+    """
+    path = pathlib.Path(name if name.endswith(".npz") else pathlib.Path(folder) / f"{name}.npz")
+    if name == "shapes":
+        arrays = shapes()
+    elif path.exists() or name.endswith(".npz"):
+        arrays = read_npz(path)
+    elif name in DATASETS:
+        try:
+            arrays = read_tiny_imagenet(pathlib.Path(folder)) if name == "tinyimagenet" else read_torchvision(name, folder)
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as problem:
+            refuse(f"could not get the data set {name}: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}. "
+                   f"Check the network and {folder}/, or put x_train, y_train, x_test, y_test into {path}")
+    else:
+        refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, or the path of a .npz")
+    return check_data(path.stem, path if path.exists() else name, *arrays)
+
+
+def check_data(name, source, x_train, y_train, x_test, y_test):
+    """Joins four arrays to a Data; refuses shapes, types and labels that can't be trained on."""
+    joined = {}
+    for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        if x.dtype != np.uint8:
+            refuse(f"{source}: x_{part} holds {x.dtype}; save the images as uint8 from 0 to 255")
+        if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
+            refuse(f"{source}: x_{part} has the shape {x.shape}; images must be [n, height, width] or [n, height, width, 1 or 3]")
+        if y.dtype.kind not in "iu":
+            refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - 1")
+        if y.shape != x.shape[:1]:
+            refuse(f"{source}: x_{part} has {len(x)} images, y_{part} the shape {y.shape}; there must be one label per image")
+        if not len(x):
+            refuse(f"{source}: x_{part} is empty")
+        joined[part] = (x.reshape(*x.shape[:3], -1), y.astype(np.int64))
+    (x, y), (u, v) = joined["train"], joined["test"]
+    if x.shape[1:] != u.shape[1:]:
+        refuse(f"{source}: training images are {x.shape[1:]}, test images {u.shape[1:]}; they must have one size")
+    if min(y.min(), v.min()) < 0:
+        refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1")
+    classes = int(y.max()) + 1
+    if v.max() >= classes:
+        refuse(f"{source}: the test set has the label {v.max()}, the training set none above {classes - 1}")
+    empty = np.flatnonzero(np.bincount(y, minlength=classes) == 0) if classes <= len(y) else [0]
+    if len(empty):
+        refuse(f"{source}: no training image has the label {empty[0]}; number the classes from 0 without gaps")
+    return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes)
+
+
+def read_npz(path):
+    """x_train, y_train, x_test, y_test of a .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in file]
+            if missing:
+                refuse(f"{path} has no array {missing[0]}; it needs x_train, y_train, x_test and y_test")
+            return [file[key] for key in ("x_train", "y_train", "x_test", "y_test")]
+    except FileNotFoundError:
+        refuse(f"there is no file {path}")
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as problem:
+        refuse(f"{path} can't be read as a .npz ({problem}); copy or make it again")
+
+
+def read_torchvision(name, folder):
+    """A data set of torchvision, downloaded into `folder` if it is not there. EMNIST is split by class, as stored."""
+    kind = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "mnist": "MNIST", "emnist": "EMNIST"}[name]
+    more = {"split": "byclass"} if name == "emnist" else {}
+    parts = [getattr(torchvision.datasets, kind)(folder, train=train, download=True, **more) for train in (True, False)]
+    return [np.asarray(array) for part in parts for array in (part.data, part.targets)]
+
+
+def read_tiny_imagenet(folder):
+    """Tiny ImageNet in its official layout under `folder`/tiny-imagenet-200; its validation images are the test set.
+
+    The decoded images are kept as tinyimagenet.npz, so that the 110,000 files are read only once.
+    """
+    root = folder / "tiny-imagenet-200"
+    if not root.exists():
+        torchvision.datasets.utils.download_and_extract_archive(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip", str(folder), md5="90528d7ca1a48142e341f4ef8d21d0de")
+
+    def decode(path):
+        return torchvision.io.read_image(str(path), torchvision.io.ImageReadMode.RGB).permute(1, 2, 0).numpy()
+
+    label = {wnid: i for i, wnid in enumerate(sorted((root / "wnids.txt").read_text().split()))}
+    train = [(path, label[wnid]) for wnid in label for path in sorted((root / "train" / wnid / "images").glob("*.JPEG"))]
+    notes = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines()]
+    test = [(root / "val" / "images" / note[0], label[note[1]]) for note in notes]
+    arrays = []
+    for name, part in (("training", train), ("test", test)):
+        if not part:
+            raise ValueError(f"{root} has no {name} images")
+        arrays += [np.stack([decode(path) for path, _ in tqdm(part, f"decoding {name} images", leave=False)]),
+                   np.array([y for _, y in part])]
+    with open(folder / "tinyimagenet.npz.part", "wb") as file:
+        np.savez(file, **dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays)))
+    os.replace(folder / "tinyimagenet.npz.part", folder / "tinyimagenet.npz")
+    return arrays
+
+
+def shapes(train=10_000, test=2_000, size=32, seed=0):
+    """Ten classes of drawn shapes whose place, size, turn, colours, background and noise vary; no file needed.
+
+    Disc, ring, square, triangle, plus, star, crescent, two discs, bars, half disc. Colour says nothing about the class.
+    A linear classifier reaches LINEAR, the CNN of `--model cnn` CNN on the test images (tests/measure_shapes.py).
+    """
+    rng = np.random.default_rng([seed, 2026])
+    n = train + test
+    label = rng.permutation(np.arange(n) % 10)
+
+    def uniform(low, high, *shape):
+        return rng.uniform(low, high, (n, *shape)).astype(np.float32)
+
+    axis = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
+    radius, angle = uniform(0.5, 0.8, 1, 1), uniform(-0.5, 0.5, 1, 1)
+    x, y = axis[None, None, :] - uniform(-0.25, 0.25, 1, 1), axis[None, :, None] - uniform(-0.25, 0.25, 1, 1)
+    u = (x * np.cos(angle) + y * np.sin(angle)) / radius  # the shape's own axes, in which it has about the size 1
+    v = (y * np.cos(angle) - x * np.sin(angle)) / radius
+
+    def disc(u, v, r):
+        return r - np.sqrt(u * u + v * v)
+
+    def box(u, v, a, b):
+        return np.minimum(a - np.abs(u), b - np.abs(v))
+
+    inside = (  # positive inside of the shape, about a distance to its outline
+        lambda u, v: disc(u, v, 0.9),
+        lambda u, v: 0.2 - np.abs(disc(u, v, 0.75)),
+        lambda u, v: box(u, v, 0.75, 0.75),
+        lambda u, v: 0.5 - np.maximum(-v, np.abs(u) * 0.866 + v * 0.5),
+        lambda u, v: np.maximum(box(u, v, 0.28, 0.95), box(u, v, 0.95, 0.28)),
+        lambda u, v: 0.65 + 0.3 * np.cos(5 * np.arctan2(v, u)) - np.sqrt(u * u + v * v),
+        lambda u, v: np.minimum(disc(u, v, 0.95), -disc(u - 0.45, v, 0.75)),
+        lambda u, v: np.maximum(disc(u - 0.5, v, 0.42), disc(u + 0.5, v, 0.42)),
+        lambda u, v: np.maximum(np.maximum(box(u - 0.62, v, 0.17, 0.8), box(u + 0.62, v, 0.17, 0.8)), box(u, v, 0.17, 0.8)),
+        lambda u, v: np.minimum(disc(u, v + 0.4, 0.95), v + 0.4),
+    )
+    depth = np.empty((n, size, size), np.float32)
+    for c, shape in enumerate(inside):
+        depth[label == c] = shape(u[label == c], v[label == c])
+    cover = np.clip(depth * radius * size / 2 + 0.5, 0, 1)[..., None]  # soft outline, one pixel wide
+    ground, tilt = uniform(0.0, 0.6, 1, 1, 3), uniform(-0.2, 0.2, 2, 3)
+    ground = ground + axis[None, :, None, None] * tilt[:, None, None, 0] + axis[None, None, :, None] * tilt[:, None, None, 1]
+    colour = ground.mean((1, 2), keepdims=True) + uniform(0.0, 0.6, 1, 1, 3)  # of any hue, lighter than the ground
+    noise = rng.standard_normal((n, size, size, 3), dtype=np.float32) * uniform(0.02, 0.15, 1, 1, 1)
+    images = (np.clip(ground + cover * (colour - ground) + noise, 0, 1) * 255).astype(np.uint8)
+    return images[:train], label[:train], images[train:], label[train:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Splits
+#
+# A scheme takes (labels [n] of the training images, classes, rng, args) and returns one array of image numbers per
+# client, in random order. split_clients then cuts each client's images into training, validation and test images.
+
+
+class Split(NamedTuple):
+    """Per client, numbers of the images it trains, validates and tests on (numbers of Data.images)."""
+
+    train: list
+    val: list
+    test: list
+
+    def fingerprint(self):
+        """Equal for equal splits: a hash over all lists, in the order of the clients."""
+        digest = hashlib.sha256()
+        for part in self:
+            for index in part:
+                digest.update(np.int64(len(index)).tobytes() + index.astype(np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def split_clients(data, args):
+    """The Split that args.split, args.clients, args.client_test, args.client_val and args.split_seed ask for.
+
+    Every client gets at least one training image, and one validation or test image where those are asked for;
+    otherwise the split is refused.
+    """
+    rng = stream(args.split_seed, "split")
+    labels = data.labels[: data.train]
+    if args.clients > data.train and args.split != "semantic":
+        refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
+    if args.client_test + args.client_val >= 1:
+        refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
+    owned = SPLITS[args.split](labels, data.classes, rng, args)
+    train, val, test = [], [], []
+    for k, index in enumerate(owned):
+        index = rng.permutation(index)
+        a = int((1 - args.client_test - args.client_val) * len(index) + 1e-9)
+        b = len(index) - int(args.client_test * len(index) + 1e-9) if args.client_val else a
+        if args.client_test == 0:
+            b = len(index)
+            held = matched_test(labels[index], data, rng)
+        else:
+            held = index[b:]
+        train, val, test = train + [index[:a]], val + [index[a:b]], test + [held]
+        if not a or (args.client_val and a == b) or not len(held):
+            refuse(f"--split {args.split} leaves client {k} with {len(index)} images: {a} to train on, {b - a} to validate, "
+                   f"{len(held)} to test; use fewer --clients, a larger --alpha or more images")
+    return Split(train, val, test)
+
+
+def matched_test(labels, data, rng, size=100):
+    """Central test images with the class shares of `labels`: floor(share * size) of each class (FedSLR, section 5.1).
+
+    Without replacement within a client; different clients' may overlap. Shares below 1/size add nothing.
+    """
+    pool = data.labels[data.train :]
+    chosen = []
+    for c, count in enumerate(np.bincount(labels, minlength=data.classes)):
+        own = np.flatnonzero(pool == c)
+        chosen.append(rng.permutation(own)[: int(count / len(labels) * size + 1e-9)])
+    return np.concatenate(chosen) + data.train
+
+
+def by_class(labels, classes, rng):
+    """Per class, the numbers of its images in random order."""
+    return [rng.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
+
+
+def split_iid(labels, classes, rng, args):
+    """Shuffled and cut into equal parts (McMahan et al. 2017, section 3: IID)."""
+    n = len(labels) // args.clients
+    return list(rng.permutation(len(labels))[: n * args.clients].reshape(args.clients, n))
+
+
+def split_shards(labels, classes, rng, args):
+    """Sorted by label, cut into K*s shards of equal size, s random shards each (McMahan et al. 2017, section 3)."""
+    shards = args.clients * args.per_client
+    size = len(labels) // shards
+    if not size:
+        refuse(f"{len(labels)} training images don't make {shards} shards; use fewer --clients or a smaller --per-client")
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")][: shards * size].reshape(shards, size)
+    return list(order[rng.permutation(shards)].reshape(args.clients, -1))
+
+
+def split_dirichlet(labels, classes, rng, args):
+    """Equal sizes; a client's class shares are q ~ Dir(alpha * p), p = 1/classes (Hsu et al. 2019, section 3).
+
+    alpha is the paper's: each class has the concentration alpha/classes. alpha = 0 is one random class per client.
+    Without replacement; a class that runs out is dropped and the rest of q re-normalised (the paper does not say; so
+    the last clients' shares follow what is left).
+    """
+    pools = by_class(labels, classes, rng)
+    n = len(labels) // args.clients
+    owned = []
+    for k in range(args.clients):
+        left = np.array([len(pool) for pool in pools])
+        if args.alpha == 0:
+            able = np.flatnonzero(left >= n)
+            if not len(able):
+                refuse(f"--alpha 0 gives client {k} one class, but no class has {n} images left; change --clients so that "
+                       "the images per client divide the images per class")
+            count = np.bincount([rng.choice(able)], minlength=classes) * n
+        else:
+            q = rng.dirichlet(np.full(classes, args.alpha / classes))
+            count = np.zeros(classes, np.int64)
+            while (need := n - count.sum()) > 0:
+                open_ = left > count
+                if q[open_].sum() < 1e-12:  # all that q wanted is used up: what remains of a Dirichlet is a Dirichlet
+                    q = np.zeros(classes)
+                    q[open_] = rng.dirichlet(np.full(open_.sum(), args.alpha / classes))
+                share = np.where(open_, q, 0)
+                count = np.minimum(count + rng.multinomial(need, share / share.sum()), left)
+        owned.append(np.concatenate([pool[:c] for pool, c in zip(pools, count)]))
+        pools = [pool[c:] for pool, c in zip(pools, count)]
+    return owned
+
+
+def split_dirichlet_classes(labels, classes, rng, args, least=10):
+    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ (FedMA's; PersFL's DS-2).
+
+    Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
+    """
+    for _ in range(1000):
+        owned = [[] for _ in range(args.clients)]
+        for pool in by_class(labels, classes, rng):
+            share = rng.dirichlet(np.full(args.clients, args.alpha)) if args.alpha else np.eye(args.clients)[rng.integers(args.clients)]
+            cuts = (share.cumsum()[:-1] * len(pool)).astype(int)
+            for k, part in enumerate(np.split(pool, cuts)):
+                owned[k].append(part)
+        owned = [np.concatenate(parts) for parts in owned]
+        if min(map(len, owned)) >= least:
+            return owned
+    refuse(f"--split dirichlet-classes with --alpha {args.alpha:g} gave some of {args.clients} clients fewer than {least} images "
+           "in 1000 draws; use a larger --alpha or fewer --clients")
+
+
+def split_classes(labels, classes, rng, args):
+    """s random classes per client and equal sizes (Psi-Net's "N x c"; PersFL's DS-1, FedPer's).
+
+    Classes are given out evenly: the next client takes those that the fewest clients have, ties at random.
+    """
+    if args.per_client > classes:
+        refuse(f"--per-client {args.per_client}: there are only {classes} classes")
+    holders = np.zeros(classes, int)
+    chosen = []
+    for _ in range(args.clients):
+        chosen.append(np.lexsort((rng.random(classes), holders))[: args.per_client])
+        holders[chosen[-1]] += 1
+    pools = by_class(labels, classes, rng)
+    n = min(len(pool) // h for pool, h in zip(pools, holders) if h)
+    if not n:
+        refuse(f"{args.clients} clients with {args.per_client} classes each need more images than some class has")
+    start = np.zeros(classes, int)
+    owned = []
+    for mine in chosen:
+        owned.append(np.concatenate([pools[c][start[c] : start[c] + n] for c in mine]))
+        start[mine] += n
+    return owned
+
+
+def split_lognormal(labels, classes, rng, args, least=10):
+    """s labels per client, k, k+1, ... (mod classes); sizes are log-normal with mu = 0, sigma = 2 (PersFL's DS-3, pFedMe's).
+
+    A class's images are shared among its holders in proportion to log-normal draws, after 10 for each of them.
+    """
+    if args.per_client > classes:
+        refuse(f"--per-client {args.per_client}: there are only {classes} classes")
+    owned = [[] for _ in range(args.clients)]
+    for c, pool in enumerate(by_class(labels, classes, rng)):
+        holders = [k for k in range(args.clients) for j in range(args.per_client) if (k + j) % classes == c]
+        if len(pool) < least * len(holders):
+            refuse(f"class {c} has {len(pool)} images for {len(holders)} clients, {least} each at least; use fewer --clients")
+        if holders:
+            share = rng.lognormal(0, 2, len(holders))
+            sizes = least + (share / share.sum() * (len(pool) - least * len(holders))).astype(int)
+            for k, part in zip(holders, np.split(pool, sizes.cumsum())):
+                owned[k].append(part)
+    return [np.concatenate(parts) for parts in owned]
+
+
+def split_semantic(labels, classes, rng, args):
+    """Clusters of classes that no two clusters share; clients of random size within a cluster (SuPerFed, appendix A).
+
+    62 classes (EMNIST): 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform in [100, 800).
+    Otherwise (Tiny ImageNet): 10 clusters of equally many random classes; sizes in [100, 400). What remains of a
+    cluster when the next client doesn't fit, or when at most 100 images are left, is not used. K is what comes out.
+    """
+    if classes == 62:
+        groups, clusters, largest = [range(10), range(10, 36), range(36, 62)], 5, 800
+    else:
+        groups, clusters, largest = [range(classes)], min(10, classes), 400
+    cluster = np.empty(classes, int)
+    for group in groups:
+        size = len(group) // clusters
+        cluster[rng.permutation(group)] = np.minimum(np.arange(len(group)) // size, clusters - 1)
+    owned = []
+    for j in range(clusters):
+        pool = rng.permutation(np.flatnonzero(cluster[labels] == j))
+        while len(pool) > 100 and len(pool) >= (n := rng.integers(100, largest)):
+            owned.append(pool[:n])
+            pool = pool[n:]
+    if not owned:
+        refuse("--split semantic needs more than 100 images in some cluster of classes")
+    return owned
+
+
+def split_fedslr(labels, classes, rng, args):
+    """Equal sizes; class shares ~ Dir(alpha, ..., alpha) per client; a class that is used up is refilled (FedSLR's code).
+
+    alpha is per class (the paper's 0.1). Refilling means that clients can share images and some images are never used.
+    """
+    if args.alpha == 0:
+        refuse("--split fedslr needs --alpha above 0")
+    pools = by_class(labels, classes, rng)
+    n = len(labels) // args.clients
+    owned = []
+    for _ in range(args.clients):
+        count = rng.multinomial(n, rng.dirichlet(np.full(classes, args.alpha)))
+        parts = []
+        for c, need in enumerate(count):
+            while need > len(pools[c]):
+                parts, need = parts + [pools[c]], need - len(pools[c])
+                pools[c] = rng.permutation(np.flatnonzero(labels == c))
+            parts, pools[c] = parts + [pools[c][:need]], pools[c][need:]
+        owned.append(np.concatenate(parts))
+    return owned
+
+
+SPLITS = {
+    "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
+    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
+}  # fmt: skip
+
+
+def limit_images(data, limit):
+    """The data set with only `limit` training images, as many of each class as of the others while they last."""
+    if limit > data.train:
+        refuse(f"--limit {limit}: {data.name} has only {data.train} training images")
+    if limit < data.classes:
+        refuse(f"--limit {limit} leaves some of the {data.classes} classes empty")
+    labels = data.labels[: data.train]
+    rank = np.empty(data.train, int)  # of an image among those of its class
+    for c in range(data.classes):
+        own = np.flatnonzero(labels == c)
+        rank[own] = np.arange(len(own))
+    keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.train, len(data.images))])
+    return data._replace(images=data.images[keep], labels=data.labels[keep], train=limit)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Models
+#
+# A model is written once, as a function model(m, x, classes) -> logits that asks m for its layers in the order in which
+# x [B,C,H,W] passes them. Net reads off its table of tensors, and evaluates it for any flat vector w. No model here has
+# anything but weights: normalisation is by groups, so that w is all there is to send and to average.
+
+
+class Weights:
+    """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards."""
+
+    def __init__(self, parts=None):
+        self.parts = parts
+        self.table = []  # (name, shape, initial distribution)
+
+    def take(self, name, shape, init):
+        if self.parts is not None:
+            return next(self.parts).view(shape)
+        if min(shape) < 1:
+            raise RuntimeError(f"{name} would be empty")
+        self.table.append((name, shape, init))
+        return torch.zeros(shape)
+
+    def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
+        shape = (out, x.shape[1] // groups, kernel, kernel)
+        weight, offset = init or default_init(shape)
+        return F.conv2d(x, self.take(name + ".weight", shape, weight),
+                        self.take(name + ".bias", (out,), offset) if bias else None, stride, padding, 1, groups)
+
+    def linear(self, name, x, out, init=None, bias=True):
+        shape = (out, x.shape[1])
+        weight, offset = init or default_init(shape)
+        return F.linear(x, self.take(name + ".weight", shape, weight),
+                        self.take(name + ".bias", (out,), offset) if bias else None)
+
+    def groupnorm(self, name, x, groups=2):
+        scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
+        return F.group_norm(x, groups, scale, self.take(name + ".bias", x.shape[1:2], ("constant", 0.0)))
+
+
+def default_init(shape):
+    """PyTorch's: weights and biases uniform in +-1/sqrt(fan in)."""
+    bound = float(np.prod(shape[1:])) ** -0.5
+    return ("uniform", bound), ("uniform", bound)
+
+
+def xavier_normal(out, fan_in, kernel=1):
+    """Glorot and Bengio 2010: variance 2 / (fan in + fan out); biases 0."""
+    return ("normal", (2 / ((out + fan_in) * kernel**2)) ** 0.5), ("constant", 0.0)
+
+
+def he_normal(out, kernel):
+    """He et al. 2015, over the fan out: variance 2 / fan out; biases 0."""
+    return ("normal", (2 / (out * kernel**2)) ** 0.5), ("constant", 0.0)
+
+
+class Net:
+    """logits = net(w, x): a model as a function of one flat vector w [d].
+
+    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side.
+    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts.
+    Refuses images [C,H,W] of a size that the model can't take.
+    """
+
+    def __init__(self, name, shape, classes, device="cpu"):
+        self.name, self.model, self.classes = name, MODELS[name], classes
+        weights = Weights()
+        try:
+            self.model(weights, torch.zeros(1, *shape), classes)
+        except (RuntimeError, ValueError) as problem:
+            refuse(f"--model {name} can't take images of {shape[1]}x{shape[2]} with {shape[0]} channels: {str(problem).splitlines()[0]}")
+        self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
+        self.d = sum(self.sizes)
+        ends = np.cumsum(self.sizes).tolist()
+        self.tensors = [(n, slice(e - z, e), s) for (n, s, _), z, e in zip(weights.table, self.sizes, ends)]
+        self.inits = [i for _, _, i in weights.table]
+        spans = {}
+        for n, s, _ in self.tensors:
+            spans.setdefault(n.rsplit(".", 1)[0], []).append(s)
+        self.layers = [(n, slice(s[0].start, s[-1].stop)) for n, s in spans.items()]
+        self.layer_of = torch.cat([torch.full((s.stop - s.start,), i) for i, (_, s) in enumerate(self.layers)]).to(device)
+        only = getattr(self.model, "decayed", None)
+        self.decayed = torch.cat([torch.full((z,), float(only is None or n in only))
+                                  for (n, _, _), z in zip(self.tensors, self.sizes)]).to(device)
+
+    def __call__(self, w, x):
+        """w [d], x [B,C,H,W] -> logits [B, classes]."""
+        return self.model(Weights(iter(w.split(self.sizes))), x, self.classes)
+
+    def init(self, rng):
+        """Initial weights [d], drawn on the CPU from a numpy Generator, the same for every device."""
+        parts = []
+        for z, (kind, scale) in zip(self.sizes, self.inits):
+            if kind == "uniform":
+                part = rng.uniform(-scale, scale, z)
+            elif kind == "normal":
+                part = rng.normal(0, scale, z)
+            elif kind == "truncated":  # a normal whose draws beyond two standard deviations are drawn again
+                part = rng.normal(0, scale, z)
+                while (far := np.abs(part) > 2 * scale).any():
+                    part[far] = rng.normal(0, scale, far.sum())
+            else:
+                part = np.full(z, scale)
+            parts.append(part)
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.layer_of.device)
+
+
+def cnn(m, x, classes):
+    """SuPerFed's five-layer CNN (its Table 4): 109,022 weights for EMNIST, 94,186 for CIFAR-10, 181,416 for Tiny ImageNet.
+
+    The pooling stands before the ReLU: the same function, a quarter of the work. Xavier initialisation, as its code.
+    """
+    if x.shape[2:] not in ((28, 28), (32, 32), (64, 64)):
+        raise ValueError("it is made for 28x28, 32x32 and 64x64")
+    pool, kernel = (3 if x.shape[2] == 64 else 2), (3 if x.shape[2] == 32 else 2)
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5, init=xavier_normal(32, x.shape[1], 5)), pool))
+    x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5, init=xavier_normal(64, 32, 5)), pool))
+    x = F.relu(F.max_pool2d(m.conv("conv3", x, 32, kernel, init=xavier_normal(32, 64, kernel)), pool))
+    x = F.relu(m.linear("fc1", x.flatten(1), 512, init=xavier_normal(512, 32)))
+    return m.linear("fc2", x, classes, init=xavier_normal(classes, 512))
+
+
+def local_response_norm(x, radius=4, alpha=0.001 / 9, beta=0.75):
+    """TensorFlow's lrn with bias 1: x / (1 + alpha * sum of x^2 over the 2*radius+1 nearest channels)^beta.
+
+    PyTorch's divides alpha by the number of channels. The sum is a product with a band matrix: a 1x1 convolution.
+    """
+    channel = torch.arange(x.shape[1], device=x.device)
+    band = ((channel[:, None] - channel[None, :]).abs() <= radius).to(x.dtype)
+    return x * (1 + alpha * F.conv2d(x * x, band[:, :, None, None])) ** -beta
+
+
+def tfcnn(m, x, classes):
+    """McMahan et al.'s CIFAR CNN, from the TensorFlow tutorial: 1,068,298 weights with 24x24 images and 10 classes.
+
+    Its initial values are the tutorial's, from memory: truncated normals, biases 0, 0.1, 0.1, 0.1, 0.
+    """
+    def start(std, bias):
+        return ("truncated", std), ("constant", bias)
+
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 64, 5, padding=2, init=start(0.05, 0.0)), 3, 2, ceil_mode=True))
+    x = F.relu(m.conv("conv2", local_response_norm(x), 64, 5, padding=2, init=start(0.05, 0.1)))
+    x = F.max_pool2d(local_response_norm(x), 3, 2, ceil_mode=True)
+    x = F.relu(m.linear("fc3", x.flatten(1), 384, init=start(0.04, 0.1)))
+    x = F.relu(m.linear("fc4", x, 192, init=start(0.04, 0.1)))
+    return m.linear("out", x, classes, init=start(1 / 192, 0.0))
+
+
+tfcnn.decayed = ("fc3.weight", "fc4.weight")
+
+
+def cifarnet(m, x, classes):
+    """PersFL's CifarNet: 62,006 weights with 32x32x3 images and 10 classes."""
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 6, 5), 2))
+    x = F.relu(F.max_pool2d(m.conv("conv2", x, 16, 5), 2))
+    x = F.relu(m.linear("fc1", x.flatten(1), 120))
+    x = F.relu(m.linear("fc2", x, 84))
+    return m.linear("fc3", x, classes)
+
+
+def mnistnet(m, x, classes):
+    """PersFL's network for MNIST: 784-100-10, 79,510 weights."""
+    return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 100)), classes)
+
+
+def resnet18(m, x, classes):
+    """ResNet-18 with GroupNorm(2), as FedSLR's.
+
+    Up to 32x32: a 3x3 stem and a last layer without bias, 11,173,952 weights for 10 classes, 11,220,032 for 100.
+    Larger: torchvision's 7x7 stem with pooling and a bias, 11,279,112 weights for 200 classes.
+    """
+    small = x.shape[2] <= 32
+    if small:
+        x = F.relu(m.groupnorm("norm1", m.conv("conv1", x, 64, 3, 1, 1, bias=False)))
+    else:
+        x = F.max_pool2d(F.relu(m.groupnorm("norm1", m.conv("conv1", x, 64, 7, 2, 3, bias=False))), 3, 2, 1)
+    for stage, width in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            name, stride = f"stage{stage + 1}.{block + 1}", 2 if stage and not block else 1
+            y = F.relu(m.groupnorm(name + ".norm1", m.conv(name + ".conv1", x, width, 3, stride, 1, bias=False)))
+            y = m.groupnorm(name + ".norm2", m.conv(name + ".conv2", y, width, 3, 1, 1, bias=False))
+            if stride != 1:
+                x = m.groupnorm(name + ".norm3", m.conv(name + ".shortcut", x, width, 1, stride, bias=False))
+            x = F.relu(x + y)
+    return m.linear("fc", x.mean((2, 3)), classes, bias=not small)
+
+
+def vgg9(m, x, classes):
+    """VGG-9 as in FedMA, without its dropout: 3,491,530 weights with 32x32x3 images and 10 classes."""
+    for i, (width, pool) in enumerate(((32, 0), (64, 1), (128, 0), (128, 1), (256, 0), (256, 1))):
+        x = m.conv(f"conv{i + 1}", x, width, 3, padding=1)
+        x = F.relu(F.max_pool2d(x, 2) if pool else x)
+    x = F.relu(m.linear("fc1", x.flatten(1), 512))
+    x = F.relu(m.linear("fc2", x, 512))
+    return m.linear("fc3", x, classes)
+
+
+def vgg16(m, x, classes):
+    """VGG-16 (Simonyan and Zisserman 2015, configuration D) for 32x32 images, with fully connected layers of 512."""
+    for stage, (width, depth) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))):
+        for i in range(depth):
+            x = m.conv(f"conv{stage + 1}-{i + 1}", x, width, 3, padding=1, init=he_normal(width, 3))
+            x = F.relu(F.max_pool2d(x, 2) if i == depth - 1 else x)
+    x = F.relu(m.linear("fc1", x.flatten(1), 512, init=he_normal(512, 1)))
+    x = F.relu(m.linear("fc2", x, 512, init=he_normal(512, 1)))
+    return m.linear("fc3", x, classes)
+
+
+def mobilenet(m, x, classes):
+    """MobileNetV1 (Howard et al. 2017) for 32x32 images: no stride in the stem, GroupNorm(2) in place of BatchNorm."""
+    x = F.relu(m.groupnorm("norm1", m.conv("conv1", x, 32, 3, 1, 1, bias=False)))
+    plan = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2), (1024, 1))
+    for i, (width, stride) in enumerate(plan):
+        name = f"block{i + 1}"
+        x = m.conv(name + ".depthwise", x, x.shape[1], 3, stride, 1, groups=x.shape[1], bias=False)
+        x = F.relu(m.groupnorm(name + ".norm1", x))
+        x = F.relu(m.groupnorm(name + ".norm2", m.conv(name + ".pointwise", x, width, 1, bias=False)))
+    return m.linear("fc", x.mean((2, 3)), classes)
+
+
+MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9, vgg16, mobilenet)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,5] in [0,1) per image -> floats [n,C,h,w]
+#
+# The images stay channels-last in memory, which is what convolutions on CPUs and tensor cores are fastest with.
+
+
+def scale(x, u=None):
+    """To [0, 1], and nothing else (SuPerFed's code)."""
+    return x.permute(0, 3, 1, 2).float() / 255
+
+
+def window(x, top, left, size, flip):
+    """Per image, the size x size pixels from row top [n] and column left [n], mirrored where flip [n]: [n,size,size,C]."""
+    i = torch.arange(size, device=x.device)
+    rows = top[:, None] + i  # [n, size]
+    columns = left[:, None] + torch.where(flip[:, None], i.flip(0), i)
+    return x[torch.arange(len(x), device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def tensorflow(x, u=None, size=24):
+    """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip, brightness, contrast; per image
+    mean 0 and standard deviation 1. Without u: the central window. Its ranges (+-63 of 255, 0.2 to 1.8) are from memory.
+    """
+    n, height, width = x.shape[:3]
+    if min(height, width) < size:
+        raise ValueError(f"--transform tensorflow cuts out {size}x{size} pixels")
+    if u is None:
+        x = x[:, (height - size) // 2 :, (width - size) // 2 :][:, :size, :size].float()
+    else:
+        x = window(x, (u[:, 0] * (height - size + 1)).long(), (u[:, 1] * (width - size + 1)).long(), size, u[:, 2] < 0.5).float()
+        x = x + 63 * (2 * u[:, 3, None, None, None] - 1)
+        mean = x.mean((1, 2), keepdim=True)
+        x = (x - mean) * (0.2 + 1.6 * u[:, 4, None, None, None]) + mean
+    x = x - x.mean((1, 2, 3), keepdim=True)
+    std = x.square().mean((1, 2, 3), keepdim=True).sqrt().clamp(min=x[0].numel() ** -0.5)
+    return (x / std).permute(0, 3, 1, 2)
+
+
+TRANSFORMS = {"scale": scale, "tensorflow": tensorflow}
+DRAWS = {"scale": 0, "tensorflow": 5}  # random numbers per training image
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Training and evaluation
+
+
+class Batch(NamedTuple):
+    """One client's minibatch: x [B,C,h,w], y [B], mask [B] (0 where a row only fills up), draw [...] (see train)."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    mask: torch.Tensor
+    draw: torch.Tensor
+
+
+def cross_entropy(logits, batch):
+    """Mean cross-entropy over the batch's real images: logits [B, classes] -> scalar."""
+    loss = F.cross_entropy(logits, batch.y, reduction="none")
+    return (loss * batch.mask).sum() / batch.mask.sum().clamp(min=1)
+
+
+class Schedule(NamedTuple):
+    """What one client does in one call of train: arrays over its steps."""
+
+    index: np.ndarray  # [steps, B] numbers of images
+    real: np.ndarray  # [steps, B] False where a row only fills up the last minibatch of an epoch
+    u: np.ndarray  # [steps, B, DRAWS] for the transform
+    draw: np.ndarray  # [steps, ...] for the algorithm
+
+
+class Federation:
+    """K clients and their images on one device: split, sampled, trained and evaluated.
+
+    n [K]: number of training images n_k of each client. net: the model. split: a Split.
+    """
+
+    def __init__(self, args):
+        self.args = args
+        self.device = find_device(args.device)
+        self.data = load_data(args.dataset, args.data_dir)
+        if args.limit:
+            self.data = limit_images(self.data, args.limit)
+        self.split = split_clients(self.data, args)
+        self.K = len(self.split.train)
+        self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
+        self.images = torch.from_numpy(self.data.images).to(self.device)
+        self.labels = torch.from_numpy(self.data.labels).to(self.device)
+        self.transform = TRANSFORMS[args.transform]
+        try:
+            seen = self.transform(self.images[:1])
+        except ValueError as problem:
+            refuse(f"{problem}, but {self.data.name} has {self.data.images.shape[1]}x{self.data.images.shape[2]}")
+        self.net = Net(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
+        cuda = self.device.type == "cuda"
+        self.parallel = args.parallel or (self.K if cuda else len(os.sched_getaffinity(0)))
+        self.vmap = cuda and self.parallel > 1  # all clients in one step, instead of one after the other
+        self.stop = False  # set when the run is interrupted: workers give up
+        self.pool = None if cuda else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
+
+    def describe(self):
+        """Three lines on what is trained: images, split and model."""
+        data, sizes = self.data, [len(index) for index in self.split.train]
+        held = [len(index) for index in self.split.test]
+        kinds = [len(np.unique(data.labels[index])) for index in self.split.train]
+        print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
+              f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}")
+        print(f"split   {self.args.split}: {self.K} clients, training images {spread(sizes)}, own test images {spread(held)}, "
+              f"classes {spread(kinds)} (least/mean/most), fingerprint {self.split.fingerprint()}")
+        print(f"model   {self.net.name}: {self.net.d:,} weights on {device_name(self.device)}, "
+              f"{self.parallel} clients at once{' by vmap' if self.vmap else ''}")
+
+    def sample(self, t):
+        """S_t, the clients of round t: max(int(C*K), 1) of K, without replacement, in ascending order."""
+        m = max(int(self.args.fraction * self.K + 1e-9), 1)
+        return np.sort(stream(self.args.seed, "sampling", t).choice(self.K, m, replace=False))
+
+    def initial_weights(self):
+        """w [d], from the seed."""
+        return self.net.init(stream(self.args.seed, "initialisation"))
+
+    # Training: the same step function, one client after the other or all at once
+
+    def train(self, step, state, S, t, *shared, epochs=None, draw=None):
+        """Takes every client of S through its minibatches of round t, and returns their states.
+
+        step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
+        function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]. shared:
+        tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers, handed to
+        step as batch.draw. epochs: E, --epochs by default.
+
+        A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
+        minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
+        """
+        plans = [self.schedule(k, t, epochs or self.args.epochs, draw) for k in S]
+        if self.vmap:
+            chunks = [slice(i, i + self.parallel) for i in range(0, len(S), self.parallel)]
+            parts = [self.train_together(step, tree_map(lambda z: z[c], state), plans[c], shared) for c in chunks]
+            return tree_map(lambda *z: torch.cat(z), *parts)
+        states = [tree_map(lambda z: z[i], state) for i in range(len(S))]
+        over = map if self.pool is None else self.pool.map
+        return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
+
+    def schedule(self, k, t, epochs, draw):
+        """The Schedule of client k in round t, from the client's own random streams."""
+        own, key = self.split.train[k], (self.args.seed, t, int(k))
+        size = self.args.batch_size or len(own)
+        per_epoch = -(-len(own) // size)
+        order = stream(key[0], "order", *key[1:])
+        index = np.zeros((epochs, per_epoch * size), np.int64)
+        real = np.zeros((epochs, per_epoch * size), bool)
+        for e in range(epochs):
+            index[e, : len(own)], real[e, : len(own)] = order.permutation(own), True
+        steps = epochs * per_epoch
+        u = stream(key[0], "augmentation", *key[1:]).random((steps, size, DRAWS[self.args.transform]), np.float32)
+        own_draw = draw(stream(key[0], "algorithm", *key[1:]), steps) if draw else np.zeros((steps, 0))
+        return Schedule(index.reshape(steps, size), real.reshape(steps, size), u, own_draw.astype(np.float32))
+
+    def train_alone(self, step, state, plan, shared):
+        """One client, minibatch after minibatch: the specification of train_together."""
+        for index, real, u, draw in zip(*plan):
+            if self.stop:
+                raise KeyboardInterrupt
+            n = real.sum()
+            index, u, draw = (torch.from_numpy(z).to(self.device) for z in (index[:n], u[:n], draw))
+            x = self.transform(self.images[index], u)
+            state = step(state, Batch(x, self.labels[index], torch.ones(n, device=self.device), draw), *shared)
+        return state
+
+    def train_together(self, step, state, plans, shared):
+        """All clients in one vmapped step per minibatch; a client whose minibatches are used up keeps its state."""
+        m, steps = len(plans), max(len(plan.index) for plan in plans)
+        size = max(plan.index.shape[1] for plan in plans)
+
+        def stacked(name, *shape):
+            """[steps, m, *shape], with zeros behind the last step of a client and behind its last image."""
+            parts = [getattr(plan, name) for plan in plans]
+            whole = np.zeros((steps, m, *shape), parts[0].dtype)
+            for i, part in enumerate(parts):
+                whole[(slice(len(part)), i, *map(slice, part.shape[1:]))] = part
+            return torch.from_numpy(whole).to(self.device)
+
+        index, real, u = stacked("index", size), stacked("real", size), stacked("u", size, plans[0].u.shape[2])
+        draw = stacked("draw", *plans[0].draw.shape[1:])
+        live = np.arange(steps)[:, None] < np.array([len(plan.index) for plan in plans])  # [steps, m]
+        live_here = torch.from_numpy(live).to(self.device)
+        all_clients = vmap(step, in_dims=(0, 0) + (None,) * len(shared))
+        for s in range(steps):
+            x = self.transform(self.images[index[s].flatten()], u[s].flatten(0, 1)).unflatten(0, (m, size))
+            new = all_clients(state, Batch(x, self.labels[index[s]], real[s].float(), draw[s]), *shared)
+            if not live[s].all():
+                new = tree_map(lambda a, b: torch.where(live_here[s].view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
+            state = new
+        return state
+
+    # Evaluation
+
+    @torch.no_grad()
+    def logits(self, w, index):
+        """The model w [d] on the images numbered index [n], as for testing: [n, classes]."""
+        index = torch.as_tensor(index, device=self.device)
+        return torch.cat([self.net(w, self.transform(self.images[part])) for part in index.split(500)])
+
+    def evaluate(self, w):
+        """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
+        index = np.arange(self.data.train, len(self.data.images))
+        one = score(self.logits(w, index), self.labels[self.data.train :], torch.zeros(len(index), dtype=torch.long, device=self.device), 1)
+        return {name: float(value[0]) for name, value in one.items()}
+
+    def evaluate_clients(self, W, part="test"):
+        """Personal measures: client k's model, W[k] of W [K,d] or the one model w [d] for all, on its own test images.
+
+        mean and std (with K-1) over clients of their accuracies, weighted_mean (by their test images), worst_decile (mean of
+        the worst tenth); loss, ece and mce are means over clients; per_client holds the accuracies [K]. part: which list of
+        the split, "test", "val" or "train".
+        """
+        own = getattr(self.split, part)
+        index = np.concatenate(own)
+        client = torch.from_numpy(np.repeat(np.arange(self.K), [len(i) for i in own])).to(self.device)
+        if W.dim() == 1:
+            logits = self.logits(W, index)
+        else:
+            logits = torch.cat(list((map if self.pool is None else self.pool.map)(self.logits, W, own)))
+        one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, self.K)
+        top1, n = one["top1"].cpu().numpy(), np.array([len(i) for i in own])
+        worst = np.sort(top1)[: -(-self.K // 10)]
+        return {
+            "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
+            "std": float(top1.std(ddof=1)) if self.K > 1 else 0.0, "worst_decile": float(worst.mean()),
+            **{name: float(one[name].mean()) for name in ("loss", "ece", "mce")}, "per_client": top1.tolist(),
+        }  # fmt: skip
+
+
+def score(logits, y, group, groups, bins=15):
+    """Measures per group: logits [n, classes], y [n] and group [n] of 0..groups-1 -> name -> [groups], in float64.
+
+    top1, top5 and loss (cross-entropy) are means over a group's images. Calibration as in Guo et al. 2017: the largest
+    softmax probability p falls into the bin (i/15, (i+1)/15]; ece is the mean over images of their bin's |mean p -
+    accuracy|, mce the largest such gap. All images of a group count at once, not minibatch by minibatch.
+    """
+    logits = logits.double()
+    n = torch.bincount(group, minlength=groups).clamp(min=1)
+
+    def mean(values):
+        return torch.zeros(groups, dtype=torch.double, device=y.device).index_add_(0, group, values.double()) / n
+
+    right = logits.topk(min(5, logits.shape[1])).indices == y[:, None]
+    top, sure = right[:, 0].double(), logits.softmax(1).amax(1)
+    cell = group * bins + ((sure * bins).ceil().long() - 1).clamp(0, bins - 1)
+    count = torch.bincount(cell, minlength=groups * bins)
+    gap = torch.zeros(groups * bins, dtype=torch.double, device=y.device).index_add_(0, cell, sure - top).abs()
+    return {
+        "top1": mean(top), "top5": mean(right.any(1)), "loss": mean(F.cross_entropy(logits, y, reduction="none")),
+        "ece": gap.view(groups, bins).sum(1) / n, "mce": (gap / count.clamp(min=1)).view(groups, bins).amax(1),
+    }  # fmt: skip
+
+
+def spread(values):
+    """least/mean/most, shortly."""
+    return f"{min(values)}/{np.mean(values):g}/{max(values)}" if np.mean(values) % 1 == 0 else f"{min(values)}/{np.mean(values):.1f}/{max(values)}"
+
+
+def find_device(name):
+    """The torch.device of a name; refuses one that isn't there."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+        return device
+    except (RuntimeError, AssertionError) as problem:
+        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] if os.path.exists("/proc/cpuinfo") else []
+    return f"{models[0] if models else platform.processor() or 'CPU'} ({len(os.sched_getaffinity(0))} cores)"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Runs
+
+FREE = ("out", "resume", "plot", "parallel", "data_dir")  # arguments that may differ between a state and its resumption
+
+
+class Run:
+    """The rounds of one run: its loop, its record, its state on disk.
+
+        run = Run(__file__, args, federation)
+        for t, S in run.rounds(state):          # restores the state if --resume
+            state.w = ...                       # the round; fields are replaced, never changed in place
+            run.sent(up=..., down=...)
+            if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
+                run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
+
+    state: any object whose attributes are the tensors that survive a round, and nothing else. `rounds` ends the program
+    when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
+    """
+
+    def __init__(self, file, args, federation):
+        self.algorithm = pathlib.Path(file).stem
+        self.args, self.federation = args, federation
+        self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            refuse(f"--out {self.out} can't be made: {problem.strerror}")
+        sources = [pathlib.Path(file), pathlib.Path(__file__)]
+        self.identity = {  # what a state must share with the run that resumes it
+            "args": {**vars(args), "device": str(federation.device)},
+            "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
+            "data": federation.data.fingerprint(), "split": federation.split.fingerprint(),
+        }  # fmt: skip
+        self.environment = {
+            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "device": device_name(federation.device), "commit": commit(), "sources": self.identity["sources"],
+        }  # fmt: skip
+        self.history, self.last_per_client, self.status = [], None, "unfinished"
+        federation.describe()
+
+    # The loop
+
+    def rounds(self, state):
+        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record."""
+        self.state = state
+        if self.args.resume:
+            self.restore()
+        elif (self.out / "result.json").exists():
+            os.replace(self.out / "result.json", self.out / "result.previous.json")
+            print(f"kept    {self.out}/result.json of an earlier run as result.previous.json")
+        self.kept = dict(vars(state)), list(self.history)  # the last complete round
+        old = {}
+        if threading.current_thread() is threading.main_thread():
+            old = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        start = len(self.history)
+        with tqdm(total=self.args.rounds, initial=start, desc=self.algorithm, unit="round", dynamic_ncols=True, leave=False, disable=None) as self.bar:
+            for t in range(start, self.args.rounds):
+                self.row = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}
+                self.clock = self.now()
+                yield t, self.federation.sample(t)
+                self.stop_clock()
+                self.check_finite()
+                self.history.append(self.row)
+                self.kept = dict(vars(state)), list(self.history)
+                if "global" in self.row or "personal" in self.row:
+                    self.save()
+                self.bar.update()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        self.finish("finished")
+
+    def now(self):
+        if self.federation.device.type == "cuda":
+            torch.cuda.synchronize(self.federation.device)
+        return time.perf_counter()
+
+    def stop_clock(self):
+        if self.row["seconds"] is None:
+            self.row["seconds"] = round(self.now() - self.clock, 4)
+
+    def sent(self, up, down):
+        """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
+        self.row["bytes_up"] += 4 * up
+        self.row["bytes_down"] += 4 * down
+
+    def evaluates(self):
+        """Stops the round's clock, and says whether this round is evaluated."""
+        self.stop_clock()
+        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.args.rounds
+
+    def log(self, global_=None, personal=None, **more):
+        """Takes this round's measures (evaluate's, evaluate_clients', and others by name) and prints them."""
+        if global_:
+            self.row["global"] = global_
+        if personal:
+            self.last_per_client = personal["per_client"]
+            self.row["personal"] = {name: value for name, value in personal.items() if name != "per_client"}
+        self.row.update(more)
+        words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
+        if global_:
+            words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
+        if personal:
+            words.append("personal {mean:.4f} +- {std:.4f} worst tenth {worst_decile:.4f}".format(**personal))
+        self.bar.write("  |  ".join(words + [f"{self.row['seconds']:.2f} s"]))
+        self.bar.set_postfix_str(" ".join([f"global {global_['top1']:.3f}"] * bool(global_) + [f"personal {personal['mean']:.3f}"] * bool(personal)))
+
+    def check_finite(self):
+        """Ends the run as diverged if a number in the state or a loss of this round is not finite."""
+        tensors = [z for z in vars(self.state).values() if torch.is_tensor(z)]
+        losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
+        if all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all():
+            return
+        self.row["diverged"] = True
+        for part in ("global", "personal"):
+            self.row.pop(part, None)
+        fields, history = self.kept
+        self.kept = fields, history + [self.row]
+        self.bar.write(f"round {self.row['round']}: diverged (a weight or a loss is not finite); the state of the round before is kept")
+        self.finish("diverged", state_rounds=len(history))
+        raise SystemExit(3)
+
+    def interrupt(self, number, frame):
+        """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program."""
+        signal.signal(number, signal.SIG_IGN)
+        self.federation.stop = True  # the workers give up at their next minibatch
+        self.finish("interrupted")
+        raise SystemExit(128 + number)
+
+    # The record and the state
+
+    def save(self, state_rounds=None):
+        """Writes state.pt and result.json, each at once or not at all."""
+        fields, history = self.kept
+        if state_rounds != 0:
+            torch.save({"state": {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()},
+                        "history": history[:state_rounds], "per_client": self.last_per_client, **self.identity}, self.out / "state.pt.part")
+            os.replace(self.out / "state.pt.part", self.out / "state.pt")
+        (self.out / "result.json.part").write_text(json.dumps(finite(self.record(history)), indent=1) + "\n")
+        os.replace(self.out / "result.json.part", self.out / "result.json")
+
+    def restore(self):
+        """Puts the state and the history from disk back, or starts anew if there are none."""
+        path = self.out / "state.pt"
+        if not path.exists():
+            print(f"resume  nothing to resume in {self.out}; starting at round 1")
+            return
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            then = {"args": saved["args"], "sources": saved["sources"], "data": saved["data"], "split": saved["split"]}
+        except Exception as problem:  # torch.load raises nearly anything on a broken file
+            refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew")
+        for name in {**then["args"], **self.identity["args"]}:
+            a, b = then["args"].get(name), self.identity["args"].get(name)
+            if a != b and name not in FREE:
+                refuse(f"{path} belongs to --{name.replace('_', '-')} {a}, this run has {b}; use the same arguments or another --out")
+        for name, digest in self.identity["sources"].items():
+            if then["sources"].get(name) != digest:
+                refuse(f"{path} was made by another version of {name}; use that version or another --out")
+        for name in ("data", "split"):
+            if then[name] != self.identity[name]:
+                refuse(f"{path} belongs to other {name} (fingerprint {then[name]}, now {self.identity[name]}); use another --out")
+        for name, z in saved["state"].items():
+            setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
+        self.history, self.last_per_client = saved["history"], saved["per_client"]
+        print(f"resume  {path}: {len(self.history)} of {self.args.rounds} rounds are done")
+
+    def record(self, history):
+        """result.json's content; the README says what each field means."""
+        federation = self.federation
+        final, best = {}, {}
+        for part, key in (("global", "top1"), ("personal", "mean")):
+            seen = [{**row[part], "round": row["round"]} for row in history if part in row]
+            if seen:
+                final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
+        if "personal" in final:
+            final["personal"] = {**final["personal"], "per_client": self.last_per_client}
+        cuda = federation.device.type == "cuda"
+        return {
+            "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged", "args": self.identity["args"],
+            "environment": self.environment, "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
+            "split": {"fingerprint": self.identity["split"], "clients": federation.K, "sizes": federation.n.int().tolist()},
+            "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
+            "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
+            "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
+            "peak_memory_mb": round(torch.cuda.max_memory_allocated(federation.device) / 2**20 if cuda
+                                    else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        }  # fmt: skip
+
+    def finish(self, status, state_rounds=None):
+        """Writes the record, prints the table of it, and draws the plots if they are wanted."""
+        self.status = status
+        self.bar.close()
+        self.save(state_rounds)
+        history = self.kept[1]
+        record = self.record(history)
+        print(f"\n{self.algorithm} on {self.federation.data.name}, {status} after {len(history)} of {self.args.rounds} rounds, "
+              f"{sum(row['seconds'] for row in history) / 60:.1f} min of training, {record['bytes_up'] / 1e6:.1f} MB up, {record['bytes_down'] / 1e6:.1f} MB down")
+        for part, columns in (("global", ("top1", "top5", "loss", "ece", "mce")),
+                              ("personal", ("mean", "weighted_mean", "std", "worst_decile", "loss", "ece", "mce"))):
+            if part in record["final"]:
+                print(f"{part:>10}" + "".join(f"{name:>14}" for name in ("round", *columns)))
+                for when in ("final", "best"):
+                    measures = record[when][part]
+                    print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
+        print(f"record  {self.out}/result.json")
+        if self.args.plot and status == "finished":
+            print("plots   " + ", ".join(map(str, plot(record, self.federation, self.out))))
+
+
+def finite(tree):
+    """JSON has no NaN: null instead."""
+    return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
+
+
+def commit():
+    """The git commit of this checkout, with + if tracked files differ from it; None outside of one."""
+    here = pathlib.Path(__file__).parent
+
+    def git(*words):
+        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def plot(record, federation, out):
+    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into out; returns the paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def keep(figure, name):
+        figure.savefig(out / name, dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+        return out / name
+
+    paths = []
+    title = f"{record['algorithm']}, {record['data']['name']}, seed {record['args']['seed']}"
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5))
+    for part, key in (("global", "top1"), ("personal", "mean")):
+        rows = [row for row in record["rounds"] if part in row]
+        x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
+        line = axes[0].plot(x, y, label=f"{part}, {'central test images' if part == 'global' else 'mean over clients'}")[0]
+        if part == "personal" and rows:
+            std = np.array([row[part]["std"] for row in rows])
+            axes[0].fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
+        axes[1].plot(x, [row[part]["loss"] for row in rows], label=part)
+    axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
+    axes[1].set(xlabel="round", ylabel="loss")
+    axes[0].legend()
+    paths.append(keep(figure, "curves.png"))
+
+    accuracies = np.sort(record["final"]["personal"]["per_client"])
+    figure, axis = pyplot.subplots(figsize=(6, 3.5))
+    axis.bar(range(len(accuracies)), accuracies, width=1)
+    axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
+    axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
+    axis.legend()
+    paths.append(keep(figure, "clients.png"))
+
+    shown = np.sort(stream(0, "split").permutation(federation.K)[:30])
+    labels = federation.data.labels
+    counts = np.array([np.bincount(labels[federation.split.train[k]], minlength=federation.data.classes) for k in shown])
+    figure, axis = pyplot.subplots(figsize=(6, 6))
+    colours = pyplot.get_cmap("tab10" if federation.data.classes <= 10 else "nipy_spectral")
+    left = np.zeros(len(shown))
+    for c in range(federation.data.classes):
+        colour = colours(c if federation.data.classes <= 10 else c / federation.data.classes)
+        axis.barh(range(len(shown)), counts[:, c], left=left, color=colour, height=0.9)
+        left += counts[:, c]
+    axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}", yticks=range(len(shown)))
+    axis.set_yticklabels(shown, fontsize=6)
+    paths.append(keep(figure, "split.png"))
+    return paths
