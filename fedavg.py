@@ -1,7 +1,7 @@
 """FedAvg: Federated Averaging, from McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of
 Deep Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
-    python fedavg.py --dataset cifar10            (the row FedAvg of SuPerFed's Table 1; published: top-1 .4709, top-5 .8937)
+    python fedavg.py --dataset cifar10            (row FedAvg of SuPerFed's Table 1: top-1 .4709, top-5 .8937)
 
 There is one model. "global" is the server's w on the central test images; "personal" is that same w on each client's own
 test images.
@@ -24,13 +24,16 @@ The paper's Algorithm 1, in our words (K clients, P_k the images of client k, n_
     12  return w to the server
 
 Deviations
-    D1  The paper's line 7 sums over all K clients, with n the number of all images. It is read as the average over the sampled
-        ones, as in every implementation that the later papers compare with.
+    D1  The AISTATS version of line 7 sums over all K clients, with n the number of all images. It is read as the average over
+        the sampled ones, as in every implementation that the later papers compare with.
     D2  Lines 8 to 10: a client's images are shuffled again in every epoch; the paper cuts them once. Effect not measured.
-    D3  Line 11: SuPerFed's experiments use momentum 0.9 in local SGD, its buffer being 0 at the start of every round; so do the
-        defaults here. McMahan et al. have none: --momentum 0.
-    D4  The defaults are the settings of SuPerFed's Table 1, since McMahan et al.'s own tables are for other models. SuPerFed's
-        code also multiplies eta by .995 every round, which its paper does not mention: --lr-decay .995. Effect not measured.
+    D3  Line 11: SuPerFed's experiments use momentum 0.9 in local SGD, its buffer being 0 at the start of every round; so do
+        the defaults here. McMahan et al. have none: --momentum 0. Nor do they have a weight decay; it is 0 by default.
+    D4  The defaults are SuPerFed's settings for Tables 1 and 2 (R and K from its paper, C, E, B and eta from its code), since
+        McMahan et al.'s own tables are for other models. That code also multiplies eta by .995^r in round r = 1, 2, ...,
+        which the paper does not mention: --lr-decay .995. It deals CIFAR-10's shards so that clients hold only five pairs of
+        classes, and for CIFAR-100 it has 200 clients of 5 classes; here shards are dealt at random to 100 clients, as both
+        papers say. Whether the published accuracies are the last or the best ones is not known. Effects not measured.
     D5  Line 3: C*K is rounded down.
 """
 
@@ -41,13 +44,14 @@ from torch.func import grad
 
 import common
 
-# SuPerFed's Table 1, row FedAvg, and the other columns of that table (facts of its setting: K=100, C=.1, E=10, B=20, eta=.01).
+# D4: SuPerFed's Tables 1 and 2, row FedAvg. The column CIFAR-10, and below what differs in the others.
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
 BY_DATASET = {
     "cifar100": dict(rounds=300),
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
     "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, eval_every=3),  # ours, for a quick look
+    # ours, for a quick look
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, eval_every=3),
 }
 
 
@@ -57,7 +61,7 @@ def client_step(net, args):
 
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
-        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # l.10: gradient of l(w; b), [d]
+        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # l.11: gradient of l(w; b), [d]
         u = args.momentum * u + g + decay * w  # D3
         return w - eta * u, u  # l.11
 
@@ -70,11 +74,12 @@ def main(argv=None):
     run = common.Run(__file__, args, federation)
     step = client_step(federation.net, args)
 
-    state = State(w=federation.initial_weights())  # l.1: w_0, [d]
+    w_0 = federation.initial_weights()
+    state = State(w=w_0)  # l.1: w_0, [d]
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D5)
         eta = torch.tensor(args.lr * args.lr_decay**t, device=federation.device)  # D4
         w = state.w.expand(len(S), -1)  # [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-9, l.12 (D2): [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-10 (D2), l.12: [m, d]
         n_k = federation.n[S]  # [m]
         state.w = n_k @ w_k / n_k.sum()  # l.7 (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())

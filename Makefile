@@ -1,0 +1,22 @@
+# make demo    a minute of FedAvg on the embedded data set, with a table and plots
+# make test    all tests (no network but for the first set-up, no GPU needed)
+# A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
+
+PYTHON = .venv/bin/python
+
+demo: .venv/ready
+	$(PYTHON) fedavg.py --dataset shapes --plot
+
+test: .venv/ready
+	$(PYTHON) -m pytest -q tests
+
+.venv/ready: requirements.txt
+	python3 -m venv .venv
+	$(PYTHON) -m pip install --quiet --upgrade pip
+	$(PYTHON) -m pip install --quiet -r requirements.txt
+	touch .venv/ready
+
+clean:
+	rm -rf .venv runs
+
+.PHONY: demo test clean

@@ -1,0 +1,92 @@
+"""What the files say of themselves: pseudocode tags, deviations, commands, numbers, lengths."""
+
+import json
+import pathlib
+import re
+import shlex
+
+import pytest
+
+import common
+import fedavg
+import fedavgm
+
+HERE = pathlib.Path(fedavg.__file__).parent
+ALGORITHMS = [name for name in ("fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl") if (HERE / f"{name}.py").exists()]
+
+
+def parts(name):
+    """(docstring, code) of a file."""
+    _, doc, code = (HERE / f"{name}.py").read_text().split('"""', 2)
+    return doc, code
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_line_of_the_pseudocode_is_cited_and_every_citation_exists(name):
+    doc, code = parts(name)
+    lines = {int(number) for number in re.findall(r"^ {4,5}(\d{1,2})  ", doc, re.M)}
+    assert lines == set(range(1, max(lines) + 1))
+    cited = set()
+    for comment in re.findall(r"#(.*)", code):
+        for group in re.findall(r"l\.(\d+(?:-\d+)?)", comment):
+            a, _, b = group.partition("-")
+            cited |= set(range(int(a), int(b or a) + 1))
+    assert cited == lines
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_deviation_is_cited_where_it_happens(name):
+    doc, code = parts(name)
+    listed = set(re.findall(r"^    (D\d+)  ", doc, re.M))
+    assert listed == {f"D{i + 1}" for i in range(len(listed))}
+    assert set(re.findall(r"\bD\d+\b", "\n".join(re.findall(r"#.*", code)))) == listed
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_main_loop_fits_on_a_screen_and_the_file_in_400_lines(name):
+    text = (HERE / f"{name}.py").read_text()
+    assert text.count("\n") <= 400
+    assert max(map(len, text.splitlines())) <= 128
+    main = text[text.index("def main(") :]
+    assert main.count("\n") <= 55
+
+
+def commands():
+    """Every `python NAME.py ...` in the README and the docstrings."""
+    texts = [(HERE / "README.md").read_text()] + [parts(name)[0] for name in ALGORITHMS]
+    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", "\n".join(texts), re.M)
+    return sorted({(name, " ".join(argv.split())) for name, argv in found})
+
+
+@pytest.mark.parametrize("name, argv", commands())
+def test_commands_in_the_text_parse(name, argv, monkeypatch):
+    """Up to the point where data would be read."""
+
+    class Parsed(Exception):
+        pass
+
+    def stop(args):
+        raise Parsed
+
+    monkeypatch.setattr(common, "Federation", stop)
+    module = __import__(name)
+    with pytest.raises(Parsed):
+        module.main(shlex.split(argv))
+
+
+def test_numbers_in_the_readme_are_those_of_the_committed_results():
+    """A table row that links to a result.json quotes `final` and `best` from it, as percentages or fractions."""
+    readme = (HERE / "README.md").read_text()
+    rows = [line for line in readme.splitlines() if line.startswith("|") and "result.json)" in line]
+    assert rows
+    for line in rows:
+        record = json.loads((HERE / re.search(r"\(([^)]*result\.json)\)", line).group(1)).read_text())
+        known = set()
+        for when in ("final", "best"):
+            known.add(f"{record[when]['global']['top1']:.4f}")
+            known.add(f"{record[when]['personal']['mean']:.4f}")
+        known.add(f"{record['seconds_per_round']:.1f}")
+        known.add(f"{sum(row['seconds'] for row in record['rounds']) / 60:.0f}")
+        quoted = re.findall(r"(?<![\w./-])(?:0\.\d{4}|\d+(?:\.\d)?(?= s\b)|\d+(?= min))", line)
+        assert quoted and set(quoted) <= known, (line, known)
+        assert len(record["rounds"]) == record["args"]["rounds"] and record["status"] == "finished"

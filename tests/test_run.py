@@ -1,0 +1,240 @@
+"""The record, the state on disk, resuming, interruption, divergence, plots: what common.Run promises."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import fedavg
+import fedavgm
+from conftest import QUICK, federation, run
+
+HERE = pathlib.Path(fedavg.__file__).parent
+GLOBAL = {"top1", "top5", "loss", "ece", "mce"}
+PERSONAL = {"mean", "weighted_mean", "std", "worst_decile", "loss", "ece", "mce"}
+
+
+def test_the_record(tmp_path):
+    record, _ = run(fedavg, [*QUICK, "--rounds", "5", "--eval-every", "2"], tmp_path)
+    assert {"algorithm", "args", "environment", "split", "parameters", "rounds", "final", "best", "bytes_up", "bytes_down", "seconds_per_round",
+            "peak_memory_mb", "diverged"} <= set(record)  # fmt: skip
+    assert record["algorithm"] == "fedavg" and record["diverged"] is False and record["args"]["fraction"] == 0.5
+    assert record["parameters"] == 94_186 and record["bytes_up"] == record["bytes_down"] == 5 * 4 * 4 * 94_186  # 5 rounds, 4 clients, 4 bytes
+    assert record["split"]["clients"] == 8 and record["split"]["sizes"] == [40] * 8 and len(record["split"]["fingerprint"]) == 16
+    rounds = record["rounds"]
+    assert [row["round"] for row in rounds] == [1, 2, 3, 4, 5] and all(row["seconds"] > 0 for row in rounds)
+    assert [row["round"] for row in rounds if "global" in row] == [2, 4, 5]  # every second, and the last
+    assert record["seconds_per_round"] == np.median([row["seconds"] for row in rounds]) and record["peak_memory_mb"] > 50
+    for row in rounds[1::2]:
+        assert set(row["global"]) == GLOBAL and set(row["personal"]) == PERSONAL
+    assert set(record["final"]["global"]) == GLOBAL | {"round"} and set(record["final"]["personal"]) == PERSONAL | {"round", "per_client"}
+    assert record["final"]["global"] == {**rounds[4]["global"], "round": 5}
+    assert record["best"]["global"]["top1"] == max(rounds[i]["global"]["top1"] for i in (1, 3, 4))
+    assert record["best"]["personal"]["mean"] == max(rounds[i]["personal"]["mean"] for i in (1, 3, 4))
+    assert np.mean(record["final"]["personal"]["per_client"]) == pytest.approx(record["final"]["personal"]["mean"])
+    assert 0 <= record["final"]["global"]["top1"] <= record["final"]["global"]["top5"] <= 1
+    environment = record["environment"]
+    assert environment["torch"] == torch.__version__ and set(environment["sources"]) == {"fedavg.py", "common.py"}
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in environment["sources"].values())
+    assert not list(tmp_path.glob("*.part"))
+
+
+def same(a, b):
+    """Two records, but for what differs between any two runs."""
+    for record in (a, b):
+        for row in record["rounds"]:
+            row.pop("seconds")
+        for name in ("seconds_per_round", "peak_memory_mb", "environment"):
+            record.pop(name)
+        for name in common.FREE:
+            record["args"].pop(name)
+    return a == b
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("module, more", [(fedavg, ["--momentum", "0.9"]), (fedavgm, ["--model", "cnn", "--transform", "scale", "--beta", "0.9", "--lr", "0.02"])])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp_path, monkeypatch):
+    """Killed in the middle of round 4, after the evaluation of round 2: rounds 3 and 4 are done again."""
+    argv = [*QUICK, "--rounds", "6", "--eval-every", "2", *more]
+    whole, state = run(module, argv, tmp_path / "whole")
+    train = common.Federation.train
+
+    def dying(self, step, clients, S, t, *shared, **options):
+        if t == 3:
+            raise Stop
+        return train(self, step, clients, S, t, *shared, **options)
+
+    monkeypatch.setattr(common.Federation, "train", dying)
+    with pytest.raises(Stop):
+        module.main([*argv, "--out", str(tmp_path / "parts")])
+    assert len(json.loads((tmp_path / "parts" / "result.json").read_text())["rounds"]) == 2
+    monkeypatch.undo()
+    parts, resumed = run(module, [*argv, "--resume", "--parallel", "3"], tmp_path / "parts")
+    assert set(state) == set(resumed) and all(torch.equal(state[name], resumed[name]) for name in state)
+    assert same(whole, parts)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    first, state = run(fedavg, QUICK, tmp_path)
+    again, same_state = run(fedavg, [*QUICK, "--resume"], tmp_path)
+    assert torch.equal(state["w"], same_state["w"]) and first["rounds"] == again["rounds"] and first["final"] == again["final"]
+
+
+def test_without_a_state_resume_starts_anew(tmp_path, capsys):
+    run(fedavg, [*QUICK, "--resume"], tmp_path)
+    assert "nothing to resume" in capsys.readouterr().out
+
+
+def test_an_earlier_record_is_kept(tmp_path):
+    first, _ = run(fedavg, QUICK, tmp_path)
+    run(fedavg, [*QUICK, "--lr", "0.02"], tmp_path)
+    assert json.loads((tmp_path / "result.previous.json").read_text()) == first
+
+
+@pytest.mark.parametrize("more, words", [
+    (["--lr", "0.02"], "belongs to --lr 0.01, this run has 0.02"),
+    (["--rounds", "3"], "belongs to --rounds 2, this run has 3"),
+    (["--batch-size", "10"], "belongs to --batch-size 20, this run has 10"),
+    (["--seed", "1"], "belongs to --seed 0, this run has 1"),
+])  # fmt: skip
+def test_a_state_of_other_arguments_is_refused(more, words, tmp_path, capsys):
+    run(fedavg, QUICK, tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*QUICK, *more, "--resume", "--out", str(tmp_path)])
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
+    run(fedavg, QUICK, tmp_path)
+    path = tmp_path / "state.pt"
+    saved = torch.load(path, weights_only=True)
+    for change, words in (({"sources": {**saved["sources"], "common.py": "0" * 64}}, "another version of common.py"),
+                          ({"data": "0" * 16}, "belongs to other data"), ({"split": "0" * 16}, "belongs to other split")):  # fmt: skip
+        torch.save({**saved, **change}, path)
+        with pytest.raises(SystemExit) as stop:
+            fedavg.main([*QUICK, "--resume", "--out", str(tmp_path)])
+        assert stop.value.code == 2 and words in capsys.readouterr().err
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*QUICK, "--resume", "--out", str(tmp_path)])
+    error = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "can't be read" in error and "\n" not in error
+
+
+def test_divergence_is_recorded_and_the_last_finite_state_kept(tmp_path, capsys, monkeypatch):
+    train = common.Federation.train
+
+    def exploding(self, step, clients, S, t, *shared, **options):
+        w, u = train(self, step, clients, S, t, *shared, **options)
+        return (w * float("inf") if t == 3 else w), u
+
+    monkeypatch.setattr(common.Federation, "train", exploding)
+    argv = [*QUICK, "--rounds", "9", "--eval-every", "2"]
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*argv, "--out", str(tmp_path / "a")])
+    assert stop.value.code == 3 and "diverged" in capsys.readouterr().out
+    record = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert record["diverged"] is True and record["rounds"][-1]["round"] == 4 and record["rounds"][-1]["diverged"] is True
+    assert record["final"]["global"]["round"] == 2
+    kept = torch.load(tmp_path / "a" / "state.pt", weights_only=True)
+    assert kept["state"]["w"].isfinite().all() and len(kept["history"]) == 3
+
+
+def test_the_accuracies_per_client_are_of_the_round_that_final_names(tmp_path, monkeypatch):
+    """A round that is evaluated but then found to have diverged leaves nothing of itself in `final`."""
+    evaluate = common.Federation.evaluate
+    seen = []
+
+    def failing(self, w):
+        seen.append(w)
+        return {**evaluate(self, w), **({"loss": float("nan")} if len(seen) == 2 else {})}
+
+    monkeypatch.setattr(common.Federation, "evaluate", failing)
+    with pytest.raises(SystemExit):
+        fedavg.main([*QUICK, "--lr", "0.1", "--rounds", "6", "--eval-every", "2", "--out", str(tmp_path)])
+    personal = json.loads((tmp_path / "result.json").read_text())["final"]["personal"]
+    assert personal["round"] == 2 and np.mean(personal["per_client"]) == pytest.approx(personal["mean"])
+
+
+def test_divergence_in_the_first_round_leaves_the_initial_state(tmp_path):
+    """And neither the state nor the record of an earlier run in the same folder."""
+    run(fedavg, QUICK, tmp_path)
+    with pytest.raises(SystemExit):
+        fedavg.main([*QUICK, "--lr", "1e30", "--out", str(tmp_path)])
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert saved["history"] == [] and saved["args"]["lr"] == 1e30
+    assert torch.equal(saved["state"]["w"], federation(QUICK).initial_weights())
+    assert (tmp_path / "state.previous.pt").exists() and (tmp_path / "result.previous.json").exists()
+
+
+def test_a_signal_while_saving_waits_for_the_files_to_be_whole(tmp_path, monkeypatch):
+    write = torch.save
+
+    def interrupted(*args):
+        write(*args)
+        if interrupted.first:
+            interrupted.first = False
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    interrupted.first = True
+    monkeypatch.setattr(torch, "save", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*QUICK, "--rounds", "6", "--eval-every", "2", "--out", str(tmp_path)])
+    assert stop.value.code in (130, 143) and signal.getsignal(signal.SIGINT) is before
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "interrupted"
+    assert len(torch.load(tmp_path / "state.pt", weights_only=True)["history"]) == 2
+
+
+def test_a_large_learning_rate_diverges(tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*QUICK, "--lr", "1e6", "--rounds", "8", "--out", str(tmp_path)])
+    text = (tmp_path / "result.json").read_text()
+    assert stop.value.code == 3 and json.loads(text)["diverged"] and "NaN" not in text and "Infinity" not in text
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interruption_writes_the_record_and_the_state(number, code, tmp_path):
+    """A real process is interrupted in a late round, and resumed to the result of one that was left alone."""
+    argv = [*QUICK, "--rounds", "40", "--eval-every", "20", "--out", str(tmp_path / "parts")]
+    process = subprocess.Popen([sys.executable, HERE / "fedavg.py", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "round 20" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.3)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "interrupted after" in out and "Traceback" not in err
+    record = json.loads((tmp_path / "parts" / "result.json").read_text())
+    assert record["status"] == "interrupted" and 20 <= len(record["rounds"]) < 40
+    assert len(torch.load(tmp_path / "parts" / "state.pt", weights_only=True)["history"]) == len(record["rounds"])
+    parts, state = run(fedavg, [*argv[:-2], "--resume"], tmp_path / "parts")
+    whole, want = run(fedavg, argv[:-2], tmp_path / "whole")
+    assert torch.equal(state["w"], want["w"]) and same(parts, whole)
+
+
+def test_plots(tmp_path):
+    run(fedavg, [*QUICK, "--plot"], tmp_path)
+    for name in ("curves.png", "clients.png", "split.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_commit_is_recorded():
+    if not (HERE / ".git").exists():
+        pytest.skip("not a git checkout")
+    head = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert common.commit().rstrip("+") == head
+    assert os.access(HERE / "common.py", os.R_OK)
