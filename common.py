@@ -815,6 +815,8 @@ MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9
 # ---------------------------------------------------------------------------------------------------------------------
 # 6. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,5] in [0,1) per image -> floats [n,C,h,w]
 #
+# TRANSFORMS[name](data) gives the function for a data set.
+#
 # The images stay channels-last in memory, which is what convolutions on CPUs and tensor cores are fastest with.
 
 
@@ -851,8 +853,32 @@ def tensorflow(x, u=None, size=24):
     return (x / std).permute(0, 3, 1, 2)
 
 
-TRANSFORMS = {"scale": scale, "tensorflow": tensorflow}
-DRAWS = {"scale": 0, "tensorflow": 5}  # random numbers per training image
+def fedslr(data):
+    """FedSLR's: channels to mean 0 and standard deviation 1 over the training images; a flip with probability 1/2; and with
+    probability 1/2 a random window after padding with 0, 4 pixels wide (8 for Tiny ImageNet). Its code standardises Tiny
+    ImageNet by .5 and .5 instead.
+    """
+    channels = range(data.images.shape[3])
+    counts = np.stack([np.bincount(data.images[: data.train, :, :, c].ravel(), minlength=256) for c in channels], 1)
+    values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
+    mean = (share * values).sum(0)
+    std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
+    mean, std = mean.astype(np.float32), std.astype(np.float32)
+    size, pad = data.images.shape[1], 8 if data.images.shape[1] == 64 else 4
+
+    def transform(x, u=None):
+        x = (x.float() / 255 - torch.tensor(mean, device=x.device)) / torch.tensor(std, device=x.device)
+        if u is not None:
+            move = u[:, 1] < 0.5
+            top, left = (torch.where(move, (u[:, i] * (2 * pad + 1)).long(), pad) for i in (2, 3))
+            x = window(F.pad(x, (0, 0, pad, pad, pad, pad)), top, left, size, u[:, 0] < 0.5)
+        return x.permute(0, 3, 1, 2)
+
+    return transform
+
+
+TRANSFORMS = {"scale": lambda data: scale, "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
+DRAWS = {"scale": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per training image
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -900,7 +926,7 @@ class Federation:
         self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
         self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
-        self.transform = TRANSFORMS[args.transform]
+        self.transform = TRANSFORMS[args.transform](self.data)
         try:
             seen = self.transform(self.images[:1])
         except ValueError as problem:

@@ -511,6 +511,22 @@ def test_tensorflow_transform():
     assert flat.isfinite().all() and flat.abs().max() == 0
 
 
+def test_fedslr_transform():
+    """Standardised channels; a flip below .5; below .5 a window of the image padded with zeros, after normalisation."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (50, 8, 8, 3), dtype=np.uint8)
+    data = common.Data("x", images, np.arange(50) % 2, 40, 2)
+    transform = common.fedslr(data)
+    z = transform(torch.from_numpy(images[:40])).numpy()
+    assert np.abs(z.mean((0, 2, 3))).max() < 1e-5 and np.abs(z.std((0, 2, 3)) - 1).max() < 1e-5
+    u = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.1, 0.0, 0.99], [0.9, 0.9, 0.0, 0.0]])
+    flipped, moved, plain = transform(torch.from_numpy(images[:3]), u).numpy()
+    assert np.array_equal(flipped, z[0][:, :, ::-1]) and np.array_equal(plain, z[2])
+    want = np.zeros((3, 8, 8), np.float32)
+    want[:, 4:, :4] = z[1][:, :4, 4:]  # the window's corner lies 4 rows above and 4 columns right of the image's
+    assert np.array_equal(moved, want)
+
+
 def test_augmentation_comes_from_the_clients_own_stream():
     argv = ["--dataset", "shapes", "--limit", "400", "--clients", "5", "--model", "tfcnn", "--transform", "tensorflow", *CPU]
     a, b = federation(argv), federation([*argv, "--seed", "1"])
