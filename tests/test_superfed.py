@@ -1,0 +1,377 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+import common
+import fedavg
+import superfed
+from conftest import QUICK, pixels, run, softmax_gradient
+
+SAME = [*QUICK, "--momentum", "0.9"]
+SMALL = [*QUICK, "--model", "mnistnet", "--rounds", "4", "--start", "0.5", "--lr", "0.05"]
+BOTH = [(mix, version) for mix in ("model", "layer") for version in ("paper", "official")]
+
+
+def federation(argv):
+    return common.Federation(superfed.arguments(argv))
+
+
+def unit(z):
+    """The gradient of ||z||; 0 at 0."""
+    return z / np.linalg.norm(z) if z.any() else z
+
+
+def by_hand(argv, first, eta, mu=0.0, nu=0.0, momentum=0.0, official=False, epochs=2):
+    """Rounds with full batches of softmax regression (12 weights, 3 biases), in float64: w^f [15], W^l [K, 15].
+
+    first: the first round of Phase II, from 0; eta: a function of the round. Every gradient is written out.
+    """
+    fed = federation(argv)
+    w_f = fed.initial_weights().double().numpy()
+    W_l = [fed.net.init(common.stream(0, "initialisation", 0, 1 if official else k + 1)).double().numpy() for k in range(fed.K)]
+    paired = np.array([1.0] * 12 + [0.0 if official else 1.0] * 3)
+    for t in range(fed.args.rounds):
+        sent, sizes = [], []
+        for k in fed.sample(t):
+            draws = common.stream(0, "algorithm", t, int(k)).random((epochs, 1)).astype(np.float32)
+            f, l, u_f, u_l = w_f, W_l[k], 0, 0
+            for e in range(epochs):
+                lam = float(draws[e, 0]) if t >= first else 0.0
+                g = softmax_gradient((1 - lam * paired) * f + lam * paired * l, *pixels(fed, fed.split.train[k]))
+                a, b = paired * f, paired * l
+                cos = unit(a) @ unit(b)
+                pull = nu * 2 * cos if t >= first else 0.0  # of nu cos^2, by cos
+                if official:
+                    near = (1 - lam) * np.concatenate([unit((f - w_f)[:12]), unit((f - w_f)[12:])])
+                else:
+                    near = 2 * (f - w_f)
+                g_f = (1 - lam * paired) * g + mu * near + pull * (unit(b) - cos * unit(a)) / np.linalg.norm(a)
+                g_l = lam * paired * g + pull * (unit(a) - cos * unit(b)) / np.linalg.norm(b)
+                u_f, u_l = momentum * u_f + g_f, momentum * u_l + g_l
+                f, l = f - eta(t) * u_f, l - eta(t) * u_l
+            W_l[k] = l
+            sent.append(f)
+            sizes.append(len(fed.split.train[k]))
+        w_f = np.average(sent, axis=0, weights=sizes)
+    return w_f, np.array(W_l)
+
+
+@pytest.fixture
+def toy_argv(toy):
+    return ["--dataset", toy, "--model", "linear", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3",
+            "--fraction", "0.7", "--rounds", "4", "--epochs", "2", "--batch-size", "0", "--lr", "0.3", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("official", [False, True])
+def test_four_rounds_by_hand(official, toy_argv, tmp_path):
+    """L*R = 2: Phase I has the rounds 0 and 1 here; the official code's, which count from 1, only the first."""
+    argv = [*toy_argv, "--client-test", "0.2"]
+    eta = (lambda t: 0.3 * 0.995 ** (t + 1)) if official else (lambda t: 0.3)
+    w_f, W_l = by_hand(argv, 1 if official else 2, eta, mu=0.2, nu=1.5, momentum=0.9, official=official)
+    more = ["--mu", "0.2", "--nu", "1.5", "--momentum", "0.9", "--start", "0.5", "--as", "official" if official else "paper"]
+    _, state = run(superfed, [*argv, *more], tmp_path)
+    np.testing.assert_allclose(state["w_f"].numpy(), w_f, atol=5e-6)
+    np.testing.assert_allclose(state["W_l"].numpy(), W_l, atol=5e-6)
+
+
+def test_without_phase_two_it_is_fedprox_with_the_gradient_2_mu(toy_argv, tmp_path):
+    fed = federation(toy_argv)
+    w = fed.initial_weights().double().numpy()
+    for t in range(4):
+        clients = fed.sample(t)
+        updated = []
+        for k in clients:
+            w_k = w
+            for _ in range(2):
+                w_k = w_k - 0.3 * (softmax_gradient(w_k, *pixels(fed, fed.split.train[k])) + 2 * 0.4 * (w_k - w))
+            updated.append(w_k)
+        w = np.average(updated, axis=0, weights=[len(fed.split.train[k]) for k in clients])
+    record, state = run(superfed, [*toy_argv, "--start", "1", "--mu", "0.4", "--momentum", "0"], tmp_path)
+    np.testing.assert_allclose(state["w_f"].numpy(), w, atol=2e-6)
+    assert "lambdas" not in record["rounds"][-1]  # personal is w^f, as in FedAvg
+
+
+@pytest.mark.parametrize("mix", ["model", "layer"])
+def test_without_phase_two_mu_and_nu_it_is_fedavg_bit_for_bit(mix, tmp_path):
+    a, w = run(fedavg, SAME, tmp_path / "a")
+    b, state = run(superfed, [*SAME, "--mix", mix, "--start", "1", "--mu", "0", "--nu", "0"], tmp_path / "b")
+    assert torch.equal(w["w"], state["w_f"])
+    for part in ("global", "personal"):
+        assert a["final"][part] == b["final"][part]
+
+
+# One client's step
+
+
+def small(mix="model", version="paper", mu=0.0, nu=0.0, seed=0):
+    """A step without momentum of a network with two layers, in float64; its net, w^f, w^l, w^g, and a batch with lambda."""
+    net = common.Net("mnistnet", (1, 2, 2), 3)
+    rng = np.random.default_rng(seed)
+    w_f, w_l, w_g = (torch.from_numpy(rng.normal(0, 0.3, net.d)) for _ in range(3))
+    lam = torch.from_numpy(rng.uniform(0.2, 0.8, 2 if mix == "layer" else 1))
+    batch = common.Batch(torch.from_numpy(rng.random((6, 1, 2, 2))), torch.arange(6) % 3, torch.ones(6).double(), lam)
+    step = superfed.client_step(net, SimpleNamespace(mix=mix, as_=version, mu=mu, nu=nu, momentum=0.0, weight_decay=0.0))
+    return net, step, w_f, w_l, w_g, batch
+
+
+def gradients(step, w_f, w_l, w_g, batch, phase_two=1.0):
+    """What the step subtracts at eta = 1."""
+    zero, one = torch.zeros_like(w_f), torch.tensor(1.0).double()
+    new_f, new_l, _, _ = step((w_f, w_l, zero, zero), batch, one, torch.tensor(phase_two).double(), w_g)
+    return w_f - new_f, w_l - new_l
+
+
+@pytest.mark.parametrize("mix, version", BOTH)
+def test_gradient_against_a_numerical_derivative_of_equation_3(mix, version):
+    net, step, w_f, w_l, w_g, batch = small(mix, version, mu=0.7, nu=1.3)
+    sizes, layers = [400, 100, 300, 3], [0, 0, 1, 1]  # weights and biases of the layers 4-100 and 100-3
+
+    def objective(w_f, w_l):
+        tensors = [z.split(sizes) for z in (w_f, w_l, w_g)]
+        mixed, a, b, near = [], [], [], 0.0
+        for i, (f, l, g) in enumerate(zip(*tensors)):
+            lam = float(batch.draw[layers[i] if mix == "layer" else 0])
+            shared = version == "official" and i in (1, 3)
+            mixed.append(f if shared else (1 - lam) * f + lam * l)
+            near += (1 - lam) * (f - g).norm() if version == "official" else ((f - g) ** 2).sum()
+            if not shared:
+                a, b = a + [f], b + [l]
+        a, b = torch.cat(a), torch.cat(b)
+        hidden = F.relu(batch.x.flatten(1) @ mixed[0].view(100, 4).T + mixed[1])
+        loss = F.cross_entropy(hidden @ mixed[2].view(3, 100).T + mixed[3], batch.y)
+        return loss + 1.3 * (a @ b) ** 2 / (a @ a) / (b @ b) + 0.7 * near
+
+    g_f, g_l = gradients(step, w_f, w_l, w_g, batch)
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        v = torch.from_numpy(rng.normal(size=net.d)) / net.d**0.5
+        h = 1e-5 * v
+        slopes = ((objective(w_f + h, w_l) - objective(w_f - h, w_l)) / 2e-5,
+                  (objective(w_f, w_l + h) - objective(w_f, w_l - h)) / 2e-5)  # fmt: skip
+        assert float(g_f @ v) == pytest.approx(float(slopes[0]), abs=1e-8)
+        assert float(g_l @ v) == pytest.approx(float(slopes[1]), abs=1e-8)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3, 1.0])
+def test_the_end_points_share_the_gradient_of_the_mixture(lam):
+    net, step, w_f, w_l, w_g, batch = small()
+    g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))((1 - lam) * w_f + lam * w_l)
+    g_f, g_l = gradients(step, w_f, w_l, w_g, batch._replace(draw=torch.tensor([lam]).double()))
+    torch.testing.assert_close(g_f, (1 - lam) * g)
+    torch.testing.assert_close(g_l, lam * g)
+
+
+def test_layer_mixing_with_equal_lambdas_is_model_mixing():
+    one, lam = small("model", mu=0.7, nu=1.3), torch.tensor([0.3]).double()
+    two = small("layer", mu=0.7, nu=1.3)
+    a = gradients(*one[1:5], one[5]._replace(draw=lam))
+    b = gradients(*two[1:5], one[5]._replace(draw=lam.expand(2)))
+    c = gradients(*two[1:5], one[5]._replace(draw=torch.tensor([0.3, 0.4]).double()))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], c[0])
+
+
+def test_cosine_has_no_gradient_between_orthogonal_vectors():
+    _, without, w_f, w_l, w_g, batch = small(nu=0.0)
+    _, step, *_ = small(nu=5.0)
+    orthogonal = w_l - (w_l @ w_f) / (w_f @ w_f) * w_f
+    for other, equal in ((orthogonal, True), (w_l + w_f, False)):
+        a, b = gradients(without, w_f, other, w_g, batch), gradients(step, w_f, other, w_g, batch)
+        assert torch.allclose(a[0], b[0], atol=1e-12) is equal and torch.allclose(a[1], b[1], atol=1e-12) is equal
+
+
+def test_phase_one_trains_the_federated_model_alone():
+    net, step, w_f, w_l, w_g, batch = small("layer", mu=0.7, nu=1.3)
+    g_f, g_l = gradients(step, w_f, w_l, w_g, batch, phase_two=0.0)
+    assert not g_l.any()
+    g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w_f)
+    torch.testing.assert_close(g_f, g + 0.7 * 2 * (w_f - w_g))
+
+
+@pytest.mark.parametrize("mix, version", BOTH)
+def test_loop_equals_vmap(mix, version):
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--momentum", "0.9"]  # clients of different sizes
+    fed = federation(argv)
+    args = SimpleNamespace(mix=mix, as_=version, mu=0.1, nu=2.0, momentum=0.9, weight_decay=0.0)
+    S, w = np.array([0, 2, 3, 7]), fed.initial_weights()
+    w_l = torch.stack([fed.net.init(common.stream(1, "initialisation", 0, int(k))) for k in S])
+    start = (w.expand(4, -1), w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
+    assert len(set(fed.n[S].tolist())) > 1
+    ends = []
+    for fed.vmap in (False, True):
+        ends.append(fed.train(superfed.client_step(fed.net, args), start, S, 0, torch.tensor(0.05), torch.tensor(1.0), w,
+                              draw=lambda rng, steps: rng.random((steps, 2 if mix == "layer" else 1))))  # fmt: skip
+    for a, b in zip(*ends):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+# Who keeps what
+
+
+def spy(monkeypatch, replace=None):
+    """Notes what every call of train gets and returns."""
+    calls, train = [], common.Federation.train
+
+    def noting(self, step, start, S, t, eta, phase_two, w_g, **more):
+        end = replace(start, S) if replace else train(self, step, start, S, t, eta, phase_two, w_g, **more)
+        calls.append(SimpleNamespace(S=list(S), t=t, eta=float(eta), phase_two=float(phase_two), w_g=w_g, start=start, end=end))
+        return end
+
+    monkeypatch.setattr(common.Federation, "train", noting)
+    return calls
+
+
+def test_only_the_federated_model_is_averaged_and_the_local_one_stays(tmp_path, monkeypatch):
+    """Training is replaced: client k returns w^f = k and w^l = 1000 + k everywhere."""
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--rounds", "2", "--seed", "3"]
+
+    def constant(start, S):
+        k = torch.tensor(S, dtype=torch.float)[:, None]
+        return k + 0 * start[0], 1000 + k + 0 * start[1], *start[2:]
+
+    calls = spy(monkeypatch, constant)
+    record, state = run(superfed, argv, tmp_path)
+    first, last = calls
+    n = np.array(record["split"]["sizes"])
+    assert len(set(n[last.S])) > 1 and set(first.S) - set(last.S)
+    torch.testing.assert_close(last.w_g, torch.full_like(last.w_g, n[first.S] @ first.S / n[first.S].sum()))
+    torch.testing.assert_close(state["w_f"], torch.full_like(last.w_g, n[last.S] @ last.S / n[last.S].sum()))
+    for k in range(8):  # round 1 is Phase I, and leaves w^l as it was
+        fresh = federation(argv).net.init(common.stream(3, "initialisation", 0, k + 1))
+        assert torch.equal(state["W_l"][k], torch.full_like(fresh, 1000 + k) if k in last.S else fresh)
+    assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 4 * last.w_g.numel()  # 2 rounds, 4 clients, 4 bytes
+
+
+@pytest.mark.parametrize("version, phases, decay", [("paper", [0, 0, 0, 1, 1], 1.0), ("official", [0, 1, 1, 1, 1], 0.995)])
+def test_phases_learning_rate_and_local_starts(version, phases, decay, tmp_path, monkeypatch):
+    """L*R = 2.5: t >= 2.5 from 0; officially r >= int(2.5) from 1, with eta * .995^r."""
+    calls = spy(monkeypatch, lambda start, S: start)
+    run(superfed, [*SMALL, "--rounds", "5", "--as", version], tmp_path)
+    assert [call.phase_two for call in calls] == phases
+    np.testing.assert_allclose([call.eta for call in calls], [0.05 * decay**r for r in range(1, 6)], rtol=1e-6)
+    starts = calls[0].start[1]  # w^l of the four clients of the first round
+    assert not torch.equal(calls[0].start[0][0], starts[0])
+    assert torch.equal(starts[0], starts[1]) is (version == "official")
+
+
+def test_unseen_clients_join_after_the_last_round(tmp_path, monkeypatch):
+    calls = spy(monkeypatch)
+    record, state = run(superfed, [*SMALL, "--unseen", "3", "--start", "1", "--seed", "1"], tmp_path)
+    assert [len(call.S) for call in calls] == [2, 2, 2, 2, 3]  # int(.5 * 5) of the first five, then the last three
+    assert max(k for call in calls[:4] for k in call.S) <= 4
+    last = calls[4]
+    assert last.S == [5, 6, 7] and last.phase_two == 1 and torch.equal(last.w_g, state["w_f"])
+    fed = federation([*SMALL, "--seed", "1"])
+    fresh = torch.stack([fed.net.init(common.stream(1, "initialisation", 0, k + 1)) for k in range(8)])
+    assert torch.equal(state["W_l"], fresh) and torch.equal(last.start[1], fresh[5:])
+    unseen = record["rounds"][-1]["unseen"]
+    assert len(unseen["personal"]["per_client"]) == 3 and len(record["final"]["personal"]["per_client"]) == 5
+    alone = fed.evaluate_clients(state["w_f"])["per_client"]  # lambda = 0 is the global model
+    assert unseen["personal@lambda=0"]["mean"] == pytest.approx(np.mean(alone[5:]))
+    assert record["final"]["personal"]["mean"] == pytest.approx(np.mean(alone[:5]))
+    local = superfed.only(fed, [5, 6, 7]).evaluate_clients(last.end[1])  # lambda = 1 is what it trained
+    assert unseen["lambdas"][10]["loss"] == pytest.approx(local["loss"], abs=1e-6)
+    with pytest.raises(SystemExit) as ended:
+        superfed.main([*SMALL, "--unseen", "8", "--out", str(tmp_path)])
+    assert ended.value.code == 2
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("mix", ["model", "layer"])
+def test_a_run_resumed_in_phase_two_equals_an_uninterrupted_one_bit_for_bit(mix, tmp_path, monkeypatch):
+    """Phase II begins with t = 2. Killed in t = 4, after the evaluation at the end of t = 2: t = 3 and 4 are done again."""
+    argv = [*SMALL, "--rounds", "6", "--start", "0.34", "--eval-every", "3", "--mix", mix]
+    whole, a = run(superfed, argv, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+
+        def dying(self, *arguments, train=common.Federation.train, **more):
+            if arguments[3] == 4:
+                raise Stop
+            return train(self, *arguments, **more)
+
+        patch.setattr(common.Federation, "train", dying)
+        with pytest.raises(Stop):
+            superfed.main([*argv, "--out", str(tmp_path / "cut")])
+    again, b = run(superfed, [*argv, "--resume"], tmp_path / "cut")
+    assert torch.equal(a["w_f"], b["w_f"]) and torch.equal(a["W_l"], b["W_l"])
+    for row, other in zip(whole["rounds"], again["rounds"], strict=True):
+        assert {**row, "seconds": 0} == {**other, "seconds": 0}
+
+
+# Evaluation
+
+
+def test_each_choice_of_lambda():
+    """W is lambda in the two paired weights. Accuracy: training images .9 at .3 and .7, test images .8 at .6, elsewhere .1."""
+
+    class Clients:
+        def evaluate_clients(self, W, part="test"):
+            lam = round(float(W[0, 0]), 4)
+            assert torch.equal(W, W[0, 0] * torch.tensor([1.0, 1.0, 0.0]).expand(2, -1))
+            high = {"train": {0.3: 0.9, 0.7: 0.9}, "test": {0.6: 0.8}}[part]
+            return {"mean": high.get(lam, 0.1), "std": lam, "per_client": [lam]}
+
+    found = superfed.measure_mixtures(Clients(), torch.zeros(3), torch.ones(2, 3), torch.tensor([1.0, 1.0, 0.0]))
+    assert found["personal"] == {"lambda": 0.3, "train_mean": 0.9, "mean": 0.1, "std": 0.3, "per_client": [0.3]}
+    assert found["personal@test"]["lambda"] == 0.6 and found["personal@test"]["mean"] == 0.8
+    assert found["personal@lambda=0.5"]["std"] == 0.5 and found["personal@lambda=0"]["mean"] == 0.1
+    assert [at["lambda"] for at in found["lambdas"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
+
+
+def test_the_end_points_of_the_grid_are_the_two_models(tmp_path):
+    argv = [*SMALL, "--mix", "layer"]
+    record, state = run(superfed, [*argv, "--plot"], tmp_path)
+    fed, row = federation(argv), record["rounds"][-1]
+    for at, W in ((0, state["w_f"]), (10, state["W_l"])):
+        expected = fed.evaluate_clients(W)
+        for name in ("mean", "std", "loss", "ece", "mce"):
+            assert row["lambdas"][at][name] == pytest.approx(expected[name], abs=1e-6)
+    chosen = max(row["lambdas"], key=lambda at: at["train_mean"])
+    assert row["personal"] == chosen and record["final"]["personal"]["lambda"] == chosen["lambda"]
+    assert row["personal@test"]["mean"] == max(at["mean"] for at in row["lambdas"]) >= row["personal"]["mean"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("lambdas.png", "phases.png"))
+
+
+def test_only_takes_some_clients_and_equally_many_training_and_test_images():
+    fed = federation(SMALL)
+    some, w = superfed.only(fed, [2, 5]), fed.initial_weights()
+    assert some.evaluate_clients(w)["per_client"] == [fed.evaluate_clients(w)["per_client"][k] for k in (2, 5)]
+    for i, k in enumerate((2, 5)):
+        assert set(some.split.train[i]) < set(fed.split.train[k]) and len(some.split.train[i]) == len(fed.split.test[k]) == 10
+    assert fed.K == 8 and len(fed.split.train[0]) == 40
+
+
+def test_ece_by_hand():
+    """p = .55 wrong, .55 right, .95 right, .9 right; of 15 bins, the first two share (8/15, 9/15], the others have their own."""
+    p = torch.tensor([0.55, 0.55, 0.95, 0.9]).double()
+    logits = torch.stack([p.log(), (1 - p).log()], 1)
+    found = common.score(logits, torch.tensor([1, 0, 0, 0]), torch.zeros(4, dtype=torch.long), 1)
+    assert float(found["ece"]) == pytest.approx((2 * abs(0.55 - 0.5) + 0.05 + 0.1) / 4)
+    assert float(found["mce"]) == pytest.approx(0.1)
+
+
+# The defaults: facts of the paper's experiments, data set by data set
+
+
+@pytest.mark.parametrize("dataset, mix, R, K, C, L", [
+    ("cifar10", "model", 200, 100, 0.1, 0.4), ("cifar10", "layer", 200, 100, 0.1, 0.8),
+    ("cifar100", "model", 300, 100, 0.1, 0.5), ("emnist", "model", 100, None, 0.01, 0.4),
+    ("tinyimagenet", "model", 500, None, 0.03, 0.4)])  # fmt: skip
+def test_the_settings_are_the_papers(dataset, mix, R, K, C, L):
+    args = superfed.arguments(["--dataset", dataset, "--mix", mix])
+    assert (args.rounds, args.fraction, args.start, args.epochs, args.batch_size, args.lr) == (R, C, L, 10, 20, 0.01)
+    assert (args.momentum, args.weight_decay, args.mu, args.nu, args.client_test, args.lr_decay) == (0.9, 0, 0.01, 2, 0.2, 1)
+    assert (args.split, args.per_client, args.clients) == ("shards", 2, K) if K else args.split == "semantic"
+    assert (args.model, args.transform) == ("cnn", "scale")
+
+
+def test_an_explicit_flag_goes_before_the_official_one():
+    assert superfed.arguments(["--as", "official"]).lr_decay == 0.995
+    assert superfed.arguments(["--as", "official", "--lr-decay", "1"]).lr_decay == 1
+    assert superfed.arguments(["--mix", "layer", "--start", "0.25"]).start == 0.25
