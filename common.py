@@ -74,6 +74,11 @@ class Parser(argparse.ArgumentParser):
         refuse(f"{message} (see --help)")
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
 def between(kind, low, high=float("inf"), without_low=False):
     """An argparse type: a finite number in [low, high], or in (low, high]."""
 
@@ -91,7 +96,7 @@ def between(kind, low, high=float("inf"), without_low=False):
 def parser(doc, **defaults):
     """The common flags, with an algorithm's defaults; the file adds its own flags in a group of its own."""
     about, command, *_ = doc.split("\n\n") + [""]
-    p = Parser(description=about, epilog=command, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
     whole, positive, share = between(int, 1), between(float, 0, without_low=True), between(float, 0, 1)
     g = p.add_argument_group("data (the same in every file)")
     g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
@@ -112,7 +117,7 @@ def parser(doc, **defaults):
     g = p.add_argument_group("training (the same in every file)")
     g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
     g.add_argument("--fraction", type=between(float, 0, 1, True), default=0.1, help="C, share of the clients in a round")
-    g.add_argument("--rounds", type=whole, default=100, help="T, rounds of communication")
+    g.add_argument("--rounds", type=whole, default=100, help="T or R, rounds of communication")
     g.add_argument("--epochs", type=whole, default=1, help="E, local epochs")
     g.add_argument("--batch-size", type=between(int, 0), default=20, help="B, local minibatch; 0: all the client has")
     g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
@@ -157,7 +162,9 @@ class Data(NamedTuple):
     classes: int
 
     def fingerprint(self):
-        return hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+        digest = hashlib.sha256(np.ascontiguousarray(self.images))
+        digest.update(np.ascontiguousarray(self.labels))
+        return digest.hexdigest()[:16]
 
 
 DATASETS = ("cifar10", "cifar100", "mnist", "emnist", "tinyimagenet", "shapes")
@@ -1043,6 +1050,20 @@ class Federation:
         index = torch.as_tensor(index, device=self.device)
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in index.split(500)])
 
+    @torch.no_grad()
+    def logits_together(self, W, own):
+        """logits(W[k], own[k]) of all k, one below the other, by vmap on about 20,000 images at a time."""
+        longest = max(map(len, own))
+        index, real = np.zeros((len(own), longest), np.int64), np.zeros((len(own), longest), bool)
+        for k, mine in enumerate(own):
+            index[k, : len(mine)], real[k, : len(mine)] = mine, True
+        parts, chunk = [], max(1, 20_000 // longest)
+        for k in range(0, len(own), chunk):
+            these = torch.from_numpy(index[k : k + chunk]).to(self.device)
+            x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
+            parts.append(vmap(self.net)(W[k : k + chunk], x)[torch.from_numpy(real[k : k + chunk]).to(self.device)])
+        return torch.cat(parts)
+
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
         labels = self.labels[self.data.train :]
@@ -1062,6 +1083,8 @@ class Federation:
         client = torch.from_numpy(np.repeat(np.arange(self.K), [len(i) for i in own])).to(self.device)
         if W.dim() == 1:
             logits = self.logits(W, index)
+        elif self.vmap:
+            logits = self.logits_together(W, own)
         else:
             logits = torch.cat(list((map if self.pool is None else self.pool.map)(self.logits, W, own)))
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, self.K)
@@ -1291,7 +1314,8 @@ class Run:
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
             if a != b and name not in FREE:
-                refuse(f"{path} belongs to --{name.replace('_', '-')} {a}, this run has {b}; use the same or another --out")
+                flag = "--" + name.strip("_").replace("_", "-")
+                refuse(f"{path} belongs to {flag} {a}, this run has {b}; use the same or another --out")
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:
                 refuse(f"{path} was made by another version of {name}; use that version or another --out")
@@ -1316,6 +1340,9 @@ class Run:
                 final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
+        own = ("round", "seconds", "bytes_up", "bytes_down", "global", "personal")
+        last = next((row for row in reversed(history) if "global" in row or "personal" in row), {})
+        final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(federation.device)

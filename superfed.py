@@ -29,39 +29,52 @@ The paper's Algorithm 1, in our words (K clients, n_k training images of client 
     14          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
     15  keep w^l_k, return w^f to the server
 
-Deviations. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit ae1803b); it has Model Mixing only.
-Effects are not measured unless stated.
-    D1  Line 13: the official proximal term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared. Here as
-        printed in (3); the official one with --as official.
+Rounds count from 0 here, as in the paper, and from 1 in what the program prints.
+
+Deviations. The copy of the paper that this was written from has lost most formulas; (3) and the body of ClientUpdate are
+restored from its text and the authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit
+ae1803b); it has Model Mixing only, so that --as official --mix layer is ours. --as official switches D1 to D4 and nothing
+else. Effects are not measured unless stated.
+    D1  Line 13: the official proximal term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared. Here it is
+        squared, as in (3); the official one with --as official.
     D2  Lines 11 to 14: officially a bias has one copy, which is federated, never mixed, and no part of the cosine. Here w^l
         has biases too, since the paper makes no exception; the official way with --as official.
-    D3  Line 1: the official w^l_k starts alike for all clients. The paper asks for different seeds of the two models and can
-        be read either way; here every client has its own, with --as official all start alike. Not offered: its seeding anew
-        before each layer, which correlates the layers, and its generators shared by threads, whose runs can't be repeated.
-    D4  Lines 2, 11 and 14: officially eta is multiplied by .995 every round, rounds count from 1, and Phase II begins with
-        round int(L*R), which is one round earlier. The paper mentions no decay. --as official does all three.
+    D3  Line 1: the official w^l_k starts alike for all clients, which the paper's "broadcast a copy to all clients" can mean.
+        Its text gives each client "a set of paired model parameters, each initialized with a different random seed", and the
+        authors' later code (KDD 2022) seeds w^l_k with k; so here every client has its own, with --as official all start
+        alike. Not offered: seeding anew before each layer, which correlates the layers, and random generators shared by
+        threads, so that no run can be repeated. The Xavier initialisation is from the official code.
+    D4  Lines 2, 11 and 14: officially rounds count from 1, eta is multiplied by .995^r in round r, and Phase II begins with
+        round int(L*R), which is one round earlier (two if L*R isn't whole), so that even L = 1 has it in the last round. The
+        paper mentions no decay. --as official does all three.
     D5  Line 11: L of Layer Mixing is not stated. It is .8 here, as Table 1's CIFAR-10 row equals Table 3's row for .8; that
-        it is so for the other data sets is a guess, and so are Model Mixing's mu and nu for Layer Mixing.
-    D6  Lines 11 and 13: a layer's bias shares the lambda of its weights, and the cosine is one for the whole model in both
-        schemes. The paper is silent on both; the authors' later code (KDD 2022) does so.
+        it is so for the other data sets is a guess, and so are Model Mixing's mu and nu for Layer Mixing. In Phase II a
+        client takes part about (1-L)*R*C times: 12 times for Model Mixing on CIFAR-10, 4 times for Layer Mixing. Whoever
+        never does is evaluated with a w^l that is still random.
+    D6  Lines 11 and 13: a layer's bias shares the lambda of its weights; neither of the authors' codes mixes the biases of
+        convolutions and linear layers. The cosine is one for the whole model in both schemes, as in the later code.
     D7  Line 14: momentum 0.9 is in the paper's text, not in its algorithm. Its buffers are 0 at the start of every round, as
-        in the official code.
-    D8  Officially CIFAR-10's shards aren't random (classes 0 and 1, 2 and 3, ... for 20 clients each), and for CIFAR-100
-        K=200 with 5 classes and 250 images each. Here the paper's text holds: random shards, two for each of K=100. For
-        EMNIST and Tiny ImageNet K is what the random sizes give (paper: 1,543 and 390); EMNIST has 116,323 central test
-        images (paper: 82,587).
-    D9  Lines 9 and 10: the official code drops the last, smaller minibatch in training and in testing, where it still divides
-        by all images and so reports too little on EMNIST and Tiny ImageNet. Not offered: an error. Here all images count.
+        in the official code. No weight decay in either; --weight-decay is ours.
+    D8  Officially CIFAR-10's shards aren't random (classes 0 and 1, 2 and 3, ... for 20 clients each: the published numbers
+        were measured on five pairs of classes), CIFAR-100 has K=200 with 5 classes and 250 images each, and the other splits
+        depend on the seed of the initial weights. Not offered: the paper's text says otherwise. Here shards are random, two
+        for each of K=100. For EMNIST and Tiny ImageNet K is what the random sizes give (paper: 1,543 and 390; code: 388);
+        EMNIST has 116,323 central test images (paper: 82,587).
+    D9  Lines 9 and 10: the official code drops the last, smaller minibatch, in testing too, where it still divides by all
+        images. Not offered: it lowers EMNIST's and Tiny ImageNet's accuracies by an artefact. Here all images count.
     D10  Official ECE is a mean over minibatches of 20 test images, which is too high. Not offered: here over all of a client's.
-        Whether published numbers are of the last or of the best round is not known; the record has both.
-    D11  Officially a client outside S_t is evaluated with the w^f that it last received, however old. Not offered: it measures
-        who was sampled. Here all clients have the current w^f.
-    D12  The paper reports the best of lambda = 0, .1, ..., 1 on the very test images that it is chosen on: personal@test. Here
-        personal is at the lambda with the best mean accuracy over clients on training images (as many of a client's as it has
-        test images; the smaller lambda if equal); personal@lambda=0.5 needs no choice. In Phase I lambda is 0.
+    D11  Officially the personal models are evaluated every 100 rounds before that round's training, and a client outside S_t
+        with the w^f that it last received or trained, however old. Not offered: it measures who was sampled. Here all
+        clients have the current w^f, every --eval-every rounds and after the last.
+    D12  The paper reports the best of lambda = 0, .1, ..., 1 (one for all clients, and in Layer Mixing, we assume, one for all
+        layers) on the very test images that it is chosen on: personal@test. Here personal is at the lambda with the best mean
+        accuracy over clients on training images (as many of a client's as it has test images; the smaller lambda if equal),
+        which w^l was fitted to; personal@lambda=0.5 needs no choice. In Phase I lambda is 0. Whether the published numbers
+        are of the last or of the best round is not known; the record has both, and `best` is a choice on test images.
     D13  Line 3: C*K is rounded down.
-    D14  The paper's abstract claims gains for unseen clients; it describes no experiment. With --unseen N the last N clients
-        take no part in line 3; after the last round each does lines 7 to 15 once, in Phase II, and is evaluated as the others.
+    D14  The paper's abstract claims gains for unseen clients; it describes no experiment. With --unseen N, N random clients
+        take no part in line 3; after the last round each does lines 7 to 14 once, in Phase II, and is evaluated with its w^l
+        and the server's w^f. Their traffic isn't counted.
     D15  Line 6: the official n_k counts a client's test images too: the same shares up to rounding. Its average of the w^l_k
         and its local fine-tuning are never used. Not offered: they change nothing.
 """
@@ -76,8 +89,8 @@ from torch.func import grad
 
 import common
 
-# Table 1, CIFAR-10, and the other columns of Tables 1 and 2. R is the paper's; our text of it has lost C, E, B, eta, mu, nu and
-# Model Mixing's L, which are from the official scripts.
+# Table 1, CIFAR-10, and the other columns of Tables 1 and 2. K and R are the paper's; C, E, B, eta, mu, nu and Model Mixing's L
+# are from the official scripts, since our copy of the paper has lost them.
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9,  # D8
                 eval_every=10)
 BY_DATASET = {
@@ -120,7 +133,7 @@ def client_step(net, args):
 
     def step(client, batch, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights, and their momentum
-        g_f, g_l = grad(objective, argnums=(0, 1))(w_f, w_l, batch, phase_two, w_g)  # l.10, l.13
+        g_f, g_l = grad(objective, argnums=(0, 1))(w_f, w_l, batch, phase_two, w_g)  # l.14, of l.13
         u_f, u_l = args.momentum * u_f + g_f + decay * w_f, args.momentum * u_l + g_l + decay * w_l  # D7
         return w_f - eta * u_f, w_l - eta * u_l, u_f, u_l  # l.14
 
@@ -131,7 +144,8 @@ def only(federation, clients):
     """The federation of some clients alone, to sample and evaluate them; at most as many training as test images each."""
     few = copy.copy(federation)
     train, val, test = ([part[k] for k in clients] for part in federation.split)
-    few.K, few.split = len(clients), common.Split([a[: len(b)] for a, b in zip(train, test)], val, test)  # D12
+    few.K, few.n = len(clients), federation.n[clients]
+    few.split = common.Split([a[: len(b)] for a, b in zip(train, test)], val, test)  # D12
     return few
 
 
@@ -152,39 +166,44 @@ def show(run, first):
     """Prints the last round's choices of lambda; with --plot draws lambdas.png (Fig. 2's form) and phases.png (Fig. 3's)."""
     history = run.record()["rounds"]
     row = history[-1]
-    groups = [(name, part) for name, part in (("personal", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
+    groups = [(name, part) for name, part in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
     for name, part in groups:
-        print(f"\n{name:<20}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
-        for choice in ("personal", "personal@test", "personal@lambda=0.5", "personal@lambda=0"):
+        print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
+        for choice, how in (("personal", "chosen on training images"), ("personal@test", "chosen on test images"),
+                            ("personal@lambda=0.5", "fixed"), ("personal@lambda=0", "0: the global model")):  # fmt: skip
             values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
-            print(f"{choice:<20}{part[choice]['lambda']:>8}{values}")
-    if not (run.args.plot and groups):
+            print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
+    if not run.args.plot:
         return
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(5, 3.5))
-    for name, part in groups:
-        mean, std = ([at[key] for at in part["lambdas"]] for key in ("mean", "std"))
-        axis.errorbar(LAMBDAS, mean, std, capsize=3, marker="o", markersize=3, label=f"{name}, best {max(mean):.4f}")
-    axis.set(xlabel="lambda (0: w^f, 1: w^l)", ylabel="accuracy, mean and std over clients", ylim=(0, 1.05),
-             title=f"{run.args.mix} mixing, global top-1 {row['global']['top1']:.4f}")
-    axis.legend()
-    figure.savefig(run.out / "lambdas.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    if groups:
+        figure, axis = pyplot.subplots(figsize=(5, 3.5))
+        for name, part in groups:
+            mean, std = ([at[key] for at in part["lambdas"]] for key in ("mean", "std"))
+            label = f"{name} clients, best on test {max(mean):.4f}"
+            axis.errorbar(LAMBDAS, mean, std, capsize=3, marker="o", markersize=3, label=label)
+        axis.set(xlabel="lambda (0: w^f, 1: w^l)", ylabel="accuracy, mean and std over clients", ylim=(0, 1.05),
+                 title=f"{run.args.mix} mixing, global top-1 {row['global']['top1']:.4f}")
+        axis.legend()
+        figure.savefig(run.out / "lambdas.png", dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+        print(f"plot    {run.out}/lambdas.png")
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5))
     rows = [row for row in history if "global" in row]
     for axis, key, name in zip(axes, ("top1", "loss"), ("top-1 accuracy", "loss")):
-        axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows])
-        axis.axvline(max(first, 0) + 0.5, color="black", linewidth=1, label="Phase II begins")
+        axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows], marker=".")
+        if first < run.args.rounds:
+            axis.axvline(max(first, 0) + 0.5, color="black", linewidth=1, label="Phase II begins")
+            axis.legend()
         axis.set(xlabel="round", ylabel=f"global {name}", title=f"{run.args.mix} mixing")
-    axes[0].legend()
     figure.savefig(run.out / "phases.png", dpi=120, bbox_inches="tight")
     pyplot.close(figure)
-    print(f"plots   {run.out}/lambdas.png, {run.out}/phases.png")
+    print(f"plot    {run.out}/phases.png")
 
 
 def arguments(argv):
@@ -193,8 +212,9 @@ def arguments(argv):
     own.add_argument("--mix", choices=("model", "layer"), default="model", help="one lambda, or one per layer")
     own.add_argument("--mu", type=common.between(float, 0), default=0.01, help="mu, weight of the proximal term")
     own.add_argument("--nu", type=common.between(float, 0), default=2.0, help="nu, weight of the squared cosine in Phase II")
-    own.add_argument("--start", type=common.between(float, 0, 1), help="L, share of the rounds before Phase II; 1: no Phase II "
-                     "(unless given: .8 with --mix layer; with --mix model .5 for CIFAR-100, .4 for the others)")
+    own.add_argument("--start", type=common.between(float, 0, 1),
+                     help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix layer; "
+                          "with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
     own.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper", help="whom to follow in D1 to D4")
     own.add_argument("--unseen", type=common.between(int, 0), default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
@@ -213,9 +233,10 @@ def main(argv=None):
     net, K, device = federation.net, federation.K, federation.device
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} clients to train; use a smaller number")
-    seen, unseen = np.split(np.arange(K), [K - args.unseen])
+    order = common.stream(args.split_seed, "split", 1).permutation(K)
+    unseen, seen = np.sort(order[: args.unseen]), np.sort(order[args.unseen :])
     taking_part = only(federation, seen)
-    federation.sample = taking_part.sample  # D14: C*K counts those that take part
+    federation.sample = lambda t: seen[taking_part.sample(t)]  # D14: C*K counts those that take part
     run = common.Run(__file__, args, federation)
     first = int(args.start * args.rounds) - 1 if official else ceil(args.start * args.rounds - 1e-9)  # D4
     print(f"phases  Phase II begins with round {max(first, 0) + 1}" if first < args.rounds else "phases  no Phase II")
@@ -231,11 +252,11 @@ def main(argv=None):
         phase_two = torch.tensor(float(t >= first), device=device)
         w_f, w_l = state.w_f.expand(len(S), -1), state.W_l[S]  # [m, d]
         start = (w_f, w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
-        return federation.train(step, start, S, t, eta, phase_two, state.w_f, draw=draw)[:2]  # l.7-9 (D9)
+        return federation.train(step, start, S, t, eta, phase_two, state.w_f, draw=draw)[:2]  # l.7-10 (D9)
 
     seeds = [1 if official else k + 1 for k in range(K)]  # D3; w^f has 0
-    W_l = torch.stack([net.init(common.stream(args.seed, "initialisation", 0, k)) for k in seeds])
-    state = State(w_f=federation.initial_weights(), W_l=W_l)  # l.1: [d], [K, d]
+    state = State(w_f=federation.initial_weights(),  # l.1: [d]
+                  W_l=torch.stack([net.init(common.stream(args.seed, "initialisation", 0, k)) for k in seeds]))  # [K, d]
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D13)
         w_f, w_l = client_update(S, t)  # l.4-5
         n_k = federation.n[S]  # [m]
@@ -245,7 +266,7 @@ def main(argv=None):
         run.sent(up=w_f.numel(), down=w_f.numel())
         if run.evaluates():
             if t >= first:
-                measures = measure_mixtures(taking_part, state.w_f, state.W_l[: len(seen)], paired)  # D11
+                measures = measure_mixtures(taking_part, state.w_f, state.W_l[seen], paired)  # D11
             else:
                 measures = {"personal": taking_part.evaluate_clients(state.w_f)}  # D12
             if args.unseen and t == args.rounds - 1:  # D14

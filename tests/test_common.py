@@ -580,5 +580,6 @@ def test_personal_measures(toy):
         assert got["weighted_mean"] == pytest.approx(5 / 10) and got["worst_decile"] == pytest.approx(0)
     W = w.repeat(3, 1)
     W[1, 12:] = torch.tensor([5.0, 0, 0])
-    assert fed.evaluate_clients(W)["per_client"] == pytest.approx([0.8, 1, 1 / 3])
+    for fed.vmap in (False, True):
+        assert fed.evaluate_clients(W)["per_client"] == pytest.approx([0.8, 1, 1 / 3])
     assert fed.evaluate(w)["top1"] == pytest.approx(1 / 3)

@@ -142,3 +142,11 @@ def test_defaults_are_superfeds_table_1():
         args = common.parse(common.parser(fedavg.__doc__, **fedavg.DEFAULTS), fedavg.BY_DATASET, ["--dataset", name])
         assert (args.rounds, args.fraction, args.epochs, args.batch_size, args.lr, args.momentum) == (rounds, fraction, 10, 20, 0.01, 0.9)
         assert (args.split == "semantic") if clients is None else (args.clients == clients and args.split == "shards")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gives_what_the_cpu_gives(tmp_path):
+    records = [run(fedavg, [*UNEQUAL, "--device", device], tmp_path / device) for device in ("cpu", "cuda")]
+    torch.testing.assert_close(records[1][1]["w"], records[0][1]["w"], atol=1e-3, rtol=1e-2)
+    assert records[1][0]["split"] == records[0][0]["split"]
+    assert records[1][0]["final"]["global"]["loss"] == pytest.approx(records[0][0]["final"]["global"]["loss"], abs=1e-2)

@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -217,7 +218,8 @@ def spy(monkeypatch, replace=None):
 
     def noting(self, step, start, S, t, eta, phase_two, w_g, **more):
         end = replace(start, S) if replace else train(self, step, start, S, t, eta, phase_two, w_g, **more)
-        calls.append(SimpleNamespace(S=list(S), t=t, eta=float(eta), phase_two=float(phase_two), w_g=w_g, start=start, end=end))
+        calls.append(SimpleNamespace(S=list(S), t=t, eta=float(eta), phase_two=float(phase_two), w_g=w_g, start=start, end=end,
+                                     draw=more["draw"]))  # fmt: skip
         return end
 
     monkeypatch.setattr(common.Federation, "train", noting)
@@ -235,7 +237,7 @@ def test_only_the_federated_model_is_averaged_and_the_local_one_stays(tmp_path, 
     calls = spy(monkeypatch, constant)
     record, state = run(superfed, argv, tmp_path)
     first, last = calls
-    n = np.array(record["split"]["sizes"])
+    n = np.array([len(index) for index in federation(argv).split.train])
     assert len(set(n[last.S])) > 1 and set(first.S) - set(last.S)
     torch.testing.assert_close(last.w_g, torch.full_like(last.w_g, n[first.S] @ first.S / n[first.S].sum()))
     torch.testing.assert_close(state["w_f"], torch.full_like(last.w_g, n[last.S] @ last.S / n[last.S].sum()))
@@ -257,23 +259,56 @@ def test_phases_learning_rate_and_local_starts(version, phases, decay, tmp_path,
     assert torch.equal(starts[0], starts[1]) is (version == "official")
 
 
+def test_unseen_clients_are_not_the_last_of_the_split(tmp_path, monkeypatch):
+    """Semantic splits give the last clients one cluster of classes."""
+    calls = spy(monkeypatch, lambda start, S: start)
+    seen = set()
+    for seed in ("0", "1"):
+        run(superfed, [*SMALL, "--rounds", "1", "--unseen", "3", "--split-seed", seed], tmp_path / seed)
+        seen.add(tuple(calls[-1].S))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("mix", ["model", "layer"])
+def test_every_minibatch_has_its_own_lambda_and_in_layer_mixing_every_layer(mix, tmp_path, monkeypatch):
+    calls = spy(monkeypatch, lambda start, S: start)
+    run(superfed, [*SMALL, "--model", "cnn", "--mix", mix, "--rounds", "1"], tmp_path)
+    lam = calls[0].draw(np.random.default_rng(0), 2000)
+    assert lam.min() >= 0 and lam.max() < 1 and lam.mean() == pytest.approx(0.5, abs=0.02) and lam.var() == pytest.approx(1 / 12, abs=0.01)
+    lam = lam[:, : 5 if mix == "layer" else 1]  # the CNN's layers; Model Mixing takes the first draw
+    assert lam.shape[1] == (5 if mix == "layer" else 1)
+    if mix == "layer":
+        assert np.abs(np.corrcoef(lam.T) - np.eye(5)).max() < 0.1
+
+
+def test_weight_decay_adds_to_both_gradients():
+    net, step, w_f, w_l, w_g, batch = small()
+    args = SimpleNamespace(mix="model", as_="paper", mu=0.0, nu=0.0, momentum=0.0, weight_decay=0.1)
+    without, with_decay = (gradients(f, w_f, w_l, w_g, batch) for f in (step, superfed.client_step(net, args)))
+    torch.testing.assert_close(with_decay[0] - without[0], 0.1 * w_f)
+    torch.testing.assert_close(with_decay[1] - without[1], 0.1 * w_l)
+
+
 def test_unseen_clients_join_after_the_last_round(tmp_path, monkeypatch):
     calls = spy(monkeypatch)
     record, state = run(superfed, [*SMALL, "--unseen", "3", "--start", "1", "--seed", "1"], tmp_path)
-    assert [len(call.S) for call in calls] == [2, 2, 2, 2, 3]  # int(.5 * 5) of the first five, then the last three
-    assert max(k for call in calls[:4] for k in call.S) <= 4
+    assert [len(call.S) for call in calls] == [2, 2, 2, 2, 3]  # int(.5 * 5) of the five that take part, then the three
     last = calls[4]
-    assert last.S == [5, 6, 7] and last.phase_two == 1 and torch.equal(last.w_g, state["w_f"])
+    others = [k for k in range(8) if k not in last.S]
+    assert len(others) == 5 and {k for call in calls[:4] for k in call.S} <= set(others)
+    assert last.phase_two == 1 and torch.equal(last.w_g, state["w_f"])
     fed = federation([*SMALL, "--seed", "1"])
     fresh = torch.stack([fed.net.init(common.stream(1, "initialisation", 0, k + 1)) for k in range(8)])
-    assert torch.equal(state["W_l"], fresh) and torch.equal(last.start[1], fresh[5:])
+    assert torch.equal(state["W_l"], fresh) and torch.equal(last.start[1], fresh[last.S])
     unseen = record["rounds"][-1]["unseen"]
     assert len(unseen["personal"]["per_client"]) == 3 and len(record["final"]["personal"]["per_client"]) == 5
-    alone = fed.evaluate_clients(state["w_f"])["per_client"]  # lambda = 0 is the global model
-    assert unseen["personal@lambda=0"]["mean"] == pytest.approx(np.mean(alone[5:]))
-    assert record["final"]["personal"]["mean"] == pytest.approx(np.mean(alone[:5]))
-    local = superfed.only(fed, [5, 6, 7]).evaluate_clients(last.end[1])  # lambda = 1 is what it trained
+    assert record["final"]["unseen"] == unseen
+    alone = np.array(fed.evaluate_clients(state["w_f"])["per_client"])  # lambda = 0 is the global model
+    assert unseen["personal@lambda=0"]["mean"] == pytest.approx(alone[last.S].mean())
+    assert record["final"]["personal"]["mean"] == pytest.approx(alone[others].mean())
+    local = superfed.only(fed, last.S).evaluate_clients(last.end[1])  # lambda = 1 is what it trained
     assert unseen["lambdas"][10]["loss"] == pytest.approx(local["loss"], abs=1e-6)
+    assert federation(SMALL).split.fingerprint() == record["split"]["fingerprint"]
     with pytest.raises(SystemExit) as ended:
         superfed.main([*SMALL, "--unseen", "8", "--out", str(tmp_path)])
     assert ended.value.code == 2
@@ -324,18 +359,41 @@ def test_each_choice_of_lambda():
     assert [at["lambda"] for at in found["lambdas"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
 
 
-def test_the_end_points_of_the_grid_are_the_two_models(tmp_path):
-    argv = [*SMALL, "--mix", "layer"]
-    record, state = run(superfed, [*argv, "--plot"], tmp_path)
+@pytest.mark.parametrize("version", ["paper", "official"])
+def test_the_end_points_of_the_grid_are_the_two_models(version, tmp_path):
+    """At lambda = 1 the official code's personal models have the local weights and the federated biases."""
+    argv = [*SMALL, "--mix", "layer", "--as", version]
+    record, state = run(superfed, argv, tmp_path)
     fed, row = federation(argv), record["rounds"][-1]
-    for at, W in ((0, state["w_f"]), (10, state["W_l"])):
+    local = state["W_l"].clone()
+    if version == "official":
+        for a, b in ((307_200, 307_300), (308_300, 308_310)):  # the biases of 3072-100-10
+            local[:, a:b] = state["w_f"][a:b]
+    for at, W in ((0, state["w_f"]), (10, local)):
         expected = fed.evaluate_clients(W)
         for name in ("mean", "std", "loss", "ece", "mce"):
             assert row["lambdas"][at][name] == pytest.approx(expected[name], abs=1e-6)
-    chosen = max(row["lambdas"], key=lambda at: at["train_mean"])
-    assert row["personal"] == chosen and record["final"]["personal"]["lambda"] == chosen["lambda"]
-    assert row["personal@test"]["mean"] == max(at["mean"] for at in row["lambdas"]) >= row["personal"]["mean"]
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("lambdas.png", "phases.png"))
+    assert record["final"]["personal@test"] == row["personal@test"] and record["final"]["lambdas"] == row["lambdas"]
+
+
+def test_plots(tmp_path, monkeypatch):
+    """lambdas.png: 11 points with bars. phases.png: the line at the start of Phase II, and none without one."""
+    from matplotlib import pyplot
+
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: (figures.append(figure), close(figure)))
+    run(superfed, [*SMALL, "--plot", "--eval-every", "1"], tmp_path / "a")
+    lambdas, phases = figures[-2:]
+    record = json.loads((tmp_path / "a" / "result.json").read_text())
+    x, y = lambdas.axes[0].containers[0].lines[0].get_data()
+    assert np.allclose(x, np.arange(11) / 10) and np.allclose(y, [at["mean"] for at in record["final"]["lambdas"]])
+    for axis, key in zip(phases.axes, ("top1", "loss")):
+        curve, start = axis.lines
+        assert np.allclose(curve.get_ydata(), [row["global"][key] for row in record["rounds"]])
+        assert list(start.get_xdata()) == [2.5, 2.5]  # rounds 1 and 2 are Phase I
+    run(superfed, [*SMALL, "--plot", "--start", "1"], tmp_path / "b")
+    assert all(len(axis.lines) == 1 for axis in figures[-1].axes) and (tmp_path / "b" / "phases.png").exists()
+    assert not (tmp_path / "b" / "lambdas.png").exists()
 
 
 def test_only_takes_some_clients_and_equally_many_training_and_test_images():
@@ -348,7 +406,7 @@ def test_only_takes_some_clients_and_equally_many_training_and_test_images():
 
 
 def test_ece_by_hand():
-    """p = .55 wrong, .55 right, .95 right, .9 right; of 15 bins, the first two share (8/15, 9/15], the others have their own."""
+    """p = .55 wrong, .55 right, .95 right, .9 right; of 15 bins, the first two share (8/15, 9/15], the others are alone."""
     p = torch.tensor([0.55, 0.55, 0.95, 0.9]).double()
     logits = torch.stack([p.log(), (1 - p).log()], 1)
     found = common.score(logits, torch.tensor([1, 0, 0, 0]), torch.zeros(4, dtype=torch.long), 1)
