@@ -213,8 +213,8 @@ def arguments(argv):
     own.add_argument("--mu", type=common.between(float, 0), default=0.01, help="mu, weight of the proximal term")
     own.add_argument("--nu", type=common.between(float, 0), default=2.0, help="nu, weight of the squared cosine in Phase II")
     own.add_argument("--start", type=common.between(float, 0, 1),
-                     help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix layer; "
-                          "with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
+                     help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix "
+                          "layer; with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
     own.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper", help="whom to follow in D1 to D4")
     own.add_argument("--unseen", type=common.between(int, 0), default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
