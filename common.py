@@ -17,6 +17,7 @@ client's own test images.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -1291,8 +1292,8 @@ class Run:
         self.saving = True  # so that an interruption waits
         fields, history, per_client = self.kept
         state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
-        torch.save({"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity},
-                   self.out / "state.pt.part")
+        whole = {"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity}
+        torch.save(whole, self.out / "state.pt.part")
         os.replace(self.out / "state.pt.part", self.out / "state.pt")
         (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
         os.replace(self.out / "result.json.part", self.out / "result.json")
@@ -1380,7 +1381,7 @@ class Run:
                     print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
         print(f"record  {self.out}/result.json")
         if self.args.plot and status == "finished":
-            print("plots   " + ", ".join(map(str, plot(record, self.federation, self.out))))
+            plot(record, self.federation, self.out)
 
 
 def finite(tree):
@@ -1401,54 +1402,51 @@ def commit():
         return None
 
 
-def plot(record, federation, out):
-    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into out; returns the paths."""
+@contextlib.contextmanager
+def drawing(path, rows=1, columns=1, size=(6, 3.5)):
+    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` afterwards. size: inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    def keep(figure, name):
-        figure.savefig(out / name, dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
-        return out / name
+    figure, axes = pyplot.subplots(rows, columns, figsize=size)
+    yield axes
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    print(f"plot    {path}")
 
-    paths = []
+
+def plot(record, federation, out):
+    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
     title = f"{record['algorithm']}, {record['data']['name']}, seed {record['args']['seed']}"
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5))
-    for part, key in (("global", "top1"), ("personal", "mean")):
-        rows = [row for row in record["rounds"] if part in row]
-        x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
-        line = axes[0].plot(x, y, label=f"{part}, {'central test images' if part == 'global' else 'mean over clients'}")[0]
-        if part == "personal" and rows:
-            std = np.array([row[part]["std"] for row in rows])
-            axes[0].fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
-        axes[1].plot(x, [row[part]["loss"] for row in rows], label=part)
-    axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
-    axes[1].set(xlabel="round", ylabel="loss")
-    axes[0].legend()
-    paths.append(keep(figure, "curves.png"))
+    with drawing(out / "curves.png", 1, 2, (10, 3.5)) as (left, right):
+        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
+            rows = [row for row in record["rounds"] if part in row]
+            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
+            line = left.plot(x, y, label=f"{part}, {where}")[0]
+            if part == "personal":
+                std = np.array([row[part]["std"] for row in rows])
+                left.fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
+            right.plot(x, [row[part]["loss"] for row in rows], label=part)
+        left.set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
+        right.set(xlabel="round", ylabel="loss")
+        left.legend()
 
     accuracies = np.sort(record["final"]["personal"]["per_client"])
-    figure, axis = pyplot.subplots(figsize=(6, 3.5))
-    axis.bar(range(len(accuracies)), accuracies, width=1)
-    axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
-    axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
-    axis.legend()
-    paths.append(keep(figure, "clients.png"))
+    with drawing(out / "clients.png") as axis:
+        axis.bar(range(len(accuracies)), accuracies, width=1)
+        axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
+        axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
+        axis.legend()
 
+    classes, labels = federation.data.classes, federation.data.labels
     shown = np.sort(stream(0, "split").permutation(federation.K)[:30])
-    labels = federation.data.labels
-    counts = np.array([np.bincount(labels[federation.split.train[k]], minlength=federation.data.classes) for k in shown])
-    figure, axis = pyplot.subplots(figsize=(6, 6))
-    colours = pyplot.get_cmap("tab10" if federation.data.classes <= 10 else "nipy_spectral")
-    left = np.zeros(len(shown))
-    for c in range(federation.data.classes):
-        colour = colours(c if federation.data.classes <= 10 else c / federation.data.classes)
-        axis.barh(range(len(shown)), counts[:, c], left=left, color=colour, height=0.9)
-        left += counts[:, c]
-    axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}")
-    axis.set_yticks(range(len(shown)))
-    axis.set_yticklabels(shown, fontsize=6)
-    paths.append(keep(figure, "split.png"))
-    return paths
+    counts = np.array([np.bincount(labels[federation.split.train[k]], minlength=classes) for k in shown])
+    start = counts.cumsum(1) - counts
+    with drawing(out / "split.png", size=(6, 6)) as axis:
+        for c in range(classes):
+            colour = f"C{c}" if classes <= 10 else None  # more than ten repeat
+            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], color=colour, height=0.9)
+        axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}")
+        axis.set_yticks(range(len(shown)), shown, fontsize=6)

@@ -175,35 +175,24 @@ def show(run, first):
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
     if not run.args.plot:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     if groups:
-        figure, axis = pyplot.subplots(figsize=(5, 3.5))
-        for name, part in groups:
-            mean, std = ([at[key] for at in part["lambdas"]] for key in ("mean", "std"))
-            label = f"{name} clients, best on test {max(mean):.4f}"
-            axis.errorbar(LAMBDAS, mean, std, capsize=3, marker="o", markersize=3, label=label)
-        axis.set(xlabel="lambda (0: w^f, 1: w^l)", ylabel="accuracy, mean and std over clients", ylim=(0, 1.05),
-                 title=f"{run.args.mix} mixing, global top-1 {row['global']['top1']:.4f}")
-        axis.legend()
-        figure.savefig(run.out / "lambdas.png", dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
-        print(f"plot    {run.out}/lambdas.png")
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5))
-    rows = [row for row in history if "global" in row]
-    for axis, key, name in zip(axes, ("top1", "loss"), ("top-1 accuracy", "loss")):
-        axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows], marker=".")
-        if first < run.args.rounds:
-            axis.axvline(max(first, 0) + 0.5, color="black", linewidth=1, label="Phase II begins")
+        with common.drawing(run.out / "lambdas.png", size=(5, 3.5)) as axis:
+            for name, part in groups:
+                mean, std = ([at[key] for at in part["lambdas"]] for key in ("mean", "std"))
+                label = f"{name} clients, best on test {max(mean):.4f}"
+                axis.errorbar(LAMBDAS, mean, std, capsize=3, marker="o", markersize=3, label=label)
+            axis.set(xlabel="lambda (0: w^f, 1: w^l)", ylabel="accuracy, mean and std over clients", ylim=(0, 1.05),
+                     title=f"{run.args.mix} mixing, global top-1 {row['global']['top1']:.4f}")
             axis.legend()
-        axis.set(xlabel="round", ylabel=f"global {name}", title=f"{run.args.mix} mixing")
-    figure.savefig(run.out / "phases.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    print(f"plot    {run.out}/phases.png")
+
+    rows = [row for row in history if "global" in row]
+    with common.drawing(run.out / "phases.png", 1, 2, (10, 3.5)) as axes:
+        for axis, key, name in zip(axes, ("top1", "loss"), ("top-1 accuracy", "loss")):
+            axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows], marker=".")
+            if first < run.args.rounds:
+                axis.axvline(max(first, 0) + 0.5, color="black", linewidth=1, label="Phase II begins")
+                axis.legend()
+            axis.set(xlabel="round", ylabel=f"global {name}", title=f"{run.args.mix} mixing")
 
 
 def arguments(argv):
