@@ -1155,7 +1155,7 @@ def device_name(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # 8. Runs
 
-FREE = ("out", "resume", "plot", "parallel", "data_dir")  # arguments that may differ between a state and its resumption
+FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # arguments that may differ between a state and its resumption
 
 
 class Run:

@@ -1,0 +1,362 @@
+"""FedSLR: one low-rank model for all clients plus a sparse one for each, from Huang, Shen, Sun, Lin, Tao, "Fusion of Global and
+Local Knowledge for Personalized Federated Learning", TMLR 2023, arXiv 2302.11051.
+
+    python fedslr.py --dataset cifar10        (Table 1, CIFAR-10, Non-IID; published: GKR .8752, mixed .9530)
+    python fedslr.py --dataset cifar100       (Table 1, CIFAR-100, Non-IID; published: GKR .6422, mixed .8219)
+
+Models of one shape: w, the server's, the paper's "global knowledge representation" (GKR), whose kernels are matrices of low
+rank; p_i, the sparse personal component of client i, which never leaves it; and their sum w + p_i, the mixed model. "global"
+is w on the central test images; "gkr" the same w on each client's own test images, which is what the paper's tables call GKR;
+"personal" is the mixed model w + p_i on client i's own test images. A client's own are central ones with its class shares.
+
+The paper's Algorithm 2 (1 with a sample of the clients), in our words. M clients, f_i the loss of client i; pi makes a matrix
+of n*k1 rows and m*k2 columns from a kernel of n outputs, m inputs and k1 x k2 pixels; ||.||_* is the sum of the singular
+values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
+
+    Server
+     1  choose w^0; for every client i: gamma_i = 0, p_i = 0
+     2  for each round t = 0, 1, ..., T-1:
+     3      S_t = C*M random clients
+     4      for each client i in S_t, in parallel:
+     5          w_i = ClientUpdate(i, w^t)
+     6          gamma_i = gamma_i + (w^t - w_i) / eta_g, here and at the client; the others' gamma_i stay                 (5)
+     7      v = (mean over S_t of w_i) - eta_g * (mean over all M clients of gamma_i)
+     8      w^{t+1} = argmin over w of lambda*eta_g * sum over layers l of ||pi(w_l)||_* + ||w - v||^2 / 2                (6)
+                    = v with soft(s, lambda*eta_g) in place of the singular values s of every pi(v_l)
+    ClientUpdate(i, w^t)
+     9  Phase I: from w = w^t, for each of E local epochs, for each minibatch b:
+    10      w = w - eta * gradient of  f_i(w; b) - <gamma_i, w> + ||w - w^t||^2 / (2 eta_g)                               (4)
+    11  w_i = w
+    12  Phase II: for each fusion epoch, for each minibatch b:
+    13      p_i = soft(p_i - eta * gradient by p_i of f_i(w^t + p_i; b), eta*mu)                                          (7)
+    14  keep gamma_i and p_i, return w_i to the server
+    Algorithm 3 (--memory-efficient): the server has no gamma_i, only their mean, to which line 6 adds the changes of S_t, / M.
+    Clients keep theirs: line 10 needs it. (They lie in this one machine all the same; it is the server that is spared.)
+
+Deviations. "Official" is the authors' code (github huangtiansheng/fedslr). Effects are not measured unless stated.
+    D1  Line 1: the paper does not say where p_i starts. Officially at a copy of the kernels and matrices of w^0, so that the
+        mixed model starts at twice these; --p-start copy. Here at 0.
+    D2  Line 3: officially every client tosses a coin with C. Here C*M clients as the paper says, rounded down.
+    D3  Lines 10 and 13: the paper's weight decay is part of "the local solver". As officially, 1e-3 * w is added to the
+        gradient of line 10 and 1e-3 * p_i to that of line 13. T = 1000 is the official default; our text has lost it.
+    D4  Line 13 has the model at the start of the round, as officially; "personal" has the one at its end. Clients that were
+        never sampled are evaluated with the p_i of line 1.
+    D5  Line 8: biases and the scales and shifts of GroupNorm are no matrices and aren't shrunk; line 13 shrinks those of p_i.
+        As officially; the paper is silent on both.
+    D6  Counting. As officially, a layer has min(dense, both factors) numbers, the mixed model those of w and the non-zeros of
+        p_i, and a round sends m dense w_i up and m counted w^t down, here w^0 first. The paper's Table 2 has ResNet-18 for 10
+        classes (11,173,952 weights) throughout; here each network has its own number.
+    D7  A client's test images are floor(100 * share) of each class, as officially, so fewer than the paper's 100. Tiny
+        ImageNet with --split iid has too few that way: --client-test .2. Officially it has 500, and its pixels are
+        standardised by .5 and .5, not by the training images' values. Whether published numbers are of the last or of the
+        best round is not known; the record has both.
+    D8  Appendix A.2, both without gamma_i and the quadratic term. lpgd: line 8's argmin with lambda*eta after every step of
+        line 10, then the plain mean (and no factors, as a mean of low-rank matrices isn't one). gpgd: line 8 of the plain
+        mean, with lambda*eta_g; our text has lost its step size.
+    D9  Appendix A.3, s+s: line 8 is soft(v, lambda*eta_g) for the same kernels and matrices, and what it leaves is counted as
+        p_i is. S+LR and LR+LR, which the paper calls too slow, are not offered.
+"""
+
+import statistics
+import time
+from types import SimpleNamespace as State
+
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+import common
+
+# Table 1, Non-IID, all three data sets (D3).
+DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1, rounds=1000, epochs=2,  # D7
+                batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
+BY_DATASET = {
+    # ours, for a quick look
+    "shapes": dict(rounds=30, clients=20, fraction=0.5, model="cnn", transform="scale", eval_every=5, lambda_=5e-3),
+}
+
+
+def soft(x, tau):
+    return x.sign() * (x.abs() - tau).clamp(min=0)
+
+
+# Kernels as matrices
+
+
+def pi(kernel):
+    """[n, m, k1, k2] -> [n*k1, m*k2]; a matrix [n, m] stays."""
+    n, m, k1, k2 = (*kernel.shape, 1, 1)[:4]
+    return kernel.reshape(n, m, k1, k2).transpose(1, 2).reshape(n * k1, m * k2)
+
+
+def pi_inverse(matrix, shape):
+    n, m, k1, k2 = (*shape, 1, 1)[:4]
+    return matrix.reshape(n, k1, m, k2).transpose(1, 2).reshape(shape)
+
+
+def matrices(net):
+    """(number of the tensor, rows, columns of its pi) for everything that line 8 shrinks: L matrices."""
+    shapes = [(i, (*shape, 1, 1)) for i, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]  # D5
+    return [(i, n * k1, m * k2) for i, (n, m, k1, k2, *_) in shapes]
+
+
+def in_matrices(net):
+    """[d]: 1 for every weight that is in one of the matrices."""
+    one = torch.tensor([float(len(shape) > 1) for _, _, shape in net.tensors])
+    return one.repeat_interleave(torch.tensor(net.sizes)).to(net.decayed.device)
+
+
+def full_ranks(net):
+    return torch.tensor([min(rows, columns) for _, rows, columns in matrices(net)], device=net.decayed.device)  # [L]
+
+
+def count(net, ranks):
+    """Numbers in a model whose matrices have these ranks [L]: a matrix has the smaller of rows*columns and of its factors."""
+    sizes = list(net.sizes)
+    for (i, rows, columns), rank in zip(matrices(net), ranks.tolist()):
+        sizes[i] = min(rows * columns, rank * (rows + columns))  # D6
+    return sum(sizes)
+
+
+def prox_nuclear(net, v, tau):
+    """Line 8's argmin for lambda*eta_g = tau: w [d], and the ranks [L] of its matrices. Equal shapes go through one SVD."""
+    parts, ranks, together = list(v.split(net.sizes)), {}, {}
+    for i, rows, columns in matrices(net):
+        together.setdefault((rows, columns), []).append(i)
+    for group in together.values():
+        A = torch.stack([pi(parts[i].view(net.tensors[i][2])) for i in group])  # [b, rows, columns]
+        U, s, Vh = torch.linalg.svd(torch.nan_to_num(A, 0, 0, 0), full_matrices=False)
+        s = soft(s, tau)  # l.8: [b, rank]
+        A = (U * s[:, None]) @ Vh + (A - A)  # A - A is 0 or, where a run diverges, not a number: svd would refuse it
+        for i, matrix, kept in zip(group, A, s > 0):
+            parts[i], ranks[i] = pi_inverse(matrix, net.tensors[i][2]).flatten(), kept.sum()
+    return torch.cat(parts), torch.stack([ranks[i] for i in sorted(ranks)])
+
+
+# The algorithm
+
+
+def inverse_step(args):
+    """1/eta_g; 0 for the alternatives that have neither gamma_i nor the quadratic term."""
+    return 0.0 if args.variant in ("lpgd", "gpgd") else 1 / args.eta_g  # D8
+
+
+def phase_one(net, args):
+    """Line 10, for one client and one minibatch."""
+    decay = args.weight_decay * net.decayed  # [d] (D3)
+    pull = inverse_step(args)
+
+    def step(client, batch, eta, w_t):
+        w, gamma = client  # [d] each
+        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
+        w = w - eta * (g - gamma + pull * (w - w_t) + decay * w)  # l.10
+        if args.variant == "lpgd":
+            w, _ = prox_nuclear(net, w, args.lambda_ * eta)  # D8
+        return w, gamma
+
+    return step
+
+
+def phase_two(net, args):
+    """Line 13, for one client and one minibatch."""
+    decay = args.weight_decay * net.decayed  # [d] (D3)
+
+    def step(p, batch, eta, w_t):
+        g = grad(lambda p: common.cross_entropy(net(w_t + p, batch.x), batch))(p)  # [d] (D4)
+        return soft(p - eta * (g + decay * p), eta * args.mu)  # l.13 (D5)
+
+    return step
+
+
+def server_step(net, args, v):
+    """Line 8: v [d] -> w [d], the ranks [L] of its matrices, and how many numbers it takes."""
+    tau = args.lambda_ * args.eta_g
+    if args.variant == "lpgd":
+        return v, full_ranks(net), net.d  # D8
+    if args.variant == "s+s":
+        w = soft(v, tau * in_matrices(net))  # D9
+        return w, full_ranks(net), int((w != 0).sum())
+    w, ranks = prox_nuclear(net, v, tau)  # l.8
+    return w, ranks, count(net, ranks)  # D6
+
+
+# The factorised model
+
+
+def export(path, net, w, ranks):
+    """Writes w [d] to a file: a matrix whose factors are smaller as these, as kernels [n, r, k1, 1] and [r, m, 1, k2]."""
+    parts = {name: w[where].view(shape).clone() for name, where, shape in net.tensors}
+    for (i, rows, columns), r in zip(matrices(net), ranks.tolist()):
+        name, _, shape = net.tensors[i]
+        n, m, k1, k2 = (*shape, 1, 1)[:4]
+        if r * (rows + columns) < rows * columns:
+            U, s, Vh = torch.linalg.svd(pi(parts[name]), full_matrices=False)
+            tall, wide = U[:, :r] * s[:r].sqrt(), s[:r, None].sqrt() * Vh[:r]  # [n*k1, r], [r, m*k2]
+            parts[name] = [tall.view(n, k1, r).transpose(1, 2)[..., None].contiguous(), wide.reshape(r, m, 1, k2)]
+    torch.save({"model": net.name, "classes": net.classes, "tensors": parts}, path)
+
+
+class Factorised(common.Weights):
+    """logits = model(x) from a file of --export: each pair of factors is two layers, with r channels in between."""
+
+    def __init__(self, path, device="cpu"):
+        self.file = torch.load(path, map_location=device, weights_only=True)
+
+    def __call__(self, x):
+        return common.MODELS[self.file["model"]](self, x, self.file["classes"])
+
+    def take(self, name, shape, init):
+        part = self.file["tensors"][name]
+        return part if torch.is_tensor(part) else torch.einsum("nrax,rmyb->nmab", *part).reshape(shape)
+
+    def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
+        part = self.file["tensors"][name + ".weight"]
+        if torch.is_tensor(part) or groups > 1 or not len(part[1]):  # no two layers do what a grouped kernel does
+            return super().conv(name, x, out, kernel, stride, padding, groups, init, bias)
+        x = F.conv2d(x, part[1], None, (1, stride), (0, padding))  # [B, r, h, ...]
+        return F.conv2d(x, part[0], self.take(name + ".bias", (out,), None) if bias else None, (stride, 1), (padding, 0))
+
+    def linear(self, name, x, out, init=None, bias=True):
+        part = self.file["tensors"][name + ".weight"]
+        if torch.is_tensor(part):
+            return super().linear(name, x, out, init, bias)
+        offset = self.take(name + ".bias", (out,), None) if bias else None
+        return F.linear(F.linear(x, part[1].flatten(1)), part[0].flatten(1), offset)
+
+
+@torch.no_grad()
+def milliseconds(model, x, repeats=50):
+    """Median time of model(x)."""
+    times = []
+    for _ in range(repeats + 10):
+        start = time.perf_counter()
+        model(x)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        times.append(1000 * (time.perf_counter() - start))
+    return round(statistics.median(times[10:]), 3)
+
+
+def latency(federation, w, path):
+    """Table 9's measure, for 20 test images: milliseconds of w as it is and as exported."""
+    x = federation.transform(federation.images[federation.data.train :][:20])
+    dense, factorised = (lambda x: federation.net(w, x)), Factorised(path, federation.device)
+    return {"dense_ms": milliseconds(dense, x), "factorised_ms": milliseconds(factorised, x)}
+
+
+# The run
+
+
+def measure(federation, state):
+    """Measures of the GKR and of the mixed model on the clients' images, and what they are made of."""
+    gkr = federation.evaluate_clients(state.w)
+    mixed = state.numbers + (state.p != 0).sum(1).double()  # [K] (D6)
+    std = float(mixed.std()) if federation.K > 1 else 0.0
+    names = [federation.net.tensors[i][0].removesuffix(".weight") for i, _, _ in matrices(federation.net)]
+    return {
+        "personal": federation.evaluate_clients(state.w + state.p),  # D4
+        "gkr": {name: value for name, value in gkr.items() if name != "per_client"},
+        "numbers": {"gkr": state.numbers, "mixed": float(mixed.mean()), "mixed_std": std},
+        "ranks": dict(zip(names, state.ranks.tolist())),
+    }  # fmt: skip
+
+
+def show(run):
+    """Prints the two models side by side and the ranks; with --plot draws ranks.png."""
+    history = run.record()["rounds"]
+    rows = [row for row in history if "gkr" in row]
+    full = full_ranks(run.federation.net).tolist()
+    columns = ("mean", "std", "worst_decile", "loss")
+    print(f"\n{'model':<8}{'round':>8}" + "".join(f"{name:>14}" for name in (*columns, "10^6 numbers")))
+    for name, part, model in (("GKR", "gkr", "gkr"), ("mixed", "personal", "mixed")):
+        for row in (rows[-1], max(rows, key=lambda row: row[part]["mean"])):
+            values = [*(row[part][key] for key in columns), row["numbers"][model] / 1e6]
+            print(f"{name:<8}{row['round']:>8}" + "".join(f"{value:>14.4f}" for value in values))
+    print("ranks   " + ", ".join(f"{name} {rank}/{most}" for (name, rank), most in zip(rows[-1]["ranks"].items(), full)))
+    if "latency" in rows[-1]:
+        print("latency {dense_ms} ms dense, {factorised_ms} ms factorised, 20 images".format(**rows[-1]["latency"]))
+    if not run.args.plot:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 3.5))
+    rounds = [row["round"] for row in rows]
+    for part, label in (("gkr", "GKR"), ("personal", "mixed")):
+        axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
+    for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):
+        colour = pyplot.get_cmap("viridis")(i / len(full))
+        axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colour, label=name)
+    axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
+    for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
+        axis.set(xlabel="round", ylabel=label, ylim=(0, None))
+    axes[0].legend()
+    axes[1].legend(fontsize=5)
+    figure.savefig(run.out / "ranks.png", dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    print(f"plots   {run.out}/ranks.png")
+
+
+def arguments(argv):
+    parser = common.parser(__doc__, **DEFAULTS)
+    own, positive = parser.add_argument_group("FedSLR"), common.between(float, 0, without_low=True)
+    own.add_argument("--lambda", dest="lambda_", type=common.between(float, 0), default=1e-4, help="lambda, low-rank penalty")
+    own.add_argument("--mu", type=common.between(float, 0), default=1e-3, help="mu, sparse penalty")
+    own.add_argument("--eta-g", type=positive, default=10.0, help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
+    own.add_argument("--fusion-epochs", type=common.between(int, 0), default=1, help="epochs of Phase II")
+    own.add_argument("--p-start", choices=("zero", "copy"), default="zero", help="p_i of line 1: 0, or a copy of w^0 (D1)")
+    own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr", help="of A.2, A.3 (D8, D9)")
+    own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps the mean of gamma alone")
+    own.add_argument("--export", metavar="FILE", help="write the last w as factors, and measure its latency")
+    args = common.parse(parser, BY_DATASET, argv)
+    if args.momentum:
+        common.refuse("FedSLR has no momentum; use --momentum 0")
+    if args.export:
+        try:
+            open(args.export, "ab").close()  # not only after the last round
+        except OSError as problem:
+            common.refuse(f"--export {args.export} can't be written: {problem.strerror}")
+    return args
+
+
+def main(argv=None):
+    args = arguments(argv)
+    federation = common.Federation(args)
+    run = common.Run(__file__, args, federation)
+    net, K, device = federation.net, federation.K, federation.device
+    one, two, pull = phase_one(net, args), phase_two(net, args), inverse_step(args)
+
+    w = federation.initial_weights()  # l.1: w^0, [d]
+    p = in_matrices(net) * w if args.p_start == "copy" else torch.zeros_like(w)  # D1
+    state = State(w=w, ranks=full_ranks(net), numbers=net.d, gamma=torch.zeros(K, net.d, device=device),  # l.1: [K, d]
+                  gamma_mean=torch.zeros_like(w), p=p.repeat(K, 1))  # l.1: [d], [K, d]
+    for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D2)
+        here = torch.from_numpy(S).to(device)
+        eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
+        w_t = state.w
+        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # D6
+        start = (w_t.expand(len(S), -1), state.gamma[here])  # [m, d]
+        w_i, gamma_i = federation.train(one, start, S, t, eta, w_t)  # l.4-5, l.9, l.11: [m, d]
+        p_i = federation.train(two, state.p[here], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.12: [m, d]
+        change = pull * (w_t - w_i)  # [m, d]
+        state.gamma = state.gamma.index_copy(0, here, gamma_i + change)  # l.6, l.14: [K, d]
+        state.p = state.p.index_copy(0, here, p_i)  # l.14: [K, d]
+        if args.memory_efficient:
+            state.gamma_mean = state.gamma_mean + change.sum(0) / K  # Algorithm 3's l.6: [d]
+        else:
+            state.gamma_mean = state.gamma.mean(0)  # l.7: [d]
+        v = w_i.mean(0) - args.eta_g * state.gamma_mean  # l.7: [d]
+        state.w, state.ranks, state.numbers = server_step(net, args, v)  # l.8
+        if run.evaluates():
+            measures = measure(federation, state)
+            if args.export and t == args.rounds - 1:
+                export(args.export, net, state.w, state.ranks)
+                measures["latency"] = latency(federation, state.w, args.export)
+            run.log(federation.evaluate(state.w), **measures)
+    show(run)
+
+
+if __name__ == "__main__":
+    main()

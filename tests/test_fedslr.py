@@ -1,0 +1,503 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+import common
+import fedavg
+import fedslr
+from conftest import QUICK, pixels, run, softmax_gradient
+
+SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1", "--parallel", "1"]
+VARIANTS = ["fedslr", "lpgd", "gpgd", "s+s"]
+
+
+def federation(argv):
+    return common.Federation(fedslr.arguments(argv))
+
+
+@pytest.fixture
+def toy_argv(toy):
+    """Softmax regression of three clients of different sizes, two of which are sampled; full batches."""
+    return ["--dataset", toy, "--model", "linear", "--transform", "scale", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3",
+            "--client-test", "0.2", "--fraction", "0.7", "--rounds", "4", "--batch-size", "0", "--lr", "0.5", "--device", "cpu"]  # fmt: skip
+
+
+def layered(m, x, classes):
+    """Kernels of many forms: with stride and padding, per channel, without padding, a matrix with a bias."""
+    x = F.relu(m.groupnorm("norm", m.conv("first", x, 6, 5, 2, 2)))
+    x = F.relu(m.conv("apart", x, 6, 3, 1, 1, groups=6, bias=False))
+    x = F.relu(m.conv("last", x, 8, 3, bias=False))
+    return m.linear("fc", x.flatten(1), classes)
+
+
+@pytest.fixture
+def net(monkeypatch):
+    """The model `layered` for 8x8 images, and its matrices' shapes by hand: 6*5 x 3*5, 6*3 x 1*3, 8*3 x 6*3, 4 x 32."""
+    monkeypatch.setitem(common.MODELS, "layered", layered)
+    net = common.Net("layered", (3, 8, 8), 4)
+    assert fedslr.matrices(net) == [(0, 30, 15), (4, 18, 3), (5, 24, 18), (6, 4, 32)]
+    return net
+
+
+# Proximal operators
+
+
+def test_soft_thresholding_against_its_optimality_condition():
+    """u minimises tau*|u| + (u-x)^2/2 if and only if x - u is in tau * the subdifferential of |u|."""
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=1000))
+    u = fedslr.soft(x, 0.7)
+    at_zero = u == 0
+    assert 100 < at_zero.sum() < 900 and (x[at_zero].abs() <= 0.7).all()
+    torch.testing.assert_close((x - u)[~at_zero], 0.7 * u.sign()[~at_zero])
+    assert fedslr.soft(torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0]), 1.0).tolist() == [-2, 0, 0, 0, 2]
+
+
+def matrix(kernel):
+    """pi, element by element."""
+    n, m, k1, k2 = (*kernel.shape, 1, 1)[:4]
+    kernel = np.asarray(kernel).reshape(n, m, k1, k2)
+    return np.array([[kernel[o, i, a, b] for i in range(m) for b in range(k2)] for o in range(n) for a in range(k1)])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 2, 1, 1), (4, 1, 3, 3), (5, 7)])
+def test_a_kernel_becomes_a_matrix_and_back(shape):
+    kernel = torch.arange(float(np.prod(shape))).view(shape)
+    found = fedslr.pi(kernel)
+    np.testing.assert_array_equal(found.numpy(), matrix(kernel))
+    assert torch.equal(fedslr.pi_inverse(found, shape), kernel)
+
+
+def test_the_nuclear_prox_against_its_optimality_condition(net):
+    """(V - W)/tau = U1 V1' + Z with W = U1 S V1', U1'Z = 0, Z V1 = 0 and no singular value of Z above 1."""
+    v, tau = torch.from_numpy(np.random.default_rng(1).normal(0, 0.2, net.d)), 0.9
+    w, ranks = fedslr.prox_nuclear(net, v, tau)
+    at = 0
+    for _, where, shape in net.tensors:
+        if len(shape) == 1:
+            assert torch.equal(w[where], v[where])
+            continue
+        W, V = matrix(w[where].view(shape)), matrix(v[where].view(shape))
+        U, s, Vh = np.linalg.svd(W, full_matrices=False)
+        r = int((s > 1e-12).sum())
+        Z = (V - W) / tau - U[:, :r] @ Vh[:r]
+        assert ranks[at] == r and np.linalg.norm(Z, 2) <= 1 + 1e-9
+        np.testing.assert_allclose(U[:, :r].T @ Z, 0, atol=1e-9)
+        np.testing.assert_allclose(Z @ Vh[:r].T, 0, atol=1e-9)
+        at += 1
+    assert at == 4 and 0 < sum(ranks.tolist()) < 15 + 3 + 18 + 4
+
+
+def test_the_nuclear_prox_against_a_solution_without_singular_values(net):
+    """||W||_* is the least (||A||^2 + ||B||^2)/2 over W = A B': ridge regressions for A and B in turn."""
+    rng = np.random.default_rng(2)
+    v, tau = torch.from_numpy(rng.normal(0, 0.2, net.d)), 0.8
+    _, where, shape = net.tensors[5]
+    V = matrix(v[where].view(shape))
+    B = rng.normal(size=(18, 18))
+    for _ in range(3000):
+        A = V @ B @ np.linalg.inv(B.T @ B + tau * np.eye(18))
+        B = V.T @ A @ np.linalg.inv(A.T @ A + tau * np.eye(18))
+    found = matrix(fedslr.prox_nuclear(net, v, tau)[0][where].view(shape))
+    np.testing.assert_allclose(found, A @ B.T, atol=1e-5)
+    assert np.linalg.norm(found - V) > 1
+
+
+def test_equal_shapes_in_one_svd_are_each_its_own():
+    """MobileNet has five pointwise layers of 512x512."""
+    net = common.Net("mobilenet", (3, 32, 32), 10)
+    shapes = [(rows, columns) for _, rows, columns in fedslr.matrices(net)]
+    assert shapes.count((512, 512)) == 5
+    v = net.init(np.random.default_rng(0))
+    w, ranks = fedslr.prox_nuclear(net, v, 0.5)
+    for (i, rows, columns), rank in list(zip(fedslr.matrices(net), ranks))[:13]:
+        _, where, shape = net.tensors[i]
+        U, s, Vh = np.linalg.svd(matrix(v[where].view(shape)).astype(float), full_matrices=False)
+        np.testing.assert_allclose(matrix(w[where].view(shape)), (U * np.maximum(s - 0.5, 0)) @ Vh, atol=1e-5)
+        assert int(rank) == (s > 0.5).sum()
+
+
+# Rounds by hand
+
+
+def shrink(A, tau):
+    U, s, Vh = np.linalg.svd(A, full_matrices=False)
+    return (U * np.maximum(s - tau, 0)) @ Vh
+
+
+def soft(x, tau):
+    return np.sign(x) * np.maximum(np.abs(x) - tau, 0)
+
+
+def low(w, tau):
+    """The nuclear prox of a 3x4 matrix and three biases."""
+    return np.concatenate([shrink(w[:12].reshape(3, 4), tau).ravel(), w[12:]])
+
+
+def by_hand(argv, variant, lam, mu, eta_g, copy):
+    """Four rounds in float64: two epochs of Phase I and three of Phase II, eta = .5 * .9^t, weight decay .01."""
+    fed = federation(argv)
+    w = fed.initial_weights().double().numpy()
+    gamma, p = np.zeros((3, 15)), np.zeros((3, 15))
+    if copy:
+        p[:, :12] = w[:12]
+    for t in range(4):
+        eta, S, ends = 0.5 * 0.9**t, fed.sample(t), []
+        old_gamma = gamma.copy()
+        for k in S:
+            data = pixels(fed, fed.split.train[k])
+            u = w
+            for _ in range(2):
+                g = softmax_gradient(u, *data) + 0.01 * u
+                if variant in ("fedslr", "s+s"):
+                    g = g - old_gamma[k] + (u - w) / eta_g
+                u = u - eta * g
+                if variant == "lpgd":
+                    u = low(u, lam * eta)
+            ends.append(u)
+            if variant in ("fedslr", "s+s"):
+                gamma[k] = old_gamma[k] + (w - u) / eta_g
+            for _ in range(3):
+                p[k] = soft(p[k] - eta * (softmax_gradient(w + p[k], *data) + 0.01 * p[k]), eta * mu)
+        v = np.mean(ends, axis=0) - eta_g * gamma.mean(0)
+        if variant == "s+s":
+            w = np.concatenate([soft(v[:12], lam * eta_g), v[12:]])
+        else:
+            w = v if variant == "lpgd" else low(v, lam * eta_g)
+    return w, gamma, p
+
+
+@pytest.mark.parametrize("variant, copy", [*((variant, False) for variant in VARIANTS), ("fedslr", True)])
+def test_four_rounds_by_hand(variant, copy, toy_argv, tmp_path):
+    w, gamma, p = by_hand(toy_argv, variant, 0.02, 0.03, 4.0, copy)
+    own = ["--variant", variant, "--lambda", "0.02", "--mu", "0.03", "--eta-g", "4", "--p-start", "copy" if copy else "zero",
+           "--lr-decay", "0.9", "--weight-decay", "0.01", "--epochs", "2", "--fusion-epochs", "3"]  # fmt: skip
+    record, state = run(fedslr, [*toy_argv, *own], tmp_path)
+    for found, expected in ((state["w"], w), (state["gamma"], gamma), (state["p"], p)):
+        np.testing.assert_allclose(found.numpy(), expected, atol=5e-6)
+    assert 0 < (p == 0).sum() < p.size and len(set(record["split"]["sizes"])) > 1
+    if variant == "fedslr":
+        assert state["ranks"].tolist() == [np.linalg.matrix_rank(w[:12].reshape(3, 4), 1e-9)] == [2]
+    if variant == "s+s":
+        assert state["numbers"] == np.count_nonzero(w) < 15
+
+
+def test_without_the_low_rank_penalty_it_is_feddyn(toy_argv, tmp_path):
+    """Acar et al. 2021 with alpha = 1/eta_g = .25: server state h, client gradients g_k; in numpy, softmax regression."""
+    fed = federation(toy_argv)
+    w, h, g, alpha = fed.initial_weights().double().numpy(), np.zeros(15), np.zeros((3, 15)), 0.25
+    for t in range(4):
+        S, theta = fed.sample(t), {}
+        for k in S:
+            theta[k] = w
+            for _ in range(2):
+                d = softmax_gradient(theta[k], *pixels(fed, fed.split.train[k]))
+                theta[k] = theta[k] - 0.5 * (d - g[k] + alpha * (theta[k] - w))
+            g[k] = g[k] - alpha * (theta[k] - w)
+        h = h - alpha / 3 * sum(theta[k] - w for k in S)
+        w = sum(theta.values()) / len(S) - h / alpha
+    plain = ["--lambda", "0", "--eta-g", "4", "--lr-decay", "1", "--weight-decay", "0", "--epochs", "2"]
+    _, state = run(fedslr, [*toy_argv, *plain], tmp_path)
+    np.testing.assert_allclose(state["w"].numpy(), w, atol=5e-6)
+    np.testing.assert_allclose(state["gamma"].numpy(), g, atol=5e-6)
+
+
+def test_without_the_low_rank_penalty_a_network_is_feddyn_s(tmp_path):
+    """The same with minibatches, for a network with a hidden layer, in torch: h_k here are Acar et al.'s code's, -g_k/alpha."""
+    argv = [*SMALL, "--rounds", "3", "--batch-size", "10", "--epochs", "2", "--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0"]
+    fed = federation([*argv, "--limit", "160"])
+    w, alpha = fed.initial_weights(), 0.2
+    h = torch.zeros(8, len(w))
+
+    def loss(theta, x, y):
+        a, b, c, d = theta.split([307200, 100, 1000, 10])
+        return F.cross_entropy(F.relu(x.flatten(1) @ a.view(100, -1).T + b) @ c.view(10, 100).T + d, y)
+
+    for t in range(3):
+        ends = []
+        for k in fed.sample(t):
+            theta, plan = w, fed.schedule(k, t, 2)
+            for index, real in zip(plan.index, plan.real):
+                x = torch.from_numpy(fed.data.images[index[real]]).permute(0, 3, 1, 2) / 255
+                linear = theta - 0.1 * grad(loss)(theta, x, torch.from_numpy(fed.data.labels[index[real]]))
+                theta = linear - 0.1 * alpha * (theta - w + h[k])
+            h[k] += theta - w
+            ends.append(theta)
+        w = torch.stack(ends).mean(0) + h.mean(0)
+    _, state = run(fedslr, [*argv, "--limit", "160"], tmp_path)
+    torch.testing.assert_close(state["w"], w, atol=2e-5, rtol=0)
+
+
+def squares(logits, batch):
+    return (logits - F.one_hot(batch.y, 3)).square().sum(1).mean() / 2
+
+
+def test_phase_one_solves_the_regularised_problem_and_gpgd_does_not(toy_argv, tmp_path, monkeypatch):
+    """Least squares on one-hot labels, half of the clients in a round; the solution is a long proximal gradient run in numpy."""
+    monkeypatch.setattr(common, "cross_entropy", squares)
+    lam = 0.05
+    argv = [*toy_argv, "--clients", "4", "--alpha", "1", "--fraction", "0.5", "--epochs", "20", "--fusion-epochs", "0", "--lambda", str(lam),
+            "--eta-g", "3", "--lr-decay", "1", "--weight-decay", "0", "--eval-every", "90", "--parallel", "1"]  # fmt: skip
+    fed = federation(argv)
+    data = [(np.c_[x, np.ones(len(x))], np.eye(3)[y]) for x, y in (pixels(fed, index) for index in fed.split.train)]
+    W = np.zeros((3, 5))  # weights and biases
+    for _ in range(20_000):
+        W = W - 0.3 * np.mean([(W @ x.T - y.T) @ x / len(x) for x, y in data], axis=0)
+        W = np.c_[shrink(W[:, :4], 0.3 * lam), W[:, 4]]
+    expected = np.concatenate([W[:, :4].ravel(), W[:, 4]])
+    assert np.linalg.matrix_rank(W[:, :4], 1e-9) < 3
+    far = {}
+    for variant, rounds in (("fedslr", "90"), ("gpgd", "30")):
+        _, state = run(fedslr, [*argv, "--variant", variant, "--rounds", rounds], tmp_path / variant)
+        far[variant] = np.abs(state["w"].numpy() - expected).max()
+    assert far["fedslr"] < 1e-3 and far["gpgd"] > 0.05
+
+
+# Who keeps what
+
+
+def test_algorithm_3_equals_algorithm_2(tmp_path):
+    """Also that the server's mean is that of all clients' gamma_i, at the end of 6 rounds with half of the clients."""
+    argv = [*SMALL, "--rounds", "6", "--lambda", "0.01"]
+    _, a = run(fedslr, argv, tmp_path / "a")
+    _, b = run(fedslr, [*argv, "--memory-efficient"], tmp_path / "b")
+    assert a["gamma"].abs().sum(1).count_nonzero() > 4
+    for name in ("w", "gamma", "p"):
+        torch.testing.assert_close(a[name], b[name], atol=1e-5, rtol=0)
+    torch.testing.assert_close(b["gamma_mean"], b["gamma"].mean(0), atol=1e-6, rtol=0)
+    assert torch.equal(a["ranks"], b["ranks"]) and 0 < a["ranks"][0] < 100
+
+
+def spy(monkeypatch, replace):
+    """Notes what every call of train gets, and returns what `replace` says."""
+    calls = []
+
+    def noting(self, step, start, S, t, eta, w_t, epochs=None, phase=0):
+        calls.append(SimpleNamespace(start=start, S=list(S), eta=float(eta), w_t=w_t, epochs=epochs, phase=phase))
+        return replace(start, torch.tensor(S, dtype=torch.float)[:, None], phase)
+
+    monkeypatch.setattr(common.Federation, "train", noting)
+    return calls
+
+
+def constant(start, k, phase):
+    """Client k returns w_k = k and p_k = 100 + k everywhere."""
+    return 100 + k + 0 * start if phase else (k + 0 * start[0], start[1])
+
+
+def test_the_others_keep_their_dual_variable_and_all_count_alike_whatever_their_size(tmp_path, monkeypatch):
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--seed", "3", "--lambda", "0", "--eta-g", "4"]
+    calls = spy(monkeypatch, constant)
+    record, state = run(fedslr, [*argv, "--client-test", "0.2"], tmp_path)
+    assert len(set(record["split"]["sizes"])) > 1 and [call.phase for call in calls] == [0, 1, 0, 1]
+    assert [call.epochs for call in calls] == [None, 1, None, 1] and calls[0].S == calls[1].S != calls[2].S
+    w, gamma, p = calls[0].w_t, torch.zeros(8, len(calls[0].w_t)), torch.zeros(8)
+    for first, second in (calls[:2], calls[2:]):
+        torch.testing.assert_close(first.w_t, w, atol=2e-3, rtol=0)
+        assert torch.equal(first.w_t, second.w_t)  # Phase II has the round's first w, not its last
+        torch.testing.assert_close(first.start[1], gamma[first.S], atol=2e-3, rtol=0)
+        for k in first.S:
+            gamma[k] = gamma[k] + (w - k) / 4
+            p[k] = 100 + k
+        w = sum(first.S) / 4 - 4 * gamma.sum(0) / 8
+    torch.testing.assert_close(state["w"], w, atol=2e-3, rtol=0)
+    torch.testing.assert_close(state["gamma"], gamma, atol=2e-3, rtol=0)
+    assert torch.equal(state["p"], p[:, None].expand(8, len(w)))
+    idle = set(range(8)) - set(calls[0].S) - set(calls[2].S)
+    assert idle and not state["gamma"][list(idle)].any()
+
+
+def test_a_huge_sparse_penalty_leaves_the_gkr_alone(tmp_path):
+    record, state = run(fedslr, [*SMALL, "--mu", "1e6", "--p-start", "copy", "--fraction", "1"], tmp_path)
+    row = record["rounds"][-1]
+    assert not state["p"].any()
+    assert row["personal"] == row["gkr"] and row["numbers"] == {"gkr": state["numbers"], "mixed": state["numbers"], "mixed_std": 0}
+
+
+def test_a_huge_low_rank_penalty_leaves_no_weights(tmp_path):
+    """Table 7's setting, lambda = 10: only biases remain; the mixed model still learns something."""
+    record, state = run(fedslr, [*SMALL, "--lambda", "10", "--rounds", "3"], tmp_path)
+    row = record["rounds"][-1]
+    assert row["ranks"] == {"fc1": 0, "fc2": 0} and row["numbers"]["gkr"] == 110
+    assert not state["w"][:307200].any() and not state["w"][307300:308300].any() and state["w"][308300:].any()
+    assert record["rounds"][1]["bytes_down"] == 4 * 4 * 110 and state["p"].any()
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
+    """Killed in Phase II of t = 3, after the evaluation at the end of t = 1: t = 2 and 3 are done again."""
+    argv = [*SMALL, "--rounds", "5", "--eval-every", "2", "--lambda", "0.01"]
+    whole, a = run(fedslr, argv, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+
+        def dying(self, *arguments, train=common.Federation.train, **more):
+            if arguments[3] == 3 and more:
+                raise Stop
+            return train(self, *arguments, **more)
+
+        patch.setattr(common.Federation, "train", dying)
+        with pytest.raises(Stop):
+            fedslr.main([*argv, "--out", str(tmp_path / "cut")])
+    again, b = run(fedslr, [*argv, "--resume"], tmp_path / "cut")
+    assert sorted(a) == ["gamma", "gamma_mean", "numbers", "p", "ranks", "w"]
+    for name in a:
+        assert a[name] == b[name] if name == "numbers" else torch.equal(a[name], b[name])
+    for row, other in zip(whole["rounds"], again["rounds"], strict=True):
+        assert {**row, "seconds": 0} == {**other, "seconds": 0}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loop_equals_vmap(variant, toy_argv):
+    argv = [*toy_argv, "--variant", variant, "--batch-size", "7", "--lambda", "0.02", "--epochs", "2", "--mu", "0.02"]
+    fed = federation(argv)
+    S, w = np.array([0, 1, 2]), fed.initial_weights()
+    assert len(set(fed.n.tolist())) == 3
+    gamma = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, 15))).float()
+    eta, ends = torch.tensor(0.3), []
+    for fed.vmap in (False, True):
+        w_i, same = fed.train(fedslr.phase_one(fed.net, fed.args), (w.expand(3, -1), gamma), S, 0, eta, w)
+        assert torch.equal(same, gamma)
+        ends.append((w_i, fed.train(fedslr.phase_two(fed.net, fed.args), gamma, S, 0, eta, w, epochs=1, phase=1)))
+    for a, b in zip(*ends):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+    assert (ends[0][1] == 0).any() and not torch.equal(ends[0][0], w.expand(3, -1))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_nuclear_prox_does_not_hide_what_is_not_finite(bad, net):
+    """And the other matrices, biases and scales stay as they are without it."""
+    v = torch.from_numpy(np.random.default_rng(1).normal(0, 0.2, net.d))
+    good, broken = fedslr.prox_nuclear(net, v, 0.9)[0], v.clone()
+    broken[7] = bad
+    w = fedslr.prox_nuclear(net, broken, 0.9)[0]
+    assert not w[7].isfinite() and torch.equal(w[450:], good[450:])
+
+
+@pytest.mark.parametrize("variant", ["fedslr", "lpgd"])
+def test_a_diverging_run_ends_as_diverged(variant, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        run(fedslr, [*SMALL, "--variant", variant, "--model", "cifarnet", "--lr", "1e30", "--lr-decay", "1"], tmp_path)
+    assert ended.value.code == 3
+
+
+# Counting
+
+
+def resnet(classes, image):
+    net = common.Net("resnet18", (3, image, image), classes)
+    fc = sum(where.stop - where.start for name, where, _ in net.tensors if name.startswith("fc"))
+    return net, fc
+
+
+@pytest.mark.parametrize("classes, image, lg, rep", [(10, 32, 0.41, 893.51), (100, 32, 4.08, 889.84), (200, 64, 8.13, 885.78)])
+def test_table_2_s_closed_forms(classes, image, lg, rep):
+    """GB of 1000 rounds with 10 clients, 4 bytes a number; the paper scales shares of each network to the CIFAR-10 one's 893.92."""
+    dense, _ = resnet(10, 32)
+    fedavg_gb = 4 * (10 + 10) * 1000 * fedslr.count(dense, fedslr.full_ranks(dense)) / 1e9
+    assert round(fedavg_gb, 2) == 893.92 and round(2 * fedavg_gb, 2) == 1787.83 and round(fedavg_gb / 2, 2) == 446.96
+    net, fc = resnet(classes, image)
+    assert round(fedavg_gb * fc / net.d, 2) == lg and round(fedavg_gb * (1 - fc / net.d), 2) == rep
+
+
+def test_numbers_of_a_factorised_resnet_18_by_hand():
+    """Rank 100, or full where that is less, everywhere: kernels of n outputs and m inputs are 3n x 3m, shortcuts n x m."""
+    net, _ = resnet(10, 32)
+    kernels = [(3, 64, 3)] + [(64, 64, 3)] * 4
+    for n in (128, 256, 512):
+        kernels += [(n // 2, n, 3), (n, n, 3), (n // 2, n, 1), (n, n, 3), (n, n, 3)]
+    sizes = [(n * k, m * k) for m, n, k in kernels] + [(10, 512)]
+    assert sorted((rows, columns) for _, rows, columns in fedslr.matrices(net)) == sorted(sizes) and len(sizes) == 21
+    scales = 2 * (64 * 5 + (128 + 256 + 512) * 5)  # a scale and a shift per channel
+    assert sum(a * b for a, b in sizes) + scales == net.d == 11_173_952
+    expected = scales + sum(min(a * b, min(100, a, b) * (a + b)) for a, b in sizes)
+    assert fedslr.count(net, fedslr.full_ranks(net).clamp(max=100)) == expected < net.d / 2
+    assert fedslr.count(net, fedslr.full_ranks(net)) == net.d and fedslr.count(net, 0 * fedslr.full_ranks(net)) == scales
+
+
+def test_what_a_run_sends_and_reports(tmp_path):
+    """Up dense; down w^0 dense, then what the ranks of the round before say."""
+    argv = [*SMALL, "--rounds", "3", "--eval-every", "1", "--lambda", "0.02", "--seed", "3", "--export", str(tmp_path / "w.pt")]
+    record, state = run(fedslr, [*argv, "--plot"], tmp_path)
+    rows, numbers = record["rounds"], [308310]
+    for row in rows:
+        r1, r2 = row["ranks"]["fc1"], row["ranks"]["fc2"]
+        numbers.append(min(307200, r1 * (100 + 3072)) + 100 + min(1000, r2 * (10 + 100)) + 10)
+        assert row["numbers"]["gkr"] == numbers[-1]
+        assert (row["bytes_up"], row["bytes_down"]) == (4 * 4 * 308310, 4 * 4 * numbers[-2])
+    assert 0 < numbers[-1] < 308310 and state["numbers"] == numbers[-1]
+    found = (state["p"] != 0).sum(1).numpy() + numbers[-1]
+    assert rows[-1]["numbers"]["mixed"] == pytest.approx(found.mean()) and rows[-1]["numbers"]["mixed_std"] == pytest.approx(found.std(ddof=1))
+    for weight, r in zip((state["w"][:307200].view(100, -1), state["w"][307300:308300].view(10, 100)), state["ranks"]):
+        s = np.linalg.svd(weight.double().numpy(), compute_uv=False)
+        assert 0 < r < len(s) and s[r:].max() < 1e-5 < s[r - 1]
+    fed = federation(argv)
+    assert rows[-1]["global"] == fed.evaluate(state["w"])
+    for part, W in (("gkr", state["w"]), ("personal", state["w"] + state["p"])):
+        expected = fed.evaluate_clients(W)
+        assert {**rows[-1][part], "per_client": expected["per_client"]} == expected
+    assert rows[-1]["latency"]["dense_ms"] > 0 < rows[-1]["latency"]["factorised_ms"] and "latency" not in rows[1]
+    x = fed.transform(fed.images[:5])
+    torch.testing.assert_close(fedslr.Factorised(tmp_path / "w.pt")(x), fed.net(state["w"], x), atol=1e-4, rtol=1e-4)
+    assert (tmp_path / "ranks.png").stat().st_size > 5000
+
+
+# The factorised model
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.6, 0.9, 100.0])
+def test_the_model_rebuilt_from_its_factors(tau, net, tmp_path):
+    """Dense for tau = 0, without any weight for 100; what the file holds is what is counted."""
+    w, ranks = fedslr.prox_nuclear(net, torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, net.d)), tau)
+    fedslr.export(tmp_path / "w.pt", net, w, ranks)
+    model = fedslr.Factorised(tmp_path / "w.pt")
+    x = torch.from_numpy(np.random.default_rng(4).normal(size=(5, 3, 8, 8)))
+    torch.testing.assert_close(model(x), net(w, x), atol=1e-10, rtol=1e-10)
+    parts = [z if isinstance(z, list) else [z] for z in model.file["tensors"].values()]
+    assert sum(z.numel() for part in parts for z in part) == fedslr.count(net, ranks)
+    factorised = [name for name, part in zip(model.file["tensors"], parts) if len(part) == 2]
+    if tau == 0:
+        assert not factorised
+    if tau == 0.9:
+        assert factorised == ["first.weight", "apart.weight", "last.weight", "fc.weight"] and ranks.min() > 0
+
+
+def test_the_factorised_kernels_do_less(net, tmp_path):
+    """A pair of kernels is used as a pair: taking the product away changes nothing."""
+    w, ranks = fedslr.prox_nuclear(net, torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, net.d)), 0.9)
+    fedslr.export(tmp_path / "w.pt", net, w, ranks)
+    model, asked = fedslr.Factorised(tmp_path / "w.pt"), []
+    model.take = lambda name, shape, init: asked.append(name) or fedslr.Factorised.take(model, name, shape, init)
+    model(torch.zeros(1, 3, 8, 8).double())
+    assert asked == ["first.bias", "norm.weight", "norm.bias", "apart.weight", "fc.bias"]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tinyimagenet"])
+def test_the_settings_are_the_papers(dataset):
+    args = fedslr.arguments(["--dataset", dataset])
+    assert (args.rounds, args.clients, args.fraction, args.epochs, args.fusion_epochs, args.batch_size) == (1000, 100, 0.1, 2, 1, 20)
+    assert (args.lr, args.lr_decay, args.weight_decay, args.momentum) == (0.1, 0.998, 1e-3, 0)
+    assert (args.lambda_, args.mu, args.eta_g, args.alpha, args.client_test) == (1e-4, 1e-3, 10, 0.1, 0)
+    assert (args.model, args.transform, args.split, args.p_start) == ("resnet18", "fedslr", "fedslr", "zero")
+
+
+@pytest.mark.parametrize("argv", [["--momentum", "0.9"], ["--export", "/nowhere/w.pt"], ["--eta-g", "0"], ["--lambda", "-1"]])
+def test_bad_input_is_refused_in_one_line(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        fedslr.arguments(argv)
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_gpgd_without_any_penalty_is_fedavg(tmp_path):
+    same = [*SMALL, "--momentum", "0", "--weight-decay", "0.001", "--lr-decay", "0.9", "--client-test", "0.2", "--alpha", "1"]
+    _, a = run(fedavg, same, tmp_path / "a")
+    _, b = run(fedslr, [*same, "--variant", "gpgd", "--lambda", "0"], tmp_path / "b")
+    torch.testing.assert_close(a["w"], b["w"], atol=1e-5, rtol=0)
