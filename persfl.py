@@ -1,0 +1,303 @@
+"""PersFL: personalised federated learning by distillation from each user's optimal teacher, from Divi, Farrukh, Celik,
+"Unifying Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191.
+
+    python persfl.py --runs 5                              (Table 2, DS-1; published: PersFL 81.9 +- 4.9, FedAvg 45 +- 5.1)
+    python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2; published: PersFL 59.6 +- 1.7, FedAvg 48.7 +- 2)
+    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: PersFL 82.3 +- 7.2, FedAvg 46.6 +- 9.4)
+
+Models of one shape: G, the global one of FedAvg; O_k, the G of some round that is user k's teacher; A_k, user k's own, the
+student. "global" is G on the central test images. "personal" is A_k on user k's own test images after the last round, and G on
+them before; beside it then personal@fedavg, which is G, personal@lambda=0, which is O_k fine-tuned without distillation, and
+personal@val and personal@test, which are the A_k that --select val and --select test choose. T is the temperature here and E_G
+the number of rounds, --rounds. The seconds of the last round contain Stage 2.
+
+The paper's Algorithm 1, in our words (K users, n_k training images of user k):
+
+    Stage 1, the teachers
+     1  choose G_1;  l'_k = infinity for every user k
+     2  for each round e = 1, ..., E_G:
+     3      for each user k, who is sent G_e:
+     4          l_k = mean cross-entropy of G_e on k's validation images
+     5          if l_k < l'_k:
+     6              l'_k = l_k,  O_k = G_e
+     7      G_{e+1} = sum over k of n_k/n * w_k,  w_k = G_e after E_L epochs of SGD on k's training images (FedAvg)
+    Stage 2, every user k by itself, for every (T, lambda) of the grid
+     8  A = O_k
+     9  for each of E local epochs:
+    10      for each minibatch b of k's training images, with labels y_b:
+    11          s_b = softmax(O_k(b) / T)
+    12          hard = CE(y_b, softmax(A(b)));  soft = KL(s_b || softmax(A(b) / T)), in PersFL-GD CE(s_b, softmax(A(b) / T))
+    13          loss = (1-lambda) * hard + lambda * T^2 * soft                                          (3), PersFL-GD (7)
+    14          A = A - eta * gradient of loss
+    15  A_k = the A of the best pair (T, lambda)
+
+Deviations. The authors' code of both stages is not available; a part of their code for the baselines is, with its results.
+Effects are not measured unless stated.
+    D1  Lines 4 to 6: the candidates are the G that users are sent, the first of which is G_1, untrained; the result of the last
+        aggregation is sent to nobody and is none. Section 4.1 says once that teachers are chosen by accuracy; the algorithm
+        and (2) say by loss, and so does this file.
+    D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
+    D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, E_L, E and any momentum are unknown, in both stages; B is 20 or 128 in
+        the authors' code for the baselines. Chosen on validation images in short runs, for all data sets and splits: B=20,
+        eta=.05, E_L=1, with which FedAvg has .39 after 9 of 25 rounds in DS-2 of CIFAR-10 (B=128, eta=.1: .30 after 15); E=10
+        and the same eta, since two users of DS-1 who fine-tuned the G of round 5 had their least loss after 11 epochs (eta=.01:
+        no less after 17). No one setting gives FedAvg's published columns: the one near DS-2 of MNIST (B=128, eta=.01: .84
+        on validation images, published 85.5) has .76 in DS-1 and in DS-3 (published 92 and 96.4).
+    D4  Lines 10 and 12: images are shuffled again in every epoch. The loss of a minibatch is a mean over its images and a sum
+        over classes. Images are scaled to [0, 1]; whether the authors' were is not known.
+    D5  Line 12: (3) writes KL(A, O), line 20 of the paper's algorithm KL(s, A). Both write it in the same order as the cross-
+        entropy beside it, prediction and target in (3), target and prediction in the algorithm: the teacher is the target.
+        Then KL is CE less the entropy of s_b, which does not depend on A: PersFL and PersFL-GD have the same gradients, and
+        what Table 6 reports between them (59.6 and 58.2 on DS-2 of CIFAR-10) has another cause.
+    D6  Line 15: what the pair is chosen on is not stated. Here: the student's accuracy on k's validation images, the first in
+        the order of GRID if equal. The appendix shows test accuracies: --select test chooses on them.
+    D7  The grid is not printed. That T is in {1, 5, 25} and lambda in {0, .25, .5, .75, 1} follows from the averages in Table 5
+        and the appendix. With lambda=1 a student stays at O_k, where the gradient is 0: its accuracy is the teacher's.
+    D8  FedAvg's column is the G after E_G rounds, and so is the teacher of --teacher final (Table 4). For DS-3 of CIFAR-10 and
+        DS-2 of MNIST the paper trained FedAvg twice as long (Table 7).
+    D9  Users share the data sets' training images; the paper counts test images too, but its users' test images in DS-1 and
+        DS-2 of CIFAR-10 are a fifth of the training images. In DS-1 of MNIST its users have 600 images each: --limit 6000.
+        DS-2 and DS-3 follow the paper's words; how the authors' code seems to differ stands at the splits in common.py.
+    D10  Section 6 describes new users without an experiment. With --unseen N the last N users train in no round. Each chooses
+        its teacher among the G of all rounds, which here it does round by round as the others do, and then does Stage 2.
+    D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do. Their
+        standard deviations are over users, of these averages, with divisor K-1.
+"""
+
+import copy
+import json
+import pathlib
+import sys
+from types import SimpleNamespace as State
+
+import numpy as np
+import torch
+from torch.func import grad
+
+import common
+
+# Section 5 for the users and their images, Table 7 for E_G; the rest is D3. DS-1 of CIFAR-10, and below what differs elsewhere.
+DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val=0.2, client_test=0.2, fraction=1.0, rounds=50,
+                epochs=1, batch_size=20, lr=0.05, model="cifarnet")  # D3, D4, D9
+BY_DATASET = {
+    "mnist": dict(model="mnistnet"),
+    # ours, for a quick look
+    "shapes": dict(rounds=10, epochs=2, distill_epochs=5),
+}
+BY_SPLIT = {
+    ("cifar10", "dirichlet-classes"): dict(rounds=25),
+    ("cifar10", "lognormal"): dict(rounds=50, per_client=2),
+    ("mnist", "classes"): dict(rounds=100, limit=6000),
+    ("mnist", "dirichlet-classes"): dict(rounds=25),
+    ("mnist", "lognormal"): dict(rounds=100, per_client=2),
+}
+GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1)]  # D7; the first is fine-tuning
+
+
+def client_step(net, args):
+    """FedAvg's, for one user and one minibatch."""
+    decay = args.weight_decay * net.decayed  # [d]
+
+    def step(client, batch, eta):
+        w, u = client  # [d] weights, [d] momentum
+        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
+        u = args.momentum * u + g + decay * w
+        return w - eta * u, u  # l.7
+
+    return step
+
+
+def student_step(net, args):
+    """Stage 2's body, for one student and one minibatch."""
+    decay = args.weight_decay * net.decayed  # [d]
+
+    def step(student, batch, eta):
+        A, u, O, T, lam = student  # [d] weights, [d] momentum, [d] its teacher, its temperature, its lambda
+        log_s = (net(O, batch.x) / T).log_softmax(1)  # l.11: log s_b, [B, classes]
+
+        def objective(A):
+            z = net(A, batch.x)  # [B, classes]
+            log_a = (z / T).log_softmax(1)
+            hard = common.cross_entropy(z, batch)  # l.12
+            soft = (log_s.exp() * (log_s * (args.soft == "kl") - log_a)).sum(1)  # l.12: [B] (D5)
+            soft = (soft * batch.mask).sum() / batch.mask.sum().clamp(min=1)  # D4
+            return (1 - lam) * hard + lam * T**2 * soft  # l.13
+
+        u = args.momentum * u + grad(objective)(A) + decay * A
+        return A - eta * u, u, O, T, lam  # l.14
+
+    return step
+
+
+def validation_losses(federation, w):
+    """Mean cross-entropy of the model w [d] on every user's validation images: [K]."""
+    own = federation.split.val
+    index = torch.from_numpy(np.concatenate(own)).to(federation.device)
+    user = torch.from_numpy(np.repeat(np.arange(len(own)), [len(i) for i in own])).to(federation.device)
+    return common.score(federation.logits(w, index), federation.labels[index], user, len(own))["loss"]
+
+
+def distil(federation, step, O, args):
+    """Stage 2: the students of all users and all pairs of GRID, side by side; O [K, d] -> A [K, 15, d]."""
+    K = len(O)
+    T, lam = torch.tensor(GRID, device=federation.device).repeat(K, 1).T  # [K*15] each, in the order of A
+    O = O.repeat_interleave(len(GRID), 0)  # [K*15, d]
+    start = (O, torch.zeros_like(O), O, T, lam)  # l.8
+    S = np.repeat(np.arange(K), len(GRID))  # whose students they are; those of one user see the same minibatches
+    eta = torch.tensor(args.distill_lr, device=federation.device)
+    A, *_ = federation.train(step, start, S, args.rounds, eta, epochs=args.distill_epochs)  # l.9-10
+    return A.unflatten(0, (K, len(GRID)))
+
+
+def only(federation, users):
+    """The federation of some users alone (a slice), to sample and evaluate them."""
+    few = copy.copy(federation)
+    few.split = common.Split(*(part[users] for part in federation.split))
+    few.K = len(few.split.train)
+    return few
+
+
+def choose(accuracy):
+    """accuracy [m, 15] of each user's students -> [m], each user's best; the first of equals."""
+    return accuracy.argmax(1)  # l.15 (D6)
+
+
+def measure(users, A, G, e, select):
+    """Measures of the students A [m, 15, d] of m users, with a table of the users; and the students they choose, [m, d].
+
+    users: from `only`; G [d] after the last round; e [m], the rounds of the users' teachers.
+    """
+    models, best, students = {"fedavg": G, "lambda=0": A[:, 0]}, {}, {}
+    for part in ("val", "test"):
+        accuracy = np.array([users.evaluate_clients(A[:, i], part)["per_client"] for i in range(len(GRID))]).T  # [m, 15]
+        best[part], students[part] = choose(accuracy), accuracy.tolist()
+        models[part] = A[torch.arange(len(A)), torch.from_numpy(best[part])]  # [m, d]
+    found = {name: users.evaluate_clients(W) for name, W in models.items()}
+    table = {
+        "FedAvg": found["fedavg"]["per_client"], "fine-tuned": found["lambda=0"]["per_client"],
+        "PersFL": found[select]["per_client"], "T": [GRID[i][0] for i in best[select]],
+        "lambda": [GRID[i][1] for i in best[select]], "teacher's round": e.tolist(),
+    }  # fmt: skip
+    short = {f"personal@{name}": {key: value for key, value in m.items() if key != "per_client"} for name, m in found.items()}
+    return {"personal": found[select], **short, "users": table, "grid": GRID, "students": students}, models[select]
+
+
+def average(parts):
+    """Of several runs' measures: the table of users, the mean over users, their standard deviation, students' accuracies."""
+    table = {name: np.mean([part["users"][name] for part in parts], 0) for name in parts[0]["users"]}  # D11
+    students = np.mean([part["students"]["test"] for part in parts], 0)  # [m, 15]
+    return {
+        "users": {name: z.tolist() for name, z in table.items()}, "mean": {name: z.mean() for name, z in table.items()},
+        "std": {name: z.std(ddof=min(1, len(z) - 1)) for name, z in table.items()}, "students": students.tolist(),
+    }  # fmt: skip
+
+
+def show(rows, out, with_plots):
+    """Prints the tables of the last rounds of one or several runs; draws them, in the form of Figs. 2 and 3 to 8."""
+    groups = {"user": average(rows)}
+    if "unseen" in rows[0]:
+        groups["new user"] = average([row["unseen"] for row in rows])
+    for name, group in groups.items():
+        print(f"\n{name:<10}" + "".join(f"{column:>17}" for column in group["users"]))
+        lines = {**dict(enumerate(zip(*group["users"].values()))), "mean": group["mean"].values(), "std": group["std"].values()}
+        for user, line in lines.items():
+            values = [100 * z if i < 3 else z for i, z in enumerate(line)]
+            print(f"{user:<10}" + "".join(f"{z:>17.2f}" for z in values))
+    for name, group in groups.items() if with_plots else ():
+        students = np.array(group["students"])  # [m, 15]
+        columns = min(5, len(students))
+        lines = -(-len(students) // columns)
+        path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * lines)
+        with common.drawing(path, lines, columns, size) as axes:
+            for user, (axis, accuracies) in enumerate(zip(np.ravel(axes), students)):
+                for T in sorted({T for T, _ in GRID}):
+                    points = [(lam, a) for (at, lam), a in zip(GRID, accuracies) if at == T]
+                    axis.plot(*zip(*points), marker="o", markersize=3, label=f"T={T}")
+                axis.set(title=f"{name} {user}", xlabel="lambda", ylabel="" if user % columns else "test accuracy")
+            axis.legend()
+            axis.figure.tight_layout()
+        with common.drawing(out / f"teachers-{name.replace(' ', '-')}s.png") as axis:
+            axis.bar(range(len(students)), group["users"]["teacher's round"])
+            axis.set(xlabel=name, ylabel="round of its teacher", title=f"mean over {len(rows)} runs" if len(rows) > 1 else "")
+    return groups
+
+
+def arguments(argv):
+    parser = common.parser(__doc__, **DEFAULTS)
+    own = parser.add_argument_group("PersFL")
+    whole, positive = common.between(int, 1), common.between(float, 0, without_low=True)
+    own.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
+    own.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
+                     help="O_k: each user's best G, or the last one for all (Table 4)")
+    own.add_argument("--select", choices=("val", "test"), default="val", help="the images on which a user chooses T and lambda")
+    own.add_argument("--distill-epochs", type=whole, default=10, help="E, local epochs of Stage 2")  # D3
+    own.add_argument("--distill-lr", type=positive, default=0.05, help="eta of Stage 2")
+    own.add_argument("--unseen", type=common.between(int, 0), default=0, help="users that join only after the last round")
+    own.add_argument("--runs", type=whole, default=1, help="runs to average; run r adds r to --seed and to --split-seed")
+    args = common.parse(parser, BY_DATASET, argv)
+    parser.set_defaults(**BY_SPLIT.get((args.dataset, args.split), {}))  # D9
+    args = common.parse(parser, BY_DATASET, argv)
+    if not args.client_val:
+        common.refuse("users choose their teachers on validation images; use --client-val above 0")
+    return args
+
+
+def repeat(args, argv):
+    """--runs: one run after the other, each with its own record, and average.json with the mean of them."""
+    out = pathlib.Path(args.out or f"runs/persfl-{pathlib.Path(args.dataset).stem}-{args.seed}")
+    rows = []
+    for r in range(args.runs):
+        own = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D11
+        rows.append(main([*argv, *(f"--{name}={value}" for name, value in own.items())]))
+    print(f"\naverages of {args.runs} runs")
+    (out / "average.json").write_text(json.dumps(show(rows, out, args.plot), indent=1) + "\n")
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    args = arguments(argv)
+    if args.runs > 1:
+        return repeat(args, argv)
+    federation = common.Federation(args)
+    K, net, device = federation.K, federation.net, federation.device
+    if args.unseen >= K:
+        common.refuse(f"--unseen {args.unseen} leaves none of the {K} users to train; use a smaller number")
+    seen, unseen = slice(K - args.unseen), slice(K - args.unseen, K)
+    taking_part = only(federation, seen)
+    federation.sample = taking_part.sample  # D10
+    run = common.Run(__file__, args, federation)
+    step = client_step(net, args)
+
+    G = federation.initial_weights()
+    state = State(G=G, O=G.repeat(K, 1), l=torch.full((K,), torch.inf, dtype=torch.double, device=device),
+                  e=torch.zeros(K, dtype=torch.long, device=device))  # l.1: [d], [K, d], [K], [K] the rounds of the O_k
+    for t, S in run.rounds(state):  # l.2-3: round e = t + 1
+        l_k = validation_losses(federation, state.G)  # l.4: [K] (D1)
+        better = l_k < state.l  # l.5
+        state.l, state.e = torch.where(better, l_k, state.l), torch.where(better, t + 1, state.e)  # l.6
+        state.O = torch.where(better[:, None], state.G, state.O)  # l.6
+        eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
+        w = state.G.expand(len(S), -1)  # [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.7
+        n_k = federation.n[S]  # [m]
+        state.G = n_k @ w_k / n_k.sum()  # l.7 (D2)
+        run.sent(up=w_k.numel(), down=K * net.d)
+        last = t + 1 == args.rounds
+        if last:
+            O = state.O if args.teacher == "optimal" else state.G.expand(K, -1)  # [K, d] (D8)
+            e = state.e if args.teacher == "optimal" else torch.full_like(state.e, args.rounds)
+            A = distil(federation, student_step(net, args), O, args)  # l.8-15: [K, 15, d]
+        if run.evaluates() and last:
+            measures, state.A = measure(taking_part, A[seen], state.G, e[seen], args.select)
+            if args.unseen:
+                measures["unseen"] = measure(only(federation, unseen), A[unseen], state.G, e[unseen], args.select)[0]
+            run.log(federation.evaluate(state.G), **measures)
+        elif run.evaluates():
+            run.log(federation.evaluate(state.G), taking_part.evaluate_clients(state.G))
+    row = run.record()["rounds"][-1]
+    show([row], run.out, args.plot)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import fedavg
+import persfl
+from conftest import run
+
+SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "mnistnet", "--rounds", "3", "--epochs", "1",
+         "--batch-size", "20", "--lr", "0.05", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]  # fmt: skip
+
+
+def federation(argv):
+    return common.Federation(persfl.arguments(argv))
+
+
+# Stage 2: one student, one minibatch
+
+
+def softmax(z):
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+class Linear:
+    """3 classes, 4 features, no bias; w [12]."""
+
+    d, decayed = 12, torch.ones(12)
+
+    def __call__(self, w, x):
+        return x.flatten(1) @ w.view(3, 4).T
+
+
+def student(soft, T, lam, momentum=0.0, masked=0):
+    """A step of student_step on a random minibatch; returns (before, batch, after) with eta = 1."""
+    rng = np.random.default_rng(5)
+    A, O = (torch.tensor(rng.normal(0, 2, 12)) for _ in range(2))
+    x, y = torch.tensor(rng.normal(0, 1, (6 + masked, 4))), torch.tensor(rng.integers(0, 3, 6 + masked))
+    mask = torch.tensor([1.0] * 6 + [0.0] * masked).double()
+    step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=momentum, weight_decay=0.0))
+    before = (A, torch.zeros(12).double(), O, torch.tensor(T).double(), torch.tensor(lam).double())
+    batch = common.Batch(x, y, mask, torch.zeros(0))
+    return before, batch, step(before, batch, torch.tensor(1.0).double())
+
+
+def loss_by_hand(A, O, x, y, T, lam, soft):
+    """(3) and (7), word by word."""
+    z, v = x @ A.reshape(3, 4).T, x @ O.reshape(3, 4).T
+    s, a = softmax(v / T), softmax(z / T)
+    hard = -np.log(softmax(z)[np.arange(len(y)), y]).mean()
+    terms = s * np.log(s / a) if soft == "kl" else -s * np.log(a)
+    return (1 - lam) * hard + lam * T**2 * terms.sum(1).mean()
+
+
+@pytest.mark.parametrize("soft", ["kl", "ce"])
+@pytest.mark.parametrize("T, lam", persfl.GRID)
+def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
+    """Central differences of a loss written in numpy; the step is A - gradient. Rows behind the mask count for nothing."""
+    (A, _, O, *_), batch, after = student(soft, float(T), lam, masked=2)
+    A, O, x, y = A.numpy(), O.numpy(), batch.x[:6].numpy(), batch.y[:6].numpy()
+    h, slope = 1e-5, np.zeros(12)
+    for i in range(12):
+        e = h * np.eye(12)[i]
+        slope[i] = (loss_by_hand(A + e, O, x, y, T, lam, soft) - loss_by_hand(A - e, O, x, y, T, lam, soft)) / (2 * h)
+    np.testing.assert_allclose(A - after[0].numpy(), slope, atol=1e-6 * T**2)
+
+
+def objective(monkeypatch, soft, T=3.0, lam=0.4):
+    """The value of the loss that student_step differentiates."""
+    values = []
+    monkeypatch.setattr(persfl, "grad", lambda f: lambda A: values.append(f(A)) or torch.zeros_like(A))
+    before, batch, _ = student(soft, T, lam)
+    return float(values[0]), before, batch
+
+
+def test_the_two_soft_losses_differ_by_the_teachers_entropy_and_have_one_gradient(monkeypatch):
+    assert torch.allclose(student("kl", 3.0, 0.4)[2][0], student("ce", 3.0, 0.4)[2][0], atol=1e-12)
+    kl, before, batch = objective(monkeypatch, "kl")
+    ce, *_ = objective(monkeypatch, "ce")
+    A, O, x, y = before[0].numpy(), before[2].numpy(), batch.x.numpy(), batch.y.numpy()
+    s = softmax(x @ O.reshape(3, 4).T / 3)
+    assert ce - kl == pytest.approx(0.4 * 9 * -(s * np.log(s)).sum(1).mean())
+    for soft, value in (("kl", kl), ("ce", ce)):
+        assert value == pytest.approx(loss_by_hand(A, O, x, y, 3.0, 0.4, soft))
+
+
+@pytest.mark.parametrize("T", [1e3, 1e4])
+def test_with_t_squared_the_gradient_has_a_limit_as_t_grows(T):
+    """T^2 KL's derivative by the logits tends to ((z - mean z) - (v - mean v)) / classes: half a squared distance of logits."""
+    (A, _, O, *_), batch, after = student("kl", T, 1.0)
+    x = batch.x.numpy()
+    gap = x @ (A - O).numpy().reshape(3, 4).T
+    by_logits = (gap - gap.mean(1, keepdims=True)) / 3 / len(x)
+    limit = (by_logits.T @ x).ravel()
+    assert np.linalg.norm(limit) > 0.1
+    np.testing.assert_allclose((A - after[0]).numpy(), limit, atol=30 / T)
+
+
+def test_lambda_zero_is_fedavgs_step_whatever_the_teacher_and_the_temperature():
+    step = fedavg.client_step(Linear(), SimpleNamespace(momentum=0.5, weight_decay=0.0))
+    for T in (1.0, 25.0):
+        before, batch, after = student("kl", T, 0.0, momentum=0.5)
+        w, u = step(before[:2], batch, torch.tensor(1.0).double())
+        torch.testing.assert_close(after[0], w, atol=1e-12, rtol=0)
+        torch.testing.assert_close(after[1], u, atol=1e-12, rtol=0)
+
+
+def test_with_lambda_one_a_student_stays_at_its_teacher():
+    (_, u, O, T, lam), batch, _ = student("ce", 5.0, 1.0)
+    for soft in ("kl", "ce"):
+        step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=0.0, weight_decay=0.0))
+        torch.testing.assert_close(step((O, u, O, T, lam), batch, torch.tensor(1.0).double())[0], O, atol=1e-14, rtol=0)
+
+
+# Stage 2: all students
+
+
+def random_teachers(fed):
+    return torch.stack([fed.net.init(common.stream(9, "initialisation", 0, k)) for k in range(fed.K)])
+
+
+def test_students_side_by_side_are_each_trained_on_their_users_images():
+    """Against a loop over users and pairs; a user's students see the same minibatches; lambda 0 and 1 as derived above."""
+    fed = federation(SMALL)
+    O = random_teachers(fed)
+    step, kept = persfl.student_step(fed.net, fed.args), O.clone()
+    A = persfl.distil(fed, step, O, fed.args)
+    assert A.shape == (4, 15, fed.net.d) and torch.equal(O, kept)
+    plain = fedavg.client_step(fed.net, fed.args)
+    for k in (0, 3):
+        for i in (0, 5, 10):  # lambda 0 at each T: fine-tuning of O_k
+            w, _ = fed.train(plain, (O[k : k + 1], torch.zeros_like(O[:1])), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
+            torch.testing.assert_close(A[k, i], w[0], atol=1e-6, rtol=0)
+        for i in (4, 9, 14):  # lambda 1
+            torch.testing.assert_close(A[k, i], O[k], atol=1e-5, rtol=0)
+        T, lam = persfl.GRID[8]
+        assert (T, lam) == (5, 0.75)
+        alone = (O[k : k + 1], torch.zeros_like(O[:1]), O[k : k + 1], torch.tensor([5.0]), torch.tensor([0.75]))
+        w = fed.train(step, alone, [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
+        assert torch.equal(A[k, 8], w[0][0]) and torch.equal(w[2][0], O[k])
+        assert len({float(A[k, i].norm()) for i in (1, 2, 3, 6, 7, 8, 11, 12, 13)}) == 9
+
+
+@pytest.mark.parametrize("soft", ["kl", "ce"])
+def test_loop_equals_vmap(soft):
+    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2", "--clients", "3", "--soft", soft])
+    assert len(set(fed.n.tolist())) == 3  # clients that end at different steps, and smaller last minibatches
+    O, ends = random_teachers(fed), []
+    for fed.vmap in (False, True):
+        ends.append(persfl.distil(fed, persfl.student_step(fed.net, fed.args), O, fed.args))
+    torch.testing.assert_close(*ends, atol=2e-5, rtol=1e-4)
+    assert (ends[0][:, 0] - O).norm() > 0.1
+
+
+# Stage 1
+
+
+def test_validation_losses_by_hand():
+    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2"])
+    w = random_teachers(fed)[0]
+    found = persfl.validation_losses(fed, w)
+    for k, index in enumerate(fed.split.val):
+        p = softmax(fed.logits(w, index).double().numpy())
+        assert float(found[k]) == pytest.approx(-np.log(p[np.arange(len(index)), fed.data.labels[index]]).mean())
+
+
+def test_the_earliest_of_the_least_losses_wins(tmp_path, monkeypatch):
+    """Losses are given, a row per round. User 0: a tie of rounds 2 and 4; 1: falling; 2: rising; 3: a tie from the start."""
+    losses = iter(torch.tensor([[3, 9, 1, 5], [1, 7, 2, 5], [2, 5, 3, 5], [1, 3, 4, 5]]).double())
+    sent = []
+    monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or next(losses))
+    record, state = run(persfl, [*SMALL, "--rounds", "4"], tmp_path)
+    assert state["e"].tolist() == [2, 4, 1, 1] and state["l"].tolist() == [1, 3, 1, 5]
+    assert record["rounds"][-1]["users"]["teacher's round"] == [2, 4, 1, 1]
+    for k, e in enumerate((2, 4, 1, 1)):
+        assert torch.equal(state["O"][k], sent[e - 1])
+    assert torch.equal(sent[0], federation(SMALL).initial_weights()) and not torch.equal(state["G"], sent[3])
+
+
+def test_stage_one_is_fedavg_bit_for_bit(tmp_path):
+    same = [name for i, name in enumerate(SMALL) if "distill" not in name and "distill" not in SMALL[i - 1]]
+    _, a = run(persfl, SMALL, tmp_path / "persfl")
+    more = ["--split", "classes", "--per-client", "4", "--fraction", "1", "--client-val", "0.2", "--momentum", "0"]
+    _, b = run(fedavg, [*same, *more], tmp_path / "fedavg")
+    assert torch.equal(a["G"], b["w"])
+
+
+# Choices
+
+
+def test_a_user_chooses_the_first_of_its_best_pairs():
+    accuracy = np.zeros((3, 15))
+    accuracy[0, [0, 5, 10]] = 0.9  # fine-tuning at every T: T = 1 is taken
+    accuracy[1, [13, 3]] = 0.7
+    accuracy[2, 6] = 0.2
+    assert [persfl.GRID[i] for i in persfl.choose(accuracy)] == [(1, 0), (1, 0.75), (5, 0.25)]
+
+
+def noting(monkeypatch):
+    """Every call of distil and its students."""
+    calls, distil = [], persfl.distil
+
+    def spy(fed, step, O, args):
+        calls.append(SimpleNamespace(fed=fed, O=O, A=distil(fed, step, O, args)))
+        return calls[-1].A
+
+    monkeypatch.setattr(persfl, "distil", spy)
+    return calls
+
+
+def test_the_measures_of_the_last_round(tmp_path, monkeypatch):
+    calls = noting(monkeypatch)
+    record, state = run(persfl, [*SMALL, "--eval-every", "1", "--plot"], tmp_path)
+    (call,) = calls
+    row, table, fed = record["rounds"][-1], record["rounds"][-1]["users"], call.fed
+    assert torch.equal(call.O, state["O"]) and "users" not in record["rounds"][0]
+
+    def accuracy(w, k, part):
+        index = getattr(fed.split, part)[k]
+        return (fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).mean()
+
+    for k in range(4):
+        val = [accuracy(call.A[k, i], k, "val") for i in range(15)]
+        best = val.index(max(val))
+        assert (table["T"][k], table["lambda"][k]) == persfl.GRID[best] and torch.equal(state["A"][k], call.A[k, best])
+        assert table["PersFL"][k] == pytest.approx(accuracy(call.A[k, best], k, "test"))
+        assert table["fine-tuned"][k] == pytest.approx(accuracy(call.A[k, 0], k, "test"))
+        assert table["FedAvg"][k] == pytest.approx(accuracy(state["G"], k, "test"))
+        assert row["students"]["val"][k] == pytest.approx(val)
+        assert row["students"]["test"][k][4] == pytest.approx(accuracy(state["O"][k], k, "test"))  # lambda = 1
+    assert record["final"]["personal"]["per_client"] == table["PersFL"]
+    assert row["personal"]["mean"] == row["personal@val"]["mean"] == pytest.approx(np.mean(table["PersFL"]))
+    assert row["personal@test"]["mean"] == pytest.approx(np.max(row["students"]["test"], 1).mean())
+    assert row["personal@fedavg"]["mean"] == pytest.approx(np.mean(table["FedAvg"]))
+    assert row["personal@lambda=0"]["std"] == pytest.approx(np.std(table["fine-tuned"], ddof=1))
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("students-users.png", "teachers-users.png"))
+
+
+def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_path, monkeypatch):
+    argv, start = [*SMALL, "--lr", "0.02"], common.Federation.__init__
+    clean, a = run(persfl, argv, tmp_path / "clean")
+
+    def poisoned(self, args):
+        start(self, args)
+        spoilt = np.concatenate([*self.split.test, np.arange(self.data.train, len(self.data.images))])
+        self.labels = self.labels.clone()
+        self.labels[spoilt] = (self.labels[spoilt] + 1) % 10
+
+    monkeypatch.setattr(common.Federation, "__init__", poisoned)
+    other, b = run(persfl, argv, tmp_path / "poisoned")
+    assert all(torch.equal(a[name], b[name]) for name in ("G", "O", "l", "e", "A"))
+    old, new = clean["rounds"][-1], other["rounds"][-1]
+    assert all(old["users"][name] == new["users"][name] for name in ("T", "lambda", "teacher's round"))
+    assert old["students"]["val"] == new["students"]["val"] and old["students"]["test"] != new["students"]["test"]
+    chosen, c = run(persfl, [*argv, "--select", "test"], tmp_path / "test")
+    row = chosen["rounds"][-1]
+    assert not torch.equal(c["A"], b["A"]) and torch.equal(c["O"], b["O"])
+    assert row["users"]["PersFL"] == pytest.approx(np.max(row["students"]["test"], 1))
+    assert row["personal"]["mean"] == row["personal@test"]["mean"]
+
+
+def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch):
+    calls = noting(monkeypatch)
+    record, state = run(persfl, [*SMALL, "--teacher", "final"], tmp_path)
+    assert torch.equal(calls[0].O, state["G"].expand(4, -1)) and not any(torch.equal(O, state["G"]) for O in state["O"])
+    assert record["rounds"][-1]["users"]["teacher's round"] == [3] * 4
+
+
+def test_new_users_choose_a_teacher_but_do_not_train(tmp_path, monkeypatch):
+    trained, train = [], common.Federation.train
+
+    def spy(self, step, w, S, t, *shared, **more):
+        trained.append((t, sorted(set(S))))
+        return train(self, step, w, S, t, *shared, **more)
+
+    monkeypatch.setattr(common.Federation, "train", spy)
+    calls = noting(monkeypatch)
+    record, state = run(persfl, [*SMALL, "--unseen", "1", "--plot"], tmp_path)
+    assert trained == [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])]
+    row, fed = record["rounds"][-1], calls[0].fed
+    assert len(record["final"]["personal"]["per_client"]) == len(row["users"]["T"]) == 3 and state["A"].shape[0] == 3
+    new = row["unseen"]["users"]
+    assert len(new["PersFL"]) == 1 and new["teacher's round"] == [int(state["e"][3])] and state["e"][3] > 0
+    i = persfl.GRID.index((new["T"][0], new["lambda"][0]))
+    index = fed.split.test[3]
+    right = fed.logits(calls[0].A[3, i], index).argmax(1).numpy() == fed.data.labels[index]
+    assert new["PersFL"][0] == pytest.approx(right.mean())
+    assert all((tmp_path / f"{name}-new-users.png").exists() for name in ("students", "teachers"))
+    for wrong in (["--unseen", "4"], ["--client-val", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            persfl.main([*SMALL, *wrong, "--out", str(tmp_path)])
+        assert ended.value.code == 2
+
+
+# Runs
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_run_stopped_between_the_stages_and_resumed_equals_an_uninterrupted_one(tmp_path, monkeypatch):
+    argv = [*SMALL, "--rounds", "4", "--eval-every", "3"]
+    whole, a = run(persfl, argv, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+
+        def dying(*arguments):
+            raise Stop
+
+        patch.setattr(persfl, "distil", dying)
+        with pytest.raises(Stop):
+            persfl.main([*argv, "--out", str(tmp_path / "cut")])
+    assert len(json.loads((tmp_path / "cut" / "result.json").read_text())["rounds"]) == 3
+    again, b = run(persfl, [*argv, "--resume"], tmp_path / "cut")
+    assert set(a) == set(b) == {"G", "O", "l", "e", "A"} and all(torch.equal(a[name], b[name]) for name in a)
+    for row, other in zip(whole["rounds"], again["rounds"], strict=True):
+        assert {**row, "seconds": 0} == {**other, "seconds": 0}
+    finished, c = run(persfl, [*argv, "--resume"], tmp_path / "cut")  # and a third time, with nothing left to do
+    assert finished["rounds"] == again["rounds"] and torch.equal(b["A"], c["A"])
+
+
+def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
+    """facts.md A5.3: means over runs first, then the standard deviation over users with divisor K-1."""
+    argv = [*SMALL, "--rounds", "1", "--distill-epochs", "1", "--seed", "4", "--split-seed", "7"]
+    persfl.main([*argv, "--runs", "2", "--out", str(tmp_path)])
+    tables = []
+    for r in range(2):
+        record = json.loads((tmp_path / f"run-{r}" / "result.json").read_text())
+        assert (record["args"]["seed"], record["args"]["split_seed"], record["args"]["runs"]) == (4 + r, 7 + r, 1)
+        tables.append(record["rounds"][-1]["users"])
+    found = json.loads((tmp_path / "average.json").read_text())["user"]
+    for name in ("FedAvg", "fine-tuned", "PersFL", "T", "lambda", "teacher's round"):
+        users = [(p + q) / 2 for p, q in zip(tables[0][name], tables[1][name])]
+        assert found["users"][name] == pytest.approx(users)
+        assert found["mean"][name] == pytest.approx(sum(users) / 4)
+        assert found["std"][name] == pytest.approx((sum((u - sum(users) / 4) ** 2 for u in users) / 3) ** 0.5)
+    lines = capsys.readouterr().out.split("averages of 2 runs")[1].splitlines()
+    assert lines[3].split()[3] == f"{50 * (tables[0]['PersFL'][0] + tables[1]['PersFL'][0]):.2f}"
+
+
+# The defaults: facts of the paper's experiments
+
+
+@pytest.mark.parametrize("dataset, split, rounds, per_client, limit, model", [
+    ("cifar10", "classes", 50, 4, None, "cifarnet"), ("cifar10", "dirichlet-classes", 25, 4, None, "cifarnet"),
+    ("cifar10", "lognormal", 50, 2, None, "cifarnet"), ("mnist", "classes", 100, 4, 6000, "mnistnet"),
+    ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"), ("mnist", "lognormal", 100, 2, None, "mnistnet")])  # fmt: skip
+def test_the_settings_are_the_papers(dataset, split, rounds, per_client, limit, model):
+    args = persfl.arguments(["--dataset", dataset, "--split", split])
+    assert (args.rounds, args.per_client, args.limit, args.model, args.alpha) == (rounds, per_client, limit, model, 0.9)
+    assert (args.clients, args.fraction, args.client_val, args.client_test) == (10, 1, 0.2, 0.2)
+    assert persfl.arguments(["--dataset", dataset, "--split", split, "--rounds", "7"]).rounds == 7
+
+
+def balanced(tmp_path, per_class):
+    """A .npz in the sizes of a data set: 1x1 pixels, ten classes."""
+    y = np.arange(10 * per_class) % 10
+    x, path = np.zeros((len(y), 1, 1), np.uint8), tmp_path / "d.npz"
+    np.savez(path, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
+    return str(path)
+
+
+@pytest.mark.parametrize("per_class, train", [(5000, 3000), (600, 360)])
+def test_ds_1(per_class, train, tmp_path):
+    """facts.md A5.5: 4 classes; 3000/1000/1000 images of CIFAR-10's 50,000, 360/120/120 of 6,000 of MNIST's."""
+    fed = federation(["--dataset", balanced(tmp_path, per_class), "--model", "mnistnet"])
+    for parts in zip(*fed.split):
+        assert [len(part) for part in parts] == [train, train // 3, train // 3]
+        assert len(np.unique(fed.data.labels[np.concatenate(parts)])) == 4
+    assert len(np.unique(np.concatenate([i for part in fed.split for i in part]))) == 10 * per_class
+
+
+@pytest.mark.parametrize("split, classes", [("dirichlet-classes", 10), ("lognormal", 2)])
+def test_ds_2_and_ds_3(split, classes, tmp_path):
+    more = ["--per-client", "2"] if split == "lognormal" else []
+    fed = federation(["--dataset", balanced(tmp_path, 5000), "--model", "mnistnet", "--split", split, *more])
+    sizes = []
+    for parts in zip(*fed.split):
+        n = sum(map(len, parts))
+        assert [len(part) for part in parts] == pytest.approx([0.6 * n, 0.2 * n, 0.2 * n], abs=2)
+        kinds = np.bincount(fed.data.labels[np.concatenate(parts)], minlength=10)
+        assert (kinds > 0).sum() == classes and len(set(kinds[kinds > 0])) > 1
+        sizes.append(n)
+    assert 50_000 - 20 <= sum(sizes) <= 50_000 and len(set(sizes)) > 5  # two classes of each of ten users are rounded down
