@@ -1,11 +1,12 @@
-# make demo    a minute of FedAvg on the embedded data set, with a table and plots
+# make demo    about two minutes of SuPerFed on the embedded data set, with tables and plots
 # make test    all tests (no network but for the first set-up, no GPU needed)
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 
 PYTHON = .venv/bin/python
 
 demo: .venv/ready
-	$(PYTHON) fedavg.py --dataset shapes --plot
+	$(PYTHON) superfed.py --dataset shapes --mix model --plot --out runs/demo-model
+	$(PYTHON) superfed.py --dataset shapes --mix layer --plot --out runs/demo-layer
 
 test: .venv/ready
 	$(PYTHON) -m pytest -q tests

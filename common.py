@@ -18,6 +18,7 @@ client's own test images.
 
 import argparse
 import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -958,6 +959,13 @@ class Federation:
         print(f"model   {self.net.name}: {self.net.d:,} weights on {device_name(self.device)}, "
               f"{self.parallel} clients at once{' by vmap' if self.vmap else ''}")
 
+    def only(self, clients):
+        """The federation of some clients alone, to sample and evaluate them. clients: their numbers."""
+        few = copy.copy(self)
+        few.K, few.n = len(clients), self.n[clients]
+        few.split = Split(*([part[k] for k in clients] for part in self.split))
+        return few
+
     def sample(self, t):
         """S_t, the clients of round t: max(int(C*K), 1) of K, without replacement, in ascending order."""
         m = max(int(self.args.fraction * self.K + 1e-9), 1)
@@ -1155,7 +1163,7 @@ def device_name(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # 8. Runs
 
-FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # arguments that may differ between a state and its resumption
+FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # what a run may change when it is resumed
 
 
 class Run:

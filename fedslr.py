@@ -277,26 +277,17 @@ def show(run):
         print("latency {dense_ms} ms dense, {factorised_ms} ms factorised, 20 images".format(**rows[-1]["latency"]))
     if not run.args.plot:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 3.5))
     rounds = [row["round"] for row in rows]
-    for part, label in (("gkr", "GKR"), ("personal", "mixed")):
-        axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
-    for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):
-        colour = pyplot.get_cmap("viridis")(i / len(full))
-        axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colour, label=name)
-    axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
-    for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
-        axis.set(xlabel="round", ylabel=label, ylim=(0, None))
-    axes[0].legend()
-    axes[1].legend(fontsize=5)
-    figure.savefig(run.out / "ranks.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    print(f"plots   {run.out}/ranks.png")
+    with common.drawing(run.out / "ranks.png", 1, 3, (15, 3.5)) as axes:
+        for part, label in (("gkr", "GKR"), ("personal", "mixed")):
+            axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
+        for name, most in zip(rows[-1]["ranks"], full):
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], label=name)
+        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
+        for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
+            axis.set(xlabel="round", ylabel=label, ylim=(0, None))
+        axes[0].legend()
+        axes[1].legend(fontsize=5)
 
 
 def arguments(argv):

@@ -64,7 +64,6 @@ Effects are not measured unless stated.
         standard deviations are over users, of these averages, with divisor K-1.
 """
 
-import copy
 import json
 import pathlib
 import sys
@@ -149,14 +148,6 @@ def distil(federation, step, O, args):
     return A.unflatten(0, (K, len(GRID)))
 
 
-def only(federation, users):
-    """The federation of some users alone (a slice), to sample and evaluate them."""
-    few = copy.copy(federation)
-    few.split = common.Split(*(part[users] for part in federation.split))
-    few.K = len(few.split.train)
-    return few
-
-
 def choose(accuracy):
     """accuracy [m, 15] of each user's students -> [m], each user's best; the first of equals."""
     return accuracy.argmax(1)  # l.15 (D6)
@@ -165,7 +156,7 @@ def choose(accuracy):
 def measure(users, A, G, e, select):
     """Measures of the students A [m, 15, d] of m users, with a table of the users; and the students they choose, [m, d].
 
-    users: from `only`; G [d] after the last round; e [m], the rounds of the users' teachers.
+    users: their federation; G [d] after the last round; e [m], the rounds of the users' teachers.
     """
     models, best, students = {"fedavg": G, "lambda=0": A[:, 0]}, {}, {}
     for part in ("val", "test"):
@@ -262,8 +253,8 @@ def main(argv=None):
     K, net, device = federation.K, federation.net, federation.device
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} users to train; use a smaller number")
-    seen, unseen = slice(K - args.unseen), slice(K - args.unseen, K)
-    taking_part = only(federation, seen)
+    seen, unseen = np.split(np.arange(K), [K - args.unseen])
+    taking_part = federation.only(seen)
     federation.sample = taking_part.sample  # D10
     run = common.Run(__file__, args, federation)
     step = client_step(net, args)
@@ -290,7 +281,7 @@ def main(argv=None):
         if run.evaluates() and last:
             measures, state.A = measure(taking_part, A[seen], state.G, e[seen], args.select)
             if args.unseen:
-                measures["unseen"] = measure(only(federation, unseen), A[unseen], state.G, e[unseen], args.select)[0]
+                measures["unseen"] = measure(federation.only(unseen), A[unseen], state.G, e[unseen], args.select)[0]
             run.log(federation.evaluate(state.G), **measures)
         elif run.evaluates():
             run.log(federation.evaluate(state.G), taking_part.evaluate_clients(state.G))

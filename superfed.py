@@ -79,7 +79,6 @@ else. Effects are not measured unless stated.
         and its local fine-tuning are never used. Not offered: they change nothing.
 """
 
-import copy
 from math import ceil
 from types import SimpleNamespace as State
 
@@ -141,11 +140,9 @@ def client_step(net, args):
 
 
 def only(federation, clients):
-    """The federation of some clients alone, to sample and evaluate them; at most as many training as test images each."""
-    few = copy.copy(federation)
-    train, val, test = ([part[k] for k in clients] for part in federation.split)
-    few.K, few.n = len(clients), federation.n[clients]
-    few.split = common.Split([a[: len(b)] for a, b in zip(train, test)], val, test)  # D12
+    """The federation of some clients alone, with at most as many training as test images each."""
+    few = federation.only(clients)
+    few.split = few.split._replace(train=[a[: len(b)] for a, b in zip(few.split.train, few.split.test)])  # D12
     return few
 
 
