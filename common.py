@@ -655,12 +655,13 @@ class Net:
     """logits = net(w, x): a model as a function of one flat vector w [d].
 
     tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side.
-    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts.
+    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
+    MODELS[name].
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
-    def __init__(self, name, shape, classes, device="cpu"):
-        self.name, self.model, self.classes = name, MODELS[name], classes
+    def __init__(self, name, shape, classes, device="cpu", model=None):
+        self.name, self.model, self.classes = name, model or MODELS[name], classes
         weights = Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)

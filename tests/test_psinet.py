@@ -1,0 +1,491 @@
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+import common
+import fedavg
+import psinet
+from conftest import QUICK, run
+
+# all nodes take part, with 2 classes each
+SMALL = [*QUICK, "--split", "classes", "--clients", "5", "--per-client", "2", "--fraction", "1", "--model", "tiny",
+         "--transform", "scale", "--momentum", "0.9", "--lr", "0.05", "--groups", "5", "--depth", "conv2"]  # fmt: skip
+
+
+def tiny(m, x, classes):
+    """Three convolutions and two fully connected layers; small, so that the tests are quick, and without dead units."""
+    x = torch.tanh(F.max_pool2d(m.conv("conv1", x, 6, 3), 4))
+    x = torch.tanh(F.max_pool2d(m.conv("conv2", x, 10, 3), 2))
+    x = torch.tanh(F.max_pool2d(m.conv("conv3", x, 10, 1), 2))
+    x = torch.tanh(m.linear("fc1", x.flatten(1), 15))
+    return m.linear("fc2", x, classes)
+
+
+@pytest.fixture(autouse=True)
+def with_tiny(monkeypatch):
+    monkeypatch.setitem(common.MODELS, "tiny", tiny)
+
+
+def psi(model="tiny", groups=5, depth="conv2", norm="gn", enter="all", shape=(3, 32, 32), classes=10, **more):
+    args = SimpleNamespace(model=model, groups=groups, depth=depth, norm=norm, enter=enter)
+    return psinet.PsiNet(args, shape, classes, **more)
+
+
+def start(net, seed=0):
+    """Weights and running statistics, all different from those that training starts with."""
+    rng = np.random.default_rng(seed)
+    w = net.init(rng).double() + 0.05 * torch.from_numpy(rng.normal(size=net.d))
+    return w, net.init_b().double() * 1.5 + 0.1 * torch.from_numpy(rng.random(len(net.group_b)))
+
+
+X = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+ALL = ["none", "bn", "gn"]
+
+
+def some_batch(x=X, y=None):
+    return common.Batch(x, torch.arange(len(x)) if y is None else y, torch.ones(len(x)).double(), torch.zeros(0))
+
+
+# The structure
+
+
+@pytest.mark.parametrize("model, groups, norm", [
+    ("vgg9", 1, "none"), ("vgg16", 1, "none"), ("vgg9", 0, "none"), ("mobilenet", 0, "gn")])  # fmt: skip
+def test_one_group_without_norm_and_no_groups_are_the_plain_network(model, groups, norm):
+    """MobileNet has a norm of its own: without groups and with GroupNorm it is the plain one."""
+    net, plain = psi(model, groups, None, norm), common.Net(model, (3, 32, 32), 10)
+    assert net.tensors == plain.tensors and not len(net.group_b)
+    w, x = plain.init(np.random.default_rng(0)), X[:2].float()
+    assert torch.equal(w, net.init(np.random.default_rng(0)))
+    torch.testing.assert_close(net(w, x), plain(w, x), atol=1e-5, rtol=1e-5)
+
+
+def test_parameters_by_hand():
+    """Ten groups; widths are rounded up to multiples of 10. Weights and biases, a scale and a shift per normed channel."""
+    lower = sum(9 * a * b + b for a, b in ((3, 32), (32, 64), (64, 128), (128, 128), (128, 256)))
+    upper = (9 * 256 * 260 + 260) + (260 * 16 // 10 * 520 + 520) + (52 * 520 + 520) + (52 * 10 + 10)  # all of 256 channels in
+    channels = 32 + 64 + 128 + 128 + 256  # of BatchNorm
+    assert psi("vgg9", 10, None, "none").d == lower + upper == 1_380_230
+    net = psi("vgg9", 10, None, "gn")
+    assert net.d == lower + upper + 2 * (channels + 260) and len(net.group_b) == 2 * channels
+    assert len(psi("vgg9", 10, None, "bn").group_b) == 2 * (channels + 260)
+    assert psi("vgg9", 10, None, "none", "slice").d == lower + upper - 9 * 256 * 260 + 9 * 26 * 260
+
+    lower = sum(9 * a * b + b for a, b in ((3, 64), (64, 64), (64, 128), (128, 128), (128, 256)))
+    upper = 9 * 256 * 260 + 260 + 9 * 26 * 260 + 260 + 9 * 26 * 520 + 520 + 5 * (9 * 52 * 520 + 520)
+    upper += 2 * (52 * 520 + 520) + 52 * 100 + 100  # in images of 32x32 one pixel is left
+    norms = 64 + 64 + 128 + 128 + 256 + 2 * 260 + 6 * 520
+    assert psi("vgg16", 10, None, "gn", classes=100).d == lower + upper + 2 * norms
+
+    widths = [32, 64, 128, 128, 256, 256, *[512] * 6, 1024, 1024]
+    lower = 27 * 32 + sum(9 * a + a * b for a, b in zip(widths[:5], widths[1:6])) + 9 * 256  # block6.depthwise is still shared
+    wide = [520] * 6 + [1030, 1030]
+    upper = 256 * 520 + sum(9 * a + a // 10 * b for a, b in zip(wide, wide[1:])) + 103 * 10 + 10
+    norms = 32 + sum(widths[:5]) + sum(widths[1:6]) + 256 + 520 + sum(a + b for a, b in zip(wide, wide[1:]))
+    assert psi("mobilenet", 10, None, "gn").d == lower + upper + 2 * norms
+
+
+def test_multiplications_by_hand():
+    whole = 30 * 30 * 27 * 6 + 5 * 5 * 54 * 10 + 2 * 2 * 2 * 10 + 2 * 15 + 3 * 10
+    assert psi().macs == whole
+    assert psi(n=2).macs == 30 * 30 * 27 * 6 + 5 * 5 * 54 * 4 + 2 * 2 * 2 * 4 + 2 * 6 + 3 * 4  # 2 of the 5 groups
+
+
+@pytest.mark.parametrize("enter", ["all", "slice"])
+def test_the_network_against_an_explicit_loop_over_groups(enter):
+    """Evaluation with running statistics: BatchNorm behind conv1; then each group alone, normed by itself."""
+    net = psi(enter=enter)
+    w, b = start(net)
+    part = {name: w[s].view(shape) for name, s, shape in net.tensors}
+    mean, var = b[:6], b[6:]
+
+    def normalised(x, mean, var, name, own):
+        x = (x - mean) / (var + 1e-5).sqrt()
+        return x * part[name + ".weight"][own, None, None] + part[name + ".bias"][own, None, None]
+
+    x = F.conv2d(X, part["conv1.weight"], part["conv1.bias"])
+    x = torch.tanh(F.max_pool2d(normalised(x, mean[:, None, None], var[:, None, None], "conv1-norm", slice(6)), 4))
+    logits = torch.zeros(6, 10).double()
+    for g in range(5):
+        two, three = slice(2 * g, 2 * g + 2), slice(3 * g, 3 * g + 3)
+        y = x if enter == "all" else x[:, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)][g]]  # starts: 6g/5, rounded down
+        for name, pool in (("conv2", 2), ("conv3", 2)):
+            y = F.conv2d(y, part[name + ".weight"][two], part[name + ".bias"][two])
+            m, v = y.mean((1, 2, 3), keepdim=True), y.var((1, 2, 3), correction=0, keepdim=True)
+            y = torch.tanh(F.max_pool2d(normalised(y, m, v, name + "-norm", two), pool))
+        y = torch.tanh(y.flatten(1) @ part["fc1.weight"][three].T + part["fc1.bias"][three])
+        logits[:, two] = y @ part["fc2.weight"][two].T + part["fc2.bias"][two]
+    torch.testing.assert_close(net(torch.cat([w, b]), X), logits)
+
+
+@pytest.mark.parametrize("norm", ALL)
+@pytest.mark.parametrize("model, enter", [("tiny", "all"), ("tiny", "slice"), ("mobilenet", "all")])
+def test_a_logit_has_no_gradient_in_another_group(model, enter, norm):
+    net = psi(model, 5, "conv2" if model == "tiny" else "block12", norm, enter)
+    w, b = start(net)
+    for mask in (None, torch.ones(2).double()):
+        for c in (0, 7):
+            g = grad(lambda w, c=c, mask=mask: net.forward(w, b, X[:2], net.every, mask)[0][:, c].sum())(w)
+            assert not g[(net.group != c // 2) & (net.group >= 0)].any()
+            assert g[net.group == c // 2].count_nonzero() > 20 and g[net.group == -1].count_nonzero() > 20
+
+
+def test_groups_have_their_own_initial_scale():
+    """vgg16 asks for He's normal over the fan out: 2 / (9 * 512) in the plain network, a tenth of the fan in a group."""
+    net = psi("vgg16", 10, None, "gn")
+    w = net.init(np.random.default_rng(0))
+    std = {name: float(w[s].std()) for name, s, _ in net.tensors if name.endswith(".weight") and "norm" not in name}
+    assert std["conv2-1.weight"] == pytest.approx((2 / (9 * 128)) ** 0.5, rel=0.05)
+    assert std["conv3-2.weight"] == pytest.approx((2 / (9 * 256)) ** 0.5, rel=0.05)  # sees all
+    assert std["conv4-2.weight"] == pytest.approx((20 / (9 * 512)) ** 0.5, rel=0.05)
+
+
+# BatchNorm and its running statistics
+
+
+def test_batchnorm_and_its_running_statistics_are_pytorchs():
+    net = psi(groups=0, norm="bn")
+    w, b = start(net)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 6, 3), torch.nn.BatchNorm2d(6), torch.nn.MaxPool2d(4), torch.nn.Tanh(), torch.nn.Conv2d(6, 10, 3),
+        torch.nn.BatchNorm2d(10), torch.nn.MaxPool2d(2), torch.nn.Tanh(), torch.nn.Conv2d(10, 10, 1), torch.nn.BatchNorm2d(10),
+        torch.nn.MaxPool2d(2), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(10, 15), torch.nn.Tanh(),
+        torch.nn.Linear(15, 10),
+    ).double()  # fmt: skip
+    torch.nn.utils.vector_to_parameters(w, model.parameters())
+    norms = [layer for layer in model if isinstance(layer, torch.nn.BatchNorm2d)]
+    for layer, part in zip(norms, b.split([12, 20, 20])):
+        layer.running_mean, layer.running_var = (z.clone() for z in part.view(2, -1))
+    batch = some_batch()
+    loss = F.cross_entropy(model(X), batch.y)
+    loss.backward()
+
+    def ours(w):
+        logits, new_b = net.forward(w, b, X, net.every, batch.mask)
+        return common.cross_entropy(logits, batch), new_b
+
+    g, new_b = grad(ours, has_aux=True)(w)
+    torch.testing.assert_close(g, torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(new_b, torch.cat([z for layer in norms for z in (layer.running_mean, layer.running_var)]))
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(net(torch.cat([w, new_b]), X), model(X))
+
+
+def test_images_that_fill_up_do_not_count():
+    net = psi(norm="bn")
+    w, b = start(net)
+    filled, mask = torch.cat([X[:4], 9 + X[4:]]), torch.tensor([1.0, 1, 1, 1, 0, 0]).double()
+    few, few_b = net.forward(w, b, X[:4], net.every, torch.ones(4).double())
+    many, many_b = net.forward(w, b, filled, net.every, mask)
+    torch.testing.assert_close(many[:4], few)
+    torch.testing.assert_close(many_b, few_b)
+    assert not torch.equal(few_b, b)
+
+
+# Pruned nodes
+
+
+def sub(net, keep):
+    """Which numbers of w and b a node with the groups `keep` has."""
+    return ((group == -1) | torch.isin(group, torch.tensor(keep)) for group in (net.group, net.group_b))
+
+
+@pytest.mark.parametrize("norm", ALL)
+@pytest.mark.parametrize("enter", ["all", "slice"])
+def test_a_pruned_network_is_the_rest_of_the_whole_one(enter, norm):
+    """The same logits of its classes, -1e9 for the others: a probability of 0. So its loss is over the logits that it has."""
+    whole, part, keep = psi(norm=norm, enter=enter), psi(norm=norm, enter=enter, n=2), [1, 4]
+    w, b = start(whole)
+    own_w, own_b = sub(whole, keep)
+    assert part.d == own_w.sum() and len(part.group_b) == own_b.sum()
+    mask = torch.ones(4).double()
+    full, full_b = whole.forward(w, b, X[:4], whole.every, mask)
+    logits, new_b = part.forward(w[own_w], b[own_b], X[:4], torch.tensor(keep), mask)
+    mine = [2, 3, 8, 9]
+    torch.testing.assert_close(logits[:, mine], full[:, mine])
+    torch.testing.assert_close(new_b, full_b[own_b])
+    assert (logits[:, [0, 1, 4, 5, 6, 7]] == -1e9).all() and (logits.float().softmax(1)[:, [0, 5]] == 0).all()
+    y = torch.tensor([2, 9, 8, 3])
+    expected = torch.logsumexp(full[:, mine], 1) - full[range(4), y]
+    batch = some_batch(X[:4], y)
+    assert float(common.cross_entropy(logits, batch)) == pytest.approx(float(expected.mean()))
+    # 0 isn't among its classes
+    filled = batch._replace(y=torch.tensor([2, 9, 8, 0]), mask=torch.tensor([1.0, 1, 1, 0]).double())
+    assert float(common.cross_entropy(logits, filled)) == pytest.approx(float(expected[:3].mean()))
+
+
+def spy(monkeypatch, replace):
+    """Replaces training; notes who is trained with what."""
+    calls = []
+
+    def train(self, step, start, S, t, eta):
+        calls.append(SimpleNamespace(S=list(S), start=start))
+        return replace(start, S)
+
+    monkeypatch.setattr(common.Federation, "train", train)
+    return calls
+
+
+def test_groups_are_averaged_over_their_owners_and_nobody_else_changes_them(tmp_path, monkeypatch):
+    """Node i returns w = i and b = 100 + i everywhere. Sizes differ: averages weigh by n_i."""
+
+    def constant(start, S):
+        i = torch.tensor(S)[:, None]
+        return 0 * start[0] + i, 0 * start[1] + 100 + i, *start[2:]
+
+    calls = spy(monkeypatch, constant)
+    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "4", "--per-client", "3", "--norm", "bn", "--prune"]
+    record, state = run(psinet, argv, tmp_path)
+    net, n = psi(norm="bn"), np.array(record["split"]["sizes"])
+    classes = [{0, 1, 2}, {1, 2, 3}, {2, 3, 4}, {3, 4, 5}]  # of the nodes; groups are {0, 1}, {2, 3}, ...
+    has = [{0, 1}, {0, 1}, {1, 2}, {1, 2}]
+    assert all({c // 2 for c in own} == groups for own, groups in zip(classes, has)) and len(set(n)) > 1
+    assert [call.S for call in calls] == [[0, 1, 2, 3]] and calls[0].start[3].tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]]
+    first_w, first_b = net.init(common.stream(0, "initialisation")), net.init_b()
+    for group, nodes in ((-1, [0, 1, 2, 3]), (0, [0, 1]), (1, [0, 1, 2, 3]), (2, [2, 3])):
+        mean = np.average(nodes, weights=n[nodes])
+        assert (net.group == group).any() and (net.group_b == group).any()
+        np.testing.assert_allclose(state["w"][net.group == group], mean, rtol=1e-5)
+        np.testing.assert_allclose(state["b"][net.group_b == group], 100 + mean, rtol=1e-5)
+    for group in (3, 4):  # nobody's
+        assert torch.equal(state["w"][net.group == group], first_w[net.group == group])
+        assert torch.equal(state["b"][net.group_b == group], first_b[net.group_b == group])
+    own_w, own_b = sub(net, [0, 1])
+    assert record["bytes_up"] == record["bytes_down"] == 4 * 4 * int(own_w.sum() + own_b.sum())
+    assert record["rounds"][0]["macs"] == n.sum() * psi(norm="bn", n=2).macs
+
+
+def test_nodes_with_different_numbers_of_groups(tmp_path, monkeypatch):
+    """They are trained apart; each gets the server's numbers of its own groups."""
+    seen = []
+
+    def keep(start, S):
+        seen.extend((k, *(z[i] for z in start)) for i, k in enumerate(S))
+        return (start[0] + 1, *start[1:])
+
+    spy(monkeypatch, keep)
+    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "10", "--per-client", "3", "--prune", "--groups", "2"]
+    _, state = run(psinet, argv, tmp_path)
+    net = psi(groups=2)
+    w = net.init(common.stream(0, "initialisation"))
+    assert sorted(node[0] for node in seen) == list(range(10)) and {len(node[4]) for node in seen} == {1, 2}
+    for k, own, b, u, groups in seen:
+        assert groups.tolist() == sorted({(k + j) % 10 // 5 for j in range(3)})
+        own_w, _ = sub(net, groups.tolist())
+        assert torch.equal(own, w[own_w]) and torch.equal(b, net.init_b()) and not u.any()
+    torch.testing.assert_close(state["w"], w + 1, atol=1e-5, rtol=0)
+
+
+def test_a_node_leaves_other_groups_alone(tmp_path):
+    """Real training of one node with the classes 0 and 1, group 0 of 5: the groups 1 to 4 keep their bits."""
+    argv = [*SMALL, "--split", "lognormal", "--clients", "1", "--rounds", "1", "--norm", "bn"]
+    net = psi(norm="bn")
+    w = net.init(common.stream(0, "initialisation"))
+    for prune in ([], ["--prune"]):
+        _, state = run(psinet, [*argv, *prune], tmp_path / str(len(prune)))
+        for group, before, after in ((net.group, w, state["w"]), (net.group_b, net.init_b(), state["b"])):
+            assert torch.equal(before[group > 0], after[group > 0]) is bool(prune)
+            for changed in (0, -1):
+                assert not torch.equal(before[group == changed], after[group == changed])
+
+
+def test_the_order_of_a_nodes_groups_does_not_matter():
+    """A node with its groups, and M, in another order: its update, put back by the groups, is the one of the others' order."""
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for norm in ALL:
+        net = psi(norm=norm)
+        other = psi(norm=norm, M=net.M[order])
+        name_w, name_b = (torch.where(group < 0, group, order[group]) for group in (other.group, other.group_b))  # groups by M
+
+        def reorder(z, group, name):  # what group g has goes where the node keeps group g
+            out = torch.empty_like(z)
+            for g in range(-1, 5):
+                out[name == g] = z[group == g]
+            return out
+
+        w, b = start(net)
+        args = SimpleNamespace(momentum=0.9, weight_decay=0.01)
+        batch, eta = some_batch(y=torch.tensor([2, 3, 9, 0, 2, 6])), torch.tensor(0.3).double()
+        one = psinet.client_step(net, args)((w, b, 0 * w, net.every), batch, eta)
+        w_, b_ = reorder(w, net.group, name_w), reorder(b, net.group_b, name_b)
+        assert not torch.equal(w, w_)
+        torch.testing.assert_close(other(torch.cat([w_, b_]), X), net(torch.cat([w, b]), X))
+        two = psinet.client_step(other, args)((w_, b_, 0 * w, net.every), batch, eta)
+        torch.testing.assert_close(reorder(two[0], name_w, net.group), one[0])
+        torch.testing.assert_close(reorder(two[1], name_b, net.group_b), one[1])
+
+
+# The federation
+
+
+@pytest.mark.parametrize("model", ["tiny", "cnn"])
+def test_without_groups_and_norm_it_is_fedavg_bit_for_bit(model, tmp_path):
+    argv = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--model", model, "--transform", "scale",
+            "--momentum", "0.9", "--weight-decay", "0.001", "--batch-size", "20",
+            "--client-test", "0.2", "--fraction", "0.5"]  # fmt: skip
+    a, w = run(fedavg, argv, tmp_path / "a")
+    b, state = run(psinet, [*argv, "--groups", "0", "--norm", "none"], tmp_path / "b")
+    assert len(set(a["split"]["sizes"])) > 1 and torch.equal(w["w"], state["w"])
+    assert a["final"] == {part: b["final"][part] for part in ("global", "personal")}
+    assert a["bytes_up"] == b["bytes_up"]
+
+
+def test_with_all_owners_the_average_is_fedavgs():
+    rng = np.random.default_rng(0)
+    W, n = torch.from_numpy(rng.normal(size=(4, 9))), torch.tensor([5.0, 1, 2, 8])
+    own = torch.ones(4, 9, dtype=torch.bool)
+    average = psinet.aligned_average(W.float(), own, n, torch.zeros(9))
+    np.testing.assert_allclose(average, np.average(W, axis=0, weights=[5, 1, 2, 8]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ALL)
+@pytest.mark.parametrize("enter", ["all", "slice"])
+def test_loop_equals_vmap(enter, norm):
+    """Pruned nodes with other groups and of other sizes, in float64; nodes that finish early keep their state."""
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--clients", "4", "--epochs", "1", "--batch-size", "20"]
+    fed = common.Federation(psinet.arguments(argv))
+    fed.transform = lambda x, u=None: common.scale(x).double()
+    assert len({len(index) // 20 for index in fed.split.train}) > 1
+    net = psi(norm=norm, enter=enter, n=3)
+    w, b = start(net)
+    keep = torch.tensor([[0, 1, 2], [2, 3, 4], [0, 2, 4]])
+    step = psinet.client_step(net, SimpleNamespace(momentum=0.9, weight_decay=0.001))
+    nodes = (w.expand(3, -1), b.expand(3, -1), torch.zeros(3, net.d).double(), keep)
+    ends = []
+    for fed.vmap in (False, True):
+        ends.append(fed.train(step, nodes, [0, 1, 3], 0, torch.tensor(0.01).double()))
+    assert (ends[0][0] - w).norm() > 0.01 and torch.equal(ends[0][3], keep)
+    torch.testing.assert_close(*(end[:3] for end in ends), atol=1e-8, rtol=1e-8)
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
+    argv = [*SMALL, "--prune", "--rounds", "4", "--eval-every", "2", "--split", "dirichlet", "--alpha", "3"]
+    whole, a = run(psinet, argv, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+
+        def dying(self, *arguments, train=common.Federation.train, **more):
+            if arguments[3] == 3:
+                raise Stop
+            return train(self, *arguments, **more)
+
+        patch.setattr(common.Federation, "train", dying)
+        with pytest.raises(Stop):
+            psinet.main([*argv, "--out", str(tmp_path / "cut")])
+    again, b = run(psinet, [*argv, "--resume"], tmp_path / "cut")
+    assert torch.equal(a["w"], b["w"]) and torch.equal(a["b"], b["b"]) and len(b["b"]) == 12
+    for row, other in zip(whole["rounds"], again["rounds"], strict=True):
+        assert {**row, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path):
+    argv = [*SMALL, "--prune", "--rounds", "1", "--client-test", "0.2"]
+    record, state = run(psinet, argv, tmp_path)
+    fed, net = common.Federation(psinet.arguments(argv)), psi()
+    z = torch.cat([state["w"], state["b"]])
+    with torch.no_grad():
+        logits = net(z, common.scale(fed.images[fed.data.train :]))
+        own = net(z, common.scale(fed.images[fed.split.test[1]]))
+    right = (own.argmax(1) == fed.labels[fed.split.test[1]]).float()
+    labels = fed.labels[fed.data.train :]
+    assert record["final"]["global"]["top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
+    assert record["final"]["global"]["loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), abs=1e-4)
+    assert record["final"]["personal"]["per_client"][1] == pytest.approx(float(right.mean()))
+    assert (own > -1e6).all()
+
+
+def test_what_is_printed(tmp_path, capsys):
+    run(psinet, [*SMALL, "--rounds", "1", "--prune"], tmp_path)
+    text = capsys.readouterr().out
+    assert "M       0: 0 1, 1: 2 3, 2: 4 5, 3: 6 7, 4: 8 9\n" in text
+    assert re.search(r"nodes   \d/[\d.]+/2 of 5 groups", text) and "tiny in 5 groups from conv2 on" in text
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--groups", "4"], "divisor of 10"), (["--depth", "conv9"], "conv1"), (["--groups", "-1"], "at least 0")])  # fmt: skip
+def test_refusals(flags, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        psinet.main([*SMALL, *flags, "--out", str(tmp_path)])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+# Class preferences and total variance
+
+
+def mlp(m, x, classes):
+    return m.linear("two", F.relu(m.linear("one", x.flatten(1), 4)), classes)
+
+
+def test_preferences_and_total_variance_by_hand(monkeypatch):
+    """6 pixels - 4 neurons - 3 classes with a ReLU, in float64: the gradient of Z_c by an activation is its weight."""
+    monkeypatch.setitem(common.MODELS, "mlp", mlp)
+    net = psi("mlp", 0, None, "none", shape=(1, 2, 3), classes=3)
+    rng = np.random.default_rng(3)
+    images, labels = rng.random((30, 6)), np.arange(30) % 3
+    z = net.init(rng).double()
+    fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(train=24),
+                          images=torch.from_numpy(images), transform=lambda x: x.view(-1, 1, 2, 3))  # fmt: skip
+    U, u, V = z[:24].view(4, 6).numpy(), z[24:28].numpy(), z[28:40].view(3, 4).numpy()
+    A = np.maximum(images @ U.T + u, 0)
+    P = np.array([[sum(A[n, i] * V[c, i] for n in range(24) if labels[n] == c) for c in range(3)] for i in range(4)])
+    found = psinet.preferences(fed, z)
+    assert list(found) == ["one"]
+    np.testing.assert_allclose(found["one"], P)
+    few = psinet.preferences(fed, z, images=2)["one"]
+    np.testing.assert_allclose(few[1, 2], (A[2, 1] + A[5, 1]) * V[2, 1])
+
+    assert float(psinet.total_variance(torch.tensor([[1.0, 3.0], [2.0, 2.0], [-1.0, 1.0]]))) == pytest.approx(
+        # (.25, .75), (.5, .5), (-.5, .5): mean (1/12, 7/12)
+        (np.hypot(2 / 12, 2 / 12) + np.hypot(5 / 12, 1 / 12) + np.hypot(7 / 12, 1 / 12)) / 3, abs=1e-6)  # fmt: skip
+
+
+def test_preferences_of_channels_sum_over_their_pixels():
+    """tiny without groups: by a numerical derivative along each channel's own activations (Z is scaled along A)."""
+    net = psi(groups=0, norm="none", classes=6)
+    w, _ = start(net)
+    fed = SimpleNamespace(net=net, labels=torch.arange(6), data=SimpleNamespace(train=6), images=X, transform=lambda x: x)
+    found = psinet.preferences(fed, w)
+    assert {name: p.shape for name, p in found.items()} == {"conv1": (6, 6), "conv2": (10, 6), "conv3": (10, 6), "fc1": (15, 6)}
+    part = {name: w[s].view(shape) for name, s, shape in net.tensors}
+
+    def logits(scale):  # of conv1's channels
+        x = torch.tanh(F.max_pool2d(F.conv2d(X, part["conv1.weight"], part["conv1.bias"]), 4)) * scale[:, None, None]
+        for name in ("conv2", "conv3"):
+            x = torch.tanh(F.max_pool2d(F.conv2d(x, part[name + ".weight"], part[name + ".bias"]), 2))
+        x = torch.tanh(x.flatten(1) @ part["fc1.weight"].T + part["fc1.bias"])
+        return x @ part["fc2.weight"].T + part["fc2.bias"]
+
+    h = 1e-6 * torch.eye(6).double()
+    for i in range(6):
+        slope = (logits(1 + h[i]) - logits(1 - h[i])) / 2e-6
+        np.testing.assert_allclose(found["conv1"][i], slope.diagonal(), atol=1e-7)
+
+
+def test_the_depth_that_tv_suggests(tmp_path, capsys, monkeypatch):
+    fixed = iter([0.2, 0.3, 0.9, 0.7])
+    monkeypatch.setattr(psinet, "total_variance", lambda P: next(fixed))
+    record, _ = run(psinet, [*SMALL, "--groups", "0", "--rounds", "1", "--tv"], tmp_path)
+    assert record["final"]["tv"] == {"conv1": 0.2, "conv2": 0.3, "conv3": 0.9, "fc1": 0.7}
+    assert "suggests --depth conv3" in capsys.readouterr().out and (tmp_path / "tv.png").stat().st_size > 5000
+
+
+# The defaults: facts of the paper's experiments
+
+
+def test_the_settings_are_the_papers():
+    """Facts A2.5 and A2.6: 10x4 with VGG-9 for 100 rounds, 10x50 with VGG-16 for 200; the recipe of B13."""
+    for dataset, model, c, rounds in (("cifar10", "vgg9", 4, 100), ("cifar100", "vgg16", 50, 200)):
+        args = psinet.arguments(["--dataset", dataset])
+        assert (args.model, args.split, args.clients, args.per_client, args.rounds) == (model, "classes", 10, c, rounds)
+        assert (args.groups, args.norm, args.fraction, args.epochs) == (10, "gn", 1.0, 1)
+        assert (args.lr, args.batch_size, args.momentum, args.weight_decay) == (0.01, 64, 0.9, 1e-4)
+    assert psinet.DEPTH["vgg16"] == "conv3-2"
