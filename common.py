@@ -943,8 +943,8 @@ class Federation:
             refuse(f"{problem}, but {self.data.name} has {self.data.images.shape[1]}x{self.data.images.shape[2]}")
         self.net = Net(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
         cuda = self.device.type == "cuda"
-        self.parallel = args.parallel or (self.K if cuda else cores())
-        self.vmap = cuda and self.parallel > 1  # many clients in one step; tests set it on the CPU too, where it is slower
+        self.parallel = args.parallel or (None if cuda else cores())  # None: all
+        self.vmap = cuda and self.parallel != 1  # many clients in one step; tests set it on the CPU too, where it is slower
         self.stop = False  # set when the run is interrupted: workers give up
         self.pool = None if cuda else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
 
@@ -958,7 +958,7 @@ class Federation:
         print(f"split   {self.args.split}: {self.K} clients, training images {spread(sizes)}, own test images {spread(held)}, "
               f"classes {spread(kinds)} (least/mean/most), fingerprint {self.split.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights on {device_name(self.device)}, "
-              f"{self.parallel} clients at once{' by vmap' if self.vmap else ''}")
+              f"{self.parallel or 'all'} clients at once{' by vmap' if self.vmap else ''}")
 
     def only(self, clients):
         """The federation of some clients alone, to sample and evaluate them. clients: their numbers."""
@@ -992,7 +992,8 @@ class Federation:
         """
         plans = [self.schedule(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
         if self.vmap:
-            chunks = [slice(i, i + self.parallel) for i in range(0, len(S), self.parallel)]
+            together = self.parallel or len(S)
+            chunks = [slice(i, i + together) for i in range(0, len(S), together)]
             parts = [self.train_together(step, tree_map(lambda z: z[c], state), plans[c], shared) for c in chunks]
             return tree_map(lambda *z: torch.cat(z), *parts)
         states = [tree_map(lambda z: z[i], state) for i in range(len(S))]

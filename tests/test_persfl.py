@@ -263,11 +263,24 @@ def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_pat
     assert row["personal"]["mean"] == row["personal@test"]["mean"]
 
 
+def test_a_diverged_student_is_not_chosen():
+    accuracy = np.array([[0.2, np.nan, 0.3], [np.nan, 0.0, 0.0], [0.5, 0.5, np.nan]])
+    assert persfl.choose(accuracy).tolist() == [2, 1, 0]
+
+
+def test_users_all_take_part(capsys):
+    with pytest.raises(SystemExit) as stop:
+        persfl.arguments(["--fraction", "0.5"])
+    assert stop.value.code == 2 and "all users take part" in capsys.readouterr().err
+
+
 def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch):
     calls = noting(monkeypatch)
     record, state = run(persfl, [*SMALL, "--teacher", "final"], tmp_path)
     assert torch.equal(calls[0].O, state["G"].expand(4, -1)) and not any(torch.equal(O, state["G"]) for O in state["O"])
-    assert record["rounds"][-1]["users"]["teacher's round"] == [3] * 4
+    assert record["rounds"][-1]["users"]["teacher's round"] == [4] * 4  # the G that a round 4 would have begun with
+    rows = record["rounds"]
+    assert rows[-1]["bytes_down"] == 2 * rows[0]["bytes_down"] == 2 * 4 * 4 * state["G"].numel()  # 4 users, 4 bytes
 
 
 def test_new_users_choose_a_teacher_but_do_not_train(tmp_path, monkeypatch):
