@@ -1,5 +1,5 @@
 """FedSLR: one low-rank model for all clients plus a sparse one for each, from Huang, Shen, Sun, Lin, Tao, "Fusion of Global and
-Local Knowledge for Personalized Federated Learning", TMLR 2023, arXiv 2302.11051.
+Local Knowledge for Personalized Federated Learning", TMLR 2023.
 
     python fedslr.py --dataset cifar10        (Table 1, CIFAR-10, Non-IID; published: GKR .8752, mixed .9530)
     python fedslr.py --dataset cifar100       (Table 1, CIFAR-100, Non-IID; published: GKR .6422, mixed .8219)
@@ -7,10 +7,13 @@ Local Knowledge for Personalized Federated Learning", TMLR 2023, arXiv 2302.1105
 Models of one shape: w, the server's, the paper's "global knowledge representation" (GKR), whose kernels are matrices of low
 rank; p_i, the sparse personal component of client i, which never leaves it; and their sum w + p_i, the mixed model. "global"
 is w on the central test images; "gkr" the same w on each client's own test images, which is what the paper's tables call GKR;
-"personal" is the mixed model w + p_i on client i's own test images. A client's own are central ones with its class shares.
+"personal" is the mixed model w + p_i on client i's own test images. With the default --client-test 0 these are drawn from the
+central ones with the client's class shares. Rounds count from 0 here, from 1 in what the program prints.
 
-The paper's Algorithm 2 (1 with a sample of the clients), in our words. M clients, f_i the loss of client i; pi makes a matrix
-of n*k1 rows and m*k2 columns from a kernel of n outputs, m inputs and k1 x k2 pixels; ||.||_* is the sum of the singular
+The paper's Algorithm 2, which is Algorithm 1 with a random sample of the clients in each round, in our words; our copy of the
+paper has lost the listings and the formulas, which are restored from its text and the authors' code. M clients (K in the
+code), f_i the loss of client i; pi makes a matrix of n*k1 rows and c*k2 columns from a kernel of n outputs, c inputs and
+k1 x k2 pixels; ||.||_* is the sum of the singular
 values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
 
     Server
@@ -33,30 +36,36 @@ values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
     Algorithm 3 (--memory-efficient): the server has no gamma_i, only their mean, to which line 6 adds the changes of S_t, / M.
     Clients keep theirs: line 10 needs it. (They lie in this one machine all the same; it is the server that is spared.)
 
-Deviations. "Official" is the authors' code (github huangtiansheng/fedslr). Effects are not measured unless stated.
-    D1  Line 1: the paper does not say where p_i starts. Officially at a copy of the kernels and matrices of w^0, so that the
-        mixed model starts at twice these; --p-start copy. Here at 0.
-    D2  Line 3: officially every client tosses a coin with C. Here C*M clients as the paper says, rounded down.
+Deviations. "Official" is the authors' code (github huangtiansheng/fedslr). Effects are not measured unless stated. "Does not
+say" means: in what is left of our copy.
+    D1  Line 1: the paper does not say where p_i starts. Officially at a copy of w^0 but for GroupNorm's scales and shifts, so
+        that the mixed model starts at twice w^0; --p-start copy does so for kernels and matrices, without biases. Here at 0.
+        Where w is 0 too (Table 7's lambda = 10), all products of layers are 0 and p_i hardly moves: use --p-start copy there.
+    D2  Line 3: officially every client tosses a coin with C, again if none comes. Here C*M clients as the paper says, rounded
+        down.
     D3  Lines 10 and 13: the paper's weight decay is part of "the local solver". As officially, 1e-3 * w is added to the
-        gradient of line 10 and 1e-3 * p_i to that of line 13. T = 1000 is the official default; our text has lost it.
-    D4  Line 13 has the model at the start of the round, as officially; "personal" has the one at its end. Clients that were
-        never sampled are evaluated with the p_i of line 1.
-    D5  Line 8: biases and the scales and shifts of GroupNorm are no matrices and aren't shrunk; line 13 shrinks those of p_i.
-        As officially; the paper is silent on both.
-    D6  Counting. As officially, a layer has min(dense, both factors) numbers, the mixed model those of w and the non-zeros of
-        p_i, and a round sends m dense w_i up and m counted w^t down, here w^0 first. The paper's Table 2 has ResNet-18 for 10
-        classes (11,173,952 weights) throughout; here each network has its own number.
-    D7  A client's test images are floor(100 * share) of each class, as officially, so fewer than the paper's 100. Tiny
-        ImageNet with --split iid has too few that way: --client-test .2. Officially it has 500, and its pixels are
-        standardised by .5 and .5, not by the training images' values. Whether published numbers are of the last or of the
-        best round is not known; the record has both.
+        gradient of line 10 and 1e-3 * p_i to that of line 13. T = 1000 is the official default; the paper does not say.
+    D4  Line 13 has the model at the start of the round (Remark 3; officially too), "personal" the one at its end, for all
+        clients: those never sampled have the p_i of line 1, as officially.
+    D5  Line 8: biases and the scales and shifts of GroupNorm are no matrices and aren't shrunk, as officially; the paper names
+        kernels and matrices only. Line 13 shrinks all of p_i, as (7) does.
+    D6  Counting. A matrix counts as the smaller of rows*columns and rank*(rows+columns), the mixed model as w and the non-zeros
+        of p_i, and a round sends m dense w_i up and m counted w^t down: w^0 to w^{T-1}, where officially it is w^1 to w^T.
+        In the paper's Table 2 the uplink and 893.92 GB are those of ResNet-18 for 10 classes (11,173,952 weights) for every
+        data set, the downlink seems to be each network's own; here both are each network's own.
+    D7  A client's test images are floor(100 * share) of each class, as officially, so fewer than the paper's 100 (about 98 on
+        CIFAR-10). With --split iid that leaves Tiny ImageNet's clients too few: --client-test .2; officially they have up to
+        500. Its pixels are standardised by the training images' values, officially by .5 and .5. Whether published numbers
+        are of the last or of the best round is not known: `best` is for personal, the last table also has it for GKR.
     D8  Appendix A.2, both without gamma_i and the quadratic term. lpgd: line 8's argmin with lambda*eta after every step of
-        line 10, then the plain mean (and no factors, as a mean of low-rank matrices isn't one). gpgd: line 8 of the plain
-        mean, with lambda*eta_g; our text has lost its step size.
+        line 10, then the plain mean; the mean of low-rank matrices isn't one, so that ranks and bytes are counted dense. gpgd:
+        the plain mean, then line 8's argmin with lambda*eta_g; the paper's step size is lost.
     D9  Appendix A.3, s+s: line 8 is soft(v, lambda*eta_g) for the same kernels and matrices, and what it leaves is counted as
-        p_i is. S+LR and LR+LR, which the paper calls too slow, are not offered.
+        p_i is, without positions. S+LR and LR+LR, which the paper calls too slow, are not offered.
 """
 
+import os
+import pathlib
 import statistics
 import time
 from types import SimpleNamespace as State
@@ -211,7 +220,7 @@ class Factorised(common.Weights):
 
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
         part = self.file["tensors"][name + ".weight"]
-        if torch.is_tensor(part) or groups > 1 or not len(part[1]):  # no two layers do what a grouped kernel does
+        if torch.is_tensor(part) or groups > 1 or not len(part[1]):  # grouped, or of rank 0: multiplied out
             return super().conv(name, x, out, kernel, stride, padding, groups, init, bias)
         x = F.conv2d(x, part[1], None, (1, stride), (0, padding))  # [B, r, h, ...]
         return F.conv2d(x, part[0], self.take(name + ".bias", (out,), None) if bias else None, (stride, 1), (padding, 0))
@@ -272,9 +281,9 @@ def show(run):
         for row in (rows[-1], max(rows, key=lambda row: row[part]["mean"])):
             values = [*(row[part][key] for key in columns), row["numbers"][model] / 1e6]
             print(f"{name:<8}{row['round']:>8}" + "".join(f"{value:>14.4f}" for value in values))
+    sent = sum(row["bytes_up"] + row["bytes_down"] for row in history) / 1e9
+    print(f"sent    {sent:.2f} GB up and down in {len(history)} rounds")
     print("ranks   " + ", ".join(f"{name} {rank}/{most}" for (name, rank), most in zip(rows[-1]["ranks"].items(), full)))
-    if "latency" in rows[-1]:
-        print("latency {dense_ms} ms dense, {factorised_ms} ms factorised, 20 images".format(**rows[-1]["latency"]))
     if not run.args.plot:
         return
     rounds = [row["round"] for row in rows]
@@ -282,7 +291,8 @@ def show(run):
         for part, label in (("gkr", "GKR"), ("personal", "mixed")):
             axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
         for name, most in zip(rows[-1]["ranks"], full):
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], label=name)
+            shade = str(0.8 * list(rows[-1]["ranks"]).index(name) / len(full))  # the first layer is black
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=shade, label=name)
         axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
         for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
             axis.set(xlabel="round", ylabel=label, ylim=(0, None))
@@ -298,17 +308,15 @@ def arguments(argv):
     own.add_argument("--eta-g", type=positive, default=10.0, help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
     own.add_argument("--fusion-epochs", type=common.between(int, 0), default=1, help="epochs of Phase II")
     own.add_argument("--p-start", choices=("zero", "copy"), default="zero", help="p_i of line 1: 0, or a copy of w^0 (D1)")
-    own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr", help="of A.2, A.3 (D8, D9)")
+    own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
+                     help="lpgd: (6) in every local step; gpgd: FedAvg, then (6); s+s: a sparse w (A.2, A.3; D8, D9)")
     own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps the mean of gamma alone")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors, and measure its latency")
     args = common.parse(parser, BY_DATASET, argv)
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")
-    if args.export:
-        try:
-            open(args.export, "ab").close()  # not only after the last round
-        except OSError as problem:
-            common.refuse(f"--export {args.export} can't be written: {problem.strerror}")
+    if args.export and not os.access(pathlib.Path(args.export).parent, os.W_OK):
+        common.refuse(f"--export {args.export} can't be written: no such folder, or not ours")
     return args
 
 
@@ -341,12 +349,12 @@ def main(argv=None):
         v = w_i.mean(0) - args.eta_g * state.gamma_mean  # l.7: [d]
         state.w, state.ranks, state.numbers = server_step(net, args, v)  # l.8
         if run.evaluates():
-            measures = measure(federation, state)
-            if args.export and t == args.rounds - 1:
-                export(args.export, net, state.w, state.ranks)
-                measures["latency"] = latency(federation, state.w, args.export)
-            run.log(federation.evaluate(state.w), **measures)
+            run.log(federation.evaluate(state.w), **measure(federation, state))
     show(run)
+    if args.export:
+        export(args.export, net, state.w, state.ranks)
+        print(f"export  {args.export}; " + "{dense_ms} ms dense, {factorised_ms} ms factorised, 20 images".format(
+            **latency(federation, state.w, args.export)))
 
 
 if __name__ == "__main__":

@@ -420,7 +420,7 @@ def test_numbers_of_a_factorised_resnet_18_by_hand():
     assert fedslr.count(net, fedslr.full_ranks(net)) == net.d and fedslr.count(net, 0 * fedslr.full_ranks(net)) == scales
 
 
-def test_what_a_run_sends_and_reports(tmp_path):
+def test_what_a_run_sends_and_reports(tmp_path, capsys):
     """Up dense; down w^0 dense, then what the ranks of the round before say."""
     argv = [*SMALL, "--rounds", "3", "--eval-every", "1", "--lambda", "0.02", "--seed", "3", "--export", str(tmp_path / "w.pt")]
     record, state = run(fedslr, [*argv, "--plot"], tmp_path)
@@ -441,7 +441,10 @@ def test_what_a_run_sends_and_reports(tmp_path):
     for part, W in (("gkr", state["w"]), ("personal", state["w"] + state["p"])):
         expected = fed.evaluate_clients(W)
         assert {**rows[-1][part], "per_client": expected["per_client"]} == expected
-    assert rows[-1]["latency"]["dense_ms"] > 0 < rows[-1]["latency"]["factorised_ms"] and "latency" not in rows[1]
+    out = capsys.readouterr().out
+    assert "ms factorised" in out and f"{(record['bytes_up'] + record['bytes_down']) / 1e9:.2f} GB up and down" in out
+    (tmp_path / "w.pt").unlink()  # a finished run can be exported later
+    run(fedslr, [*argv, "--resume"], tmp_path)
     x = fed.transform(fed.images[:5])
     torch.testing.assert_close(fedslr.Factorised(tmp_path / "w.pt")(x), fed.net(state["w"], x), atol=1e-4, rtol=1e-4)
     assert (tmp_path / "ranks.png").stat().st_size > 5000
@@ -494,6 +497,12 @@ def test_bad_input_is_refused_in_one_line(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         fedslr.arguments(argv)
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_run_that_diverges_exports_nothing(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        run(fedslr, [*SMALL, "--rounds", "1", "--lr", "1e30", "--export", str(tmp_path / "w.pt")], tmp_path)
+    assert ended.value.code == 3 and not (tmp_path / "w.pt").exists()
 
 
 def test_gpgd_without_any_penalty_is_fedavg(tmp_path):
