@@ -1,15 +1,18 @@
 """Psi-Net: features allocated by grouped structure, from Yu et al., "Heterogeneous Federated Learning", 2020, arXiv 2008.06767
-(published as Fed2, KDD 2021). We had notes on the paper, not the paper, and there is no official code.
+(published as Fed2, KDD 2021). We had notes on the paper and images of four of Fed2's figures, not the papers; no official code
+was found.
 
-    python psinet.py --dataset cifar10                        (VGG-9, "10 x 4", normalisation ablation; published top-1 .8826)
-    python psinet.py --dataset cifar10 --groups 0 --norm none (FedAvg in the same place: .8413; --norm bn .8546, gn .8334)
-    python psinet.py --dataset cifar10 --depth conv4          (depth ablation: "nearly optimal" from C3-2 to C5-2)
-    python psinet.py --dataset cifar100 --groups 20           (VGG-16, "10 x 50": .6817; 10: .6823, 100: .6723, FedAvg .6532)
-    python psinet.py --dataset cifar10 --per-client 2 --prune (extreme: nodes lack the groups of which they have no class)
+    python psinet.py --dataset cifar10                        (VGG-9, normalisation ablation; published top-1 .8826)
+    python psinet.py --dataset cifar10 --groups 0 --norm none (FedAvg on the network without groups: .8413; bn .8546, gn .8334)
+    python psinet.py --dataset cifar10 --depth conv4          (grouping from another layer on)
+    python psinet.py --dataset cifar100 --groups 20           (VGG-16; figure of Fed2: .682, 10: .682, 100: .672, FedAvg .653)
+    python psinet.py --dataset cifar10 --per-client 2 --prune (a node drops every group none of whose classes it has)
+    python psinet.py --dataset cifar10 --groups 0 --norm bn --clients 1 --split iid --rounds 50 --tv     (which depth to choose)
 
 There is one model Omega = {Omega_shared, Omega_1, ..., Omega_G}: the weights w, and b, BatchNorm's running means and variances.
 "global" is the server's Omega on the central test images, the paper's measure; "personal" is that same Omega, whole also where
-nodes are pruned, on each client's own test images. Clients are called nodes; "N x c" is N nodes with c classes each.
+nodes are pruned, on central test images drawn with each client's class shares. Clients are called nodes; "N x c" is N nodes
+with c classes each.
 
 The method (its sections 3 and 4), in our words:
 
@@ -34,32 +37,43 @@ The method (its sections 3 and 4), in our words:
     15  TV_l = 1/I * sum over the I neurons i of layer l of ||P_i - E(P)||_2, each P divided by the sum of its entries
     16  share the layers of small TV, group the others
 
-Deviations. Each says where the notes are silent. No effect is measured unless stated.
+Deviations. The notes are silent unless they are quoted. No effect is measured unless stated.
     D1  Line 3: in the first grouped layer every group sees all shared channels: shared features are said to serve all classes,
-        and cut into G slices they would serve one group each, as if grouped a layer earlier. The slices: --enter slice
-        (neighbours overlap where channels are no multiple of G). A depthwise convolution there is still shared.
-    D2  Lines 3 and 4: widths aren't known. Here they are the plain network's, rounded up to a multiple of G: the grouped
-        network has fewer weights. VGG-9 is taken to be FedMA's, here without its dropout. A group's weights start as those of
-        a layer of the group's size.
-    D3  Line 1: the depth of the published rows isn't known. C3-2, the lowest called good, is the default for both VGGs, for
-        MobileNet the start of its 512 channels. Each group has equally many classes, neighbours in number.
-    D4  Lines 2 and 3: GroupNorm has G groups. FedAvg with --norm gn has it after every convolution, with 2 groups, as in
-        common.py's networks. --norm bn is BatchNorm everywhere. Both stand between convolution and ReLU. A running statistic
-        moves a tenth of the way with every minibatch, as PyTorch's default does.
+        and cut into G slices they would serve one group each: the last shared layer would in effect be grouped already. So the
+        first grouped layer has blocks of outputs only. The slices, which the notes' "group convolution" can mean: --enter
+        slice (neighbouring ones overlap where G does not divide the channels). A depthwise convolution there is still shared.
+    D2  Lines 3 and 4: the grouped network's widths aren't known. Here they are the ungrouped network's, rounded up to a
+        multiple of G: it has fewer weights. VGG-9 is taken to be FedMA's, here without its dropout. A group's weights start as
+        those of a layer of the group's size, but for the first grouped layer.
+    D3  Line 1: G and the depth of the published VGG-9 rows aren't known; the notes call C3-2 to C5-2 (second convolution of
+        stage 3 to that of stage 5) nearly optimal, for a network that can't be this VGG-9, which has three stages. Defaults:
+        C3-1 (conv5) for VGG-9, so that a convolution follows the first grouped one; C3-2 for VGG-16; for MobileNet the start
+        of its 512 channels. Each group has equally many classes, consecutive labels. Which classes a node has in "N x c" is
+        random and even.
+    D4  Lines 2 and 3: GroupNorm has G groups. The notes compare .8334 and .8826 under "the same GN settings"; here FedAvg with
+        --norm gn has GroupNorm after every convolution, with 2 groups, as common.py's networks (10 don't divide its
+        channels), while Psi-Net has BatchNorm in the shared part. --norm bn is BatchNorm everywhere, in line 11 too. Both
+        stand between convolution and ReLU, in place of a model's own. A running statistic moves a tenth of the way with
+        every minibatch, as PyTorch's default does.
     D5  Lines 10 and 11: averages weigh node i by its images n_i, so that with all groups everywhere this is FedAvg's average.
         The notes' Avg shows no weights; in "N x c" the n_i are equal. A group that no node of a round has stays as it is.
-    D6  Lines 6 and 9: a pruned node's softmax is over the logits that it has. The notes' sentence on groups of several classes
-        can be read the other way round; here a group goes when the node has none of its classes.
-    D7  Line 13: eta, B, momentum, weight decay and augmentation aren't known; here FedMA's of its FedAvg runs, with FedSLR's
-        flip and crop in place of its reflecting one. E = 1 is one of the paper's (1, 20, 40, 100, 150), and its best.
+    D6  Lines 6 and 9: a pruned node's softmax is over the logits that it has. The notes say of groups of several classes that
+        one is pruned "only when the local data all satisfy the group's task"; here a group goes when the node has none of its
+        classes. 2 classes per node as the extreme case are ours.
+    D7  Line 13: eta, B, momentum, weight decay and augmentation aren't known; here the values of FedMA's FedAvg runs (.01, 64,
+        .9, 1e-4) with FedSLR's flip and crop. E and T of the ablations aren't known either; E = 1 is Fed2's best in another
+        comparison (of 1, 20, 40, 100, 150), T is read off the axes of its figures. Nor is it known whether published
+        accuracies are the last or the best.
     D8  Line 8: all nodes take part, as far as is known; --fraction samples some.
     D9  Line 14: of a channel, A(x) * dZ_c/dA(x) is summed over its pixels, behind ReLU and pooling, on 20 training images per
-        class. Line 15: P is divided by the sum of its absolute entries, for they can have both signs and the sum be 0. The
-        notes can also be read as dividing by a sum over neurons.
-    D10  Line 16: no rule is given. Suggested is the first layer above the middle between the smallest and the largest TV.
+        class, as in testing. Line 15: the notes divide P by the plain sum of its entries, or of the neurons'; here by the sum
+        of their absolute values, for they can have both signs and the sum be 0.
+    D10  Line 16: no rule is given. Suggested is the first layer whose TV reaches the middle between the smallest and the
+        largest. It is for a network without groups, trained for 50 epochs at least: in a grouped one P is 0 outside M(g).
     D11  Line 12: a node's images are shuffled again in every epoch.
 """
 
+import functools
 from types import SimpleNamespace as State
 
 import torch
@@ -67,7 +81,7 @@ from torch.func import grad
 
 import common
 
-# T, N and c from the paper, for CIFAR-10 the normalisation ablation's, for CIFAR-100 the ablation's of G. The rest: D3, D7, D8.
+# N and c: "10 x 4" of the normalisation ablation, "10 x 50" of the ablation of G. The rest: D3, D7, D8.
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0, fraction=1.0, rounds=100, epochs=1,
                 batch_size=64, lr=0.01, momentum=0.9, weight_decay=1e-4, transform="fedslr")
 BY_DATASET = {
@@ -75,7 +89,7 @@ BY_DATASET = {
     # ours, for a quick look
     "shapes": dict(model="cnn", transform="scale", rounds=20, batch_size=20, lr=0.02, eval_every=2),
 }
-DEPTH = {"vgg9": "conv6", "vgg16": "conv3-2", "mobilenet": "block6", "cnn": "conv3"}  # D3
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "mobilenet": "block6", "cnn": "conv3"}  # D3
 MISSING = -1e9  # the logit of a class that a pruned node doesn't have: a probability of 0
 
 
@@ -168,8 +182,10 @@ class PsiNet(common.Net):
         self.M, self.n, self.stats = self.M.to(device), n or len(self.M), []
         self.every = torch.arange(self.n, device=device)
         name = f"{args.model} " + (f"in {self.n} groups from {self.depth} on" if self.G else "without groups")
-        super().__init__(name, shape, classes, device, self.read)
-        names = [layer for layer, _ in self.layers]
+        model = functools.partial(self.read)
+        model.decayed = getattr(self.base, "decayed", None)
+        super().__init__(name, shape, classes, device, model)
+        names = dict.fromkeys(layer.split(".")[0] for layer, _ in self.layers if "norm" not in layer)
         if self.G and not self.entry:
             common.refuse(f"--depth {self.depth}: {args.model} has no such layer, but {', '.join(names)}")
         start = next((s.start for layer, s in self.layers if layer == self.entry), self.d)
@@ -279,7 +295,7 @@ def total_variance(P):
 def show(run, tv):
     """Prints TV of each layer and the depth it suggests; draws tv.png."""
     middle = (min(tv.values()) + max(tv.values())) / 2
-    depth = next(name for name, value in tv.items() if value >= middle)  # l.16 (D10)
+    depth = next(name for name, value in tv.items() if value >= middle).split(".")[0]  # l.16 (D10)
     print("\n" + "\n".join(f"TV      {name:<20}{value:8.4f}" for name, value in tv.items()))
     print(f"TV      suggests --depth {depth}, the first layer above {middle:.4f}")
     with common.drawing(run.out / "tv.png", size=(1.5 + 0.45 * len(tv), 3.5)) as axis:
@@ -292,7 +308,7 @@ def show(run, tv):
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("Psi-Net")
-    own.add_argument("--groups", type=common.between(int, 0), default=10, help="G; 0: FedAvg with the plain network")
+    own.add_argument("--groups", type=common.between(int, 0), default=10, help="G; 0: FedAvg on the network without groups")
     own.add_argument("--depth", help=f"the layer where grouping starts (unless given: {DEPTH})")
     own.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
                      help="gn: BatchNorm below the depth, GroupNorm from there on (with --groups 0 everywhere); bn: BatchNorm "
@@ -300,7 +316,14 @@ def arguments(argv):
     own.add_argument("--enter", choices=("all", "slice"), default="all", help="the shared channels that a group sees")
     own.add_argument("--prune", action="store_true", help="nodes do without groups of which they have no class")
     own.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance, and tv.png")
-    return common.parse(parser, BY_DATASET, argv)
+    args = common.parse(parser, BY_DATASET, argv)
+    if args.tv and args.groups:
+        common.refuse("--tv chooses where to group a network without groups (D10); use --groups 0")
+    if args.groups and not args.depth and args.model not in DEPTH:
+        common.refuse(f"--model {args.model} has no default depth; give --depth LAYER")
+    if args.groups and args.model in ("resnet18", "tfcnn"):  # shortcuts, or normalisation across channels, join groups
+        common.refuse(f"--model {args.model} can't be grouped; use one of {', '.join(DEPTH)}")
+    return args
 
 
 def main(argv=None):
@@ -332,7 +355,7 @@ def main(argv=None):
         own_w, own_b = has[S][:, net.group], has[S][:, net.group_b]  # [m, d], [m, d_b]
         n_k = federation.n[S]  # [m]
         state.w = aligned_average(W, own_w, n_k, state.w)  # l.10-11: [d]
-        state.b = aligned_average(B, own_b, n_k, state.b)  # l.10: [d_b]
+        state.b = aligned_average(B, own_b, n_k, state.b)  # l.10-11: [d_b]
         sent = int(own_w.sum() + own_b.sum())
         run.sent(up=sent, down=sent)
         if run.evaluates():

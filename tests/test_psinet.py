@@ -70,11 +70,15 @@ def test_parameters_by_hand():
     lower = sum(9 * a * b + b for a, b in ((3, 32), (32, 64), (64, 128), (128, 128), (128, 256)))
     upper = (9 * 256 * 260 + 260) + (260 * 16 // 10 * 520 + 520) + (52 * 520 + 520) + (52 * 10 + 10)  # all of 256 channels in
     channels = 32 + 64 + 128 + 128 + 256  # of BatchNorm
-    assert psi("vgg9", 10, None, "none").d == lower + upper == 1_380_230
-    net = psi("vgg9", 10, None, "gn")
+    assert psi("vgg9", 10, "conv6", "none").d == lower + upper == 1_380_230
+    net = psi("vgg9", 10, "conv6", "gn")
     assert net.d == lower + upper + 2 * (channels + 260) and len(net.group_b) == 2 * channels
-    assert len(psi("vgg9", 10, None, "bn").group_b) == 2 * (channels + 260)
-    assert psi("vgg9", 10, None, "none", "slice").d == lower + upper - 9 * 256 * 260 + 9 * 26 * 260
+    assert len(psi("vgg9", 10, "conv6", "bn").group_b) == 2 * (channels + 260)
+    assert psi("vgg9", 10, "conv6", "none", "slice").d == lower + upper - 9 * 256 * 260 + 9 * 26 * 260
+    # the default: conv5 has groups of outputs, conv6 is the first with groups of inputs too
+    lower -= 9 * 128 * 256 + 256
+    upper += (9 * 128 * 260 + 260) + (9 * 26 * 260 + 260) - (9 * 256 * 260 + 260)
+    assert psi("vgg9", 10, None, "none").d == lower + upper == 846_642
 
     lower = sum(9 * a * b + b for a, b in ((3, 64), (64, 64), (64, 128), (128, 128), (128, 256)))
     upper = 9 * 256 * 260 + 260 + 9 * 26 * 260 + 260 + 9 * 26 * 520 + 520 + 5 * (9 * 52 * 520 + 520)
@@ -489,3 +493,19 @@ def test_the_settings_are_the_papers():
         assert (args.groups, args.norm, args.fraction, args.epochs) == (10, "gn", 1.0, 1)
         assert (args.lr, args.batch_size, args.momentum, args.weight_decay) == (0.01, 64, 0.9, 1e-4)
     assert psinet.DEPTH["vgg16"] == "conv3-2"
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--tv"], "use --groups 0"), (["--model", "cifarnet"], "give --depth LAYER"),
+    (["--model", "tfcnn", "--depth", "fc3"], "can't be grouped"), (["--model", "resnet18", "--depth", "stage3"], "can't be grouped"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(argv, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        psinet.arguments(["--dataset", "shapes", *argv])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_without_groups_the_tutorials_network_keeps_its_weight_decay():
+    args = psinet.arguments(["--dataset", "cifar10", "--model", "tfcnn", "--groups", "0", "--norm", "none"])
+    plain = common.Net("tfcnn", (3, 24, 24), 10)
+    assert torch.equal(psinet.PsiNet(args, (3, 24, 24), 10).decayed, plain.decayed) and plain.decayed.mean() < 1
