@@ -4,6 +4,10 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model   (Table 1, row SuPerFed-MM; published: global top-1 .4535, top-5 .8987)
     python superfed.py --dataset cifar10 --mix layer   (Table 1, row SuPerFed-LM; published: global top-1 .4706, top-5 .9007)
 
+Measured, 100 of the 200 rounds, seed 0, one CPU core, 73 min each:
+    results/superfed/cifar10-model-100-rounds: global 0.4220, personal 0.8448, by the paper's choice of lambda 0.8558
+    results/superfed/cifar10-layer-100-rounds: global 0.4693, personal 0.8044, by the paper's choice of lambda 0.8101
+
 Models of one shape: w^f, the federated one, which travels; w^l_k, the local one of client k, which never leaves it; and
 their mixtures W_k(lambda) = (1-lambda) w^f + lambda w^l_k, weight by weight. "global" is the server's w^f on the central
 test images. "personal" is W_k(lambda) on client k's own test images, with one lambda for all clients and layers, chosen on
@@ -69,7 +73,8 @@ else. Effects are not measured unless stated.
     D12  The paper reports the best of lambda = 0, .1, ..., 1 (one for all clients, and in Layer Mixing, we assume, one for all
         layers) on the very test images that it is chosen on: personal@test. Here personal is at the lambda with the best mean
         accuracy over clients on training images (as many of a client's as it has test images; the smaller lambda if equal),
-        which w^l was fitted to; personal@lambda=0.5 needs no choice. In Phase I lambda is 0. Whether the published numbers
+        which w^l was fitted to; personal@lambda=0.5 needs no choice. Measured: the paper's choice is .011 (Model Mixing) and
+        .006 (Layer Mixing) higher (the results above). In Phase I lambda is 0. Whether the published numbers
         are of the last or of the best round is not known; the record has both, and `best` is a choice on test images.
     D13  Line 3: C*K is rounded down.
     D14  The paper's abstract claims gains for unseen clients; it describes no experiment. With --unseen N, N random clients

@@ -73,21 +73,31 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
         module.main(shlex.split(argv))
 
 
+def quotable(path):
+    """What a line of text may quote from a result.json: accuracies, s/round, minutes."""
+    record = json.loads((HERE / path).read_text())
+    assert len(record["rounds"]) == record["args"]["rounds"] and record["status"] == "finished"
+    known = {f"{record['seconds_per_round']:.1f}", f"{sum(row['seconds'] for row in record['rounds']) / 60:.0f}"}
+    for when in ("final", "best"):
+        known.add(f"{record[when]['global']['top1']:.4f}")
+        parts = [*record[when].values(), *record["rounds"][-1].values()]
+        known |= {f"{part['mean']:.4f}" for part in parts if isinstance(part, dict) and "mean" in part}
+    return known
+
+
 def test_numbers_in_the_readme_are_those_of_the_committed_results():
-    """A table row that links to a result.json quotes `final` and `best` from it, as percentages or fractions."""
-    readme = (HERE / "README.md").read_text()
-    rows = [line for line in readme.splitlines() if line.startswith("|") and "result.json)" in line]
+    """A table row that links to a result.json quotes accuracies as 0.1234, seconds as 1.2 s and minutes as 3 min."""
+    rows = [line for line in (HERE / "README.md").read_text().splitlines() if line.startswith("|") and "result.json)" in line]
     assert rows
     for line in rows:
-        record = json.loads((HERE / re.search(r"\(([^)]*result\.json)\)", line).group(1)).read_text())
-        known = set()
-        for when in ("final", "best"):
-            known.add(f"{record[when]['global']['top1']:.4f}")
-            parts = [*record[when].values(), *record["rounds"][-1].values()]
-            groups = [part for part in parts if isinstance(part, dict) and "mean" in part]
-            known |= {f"{part['mean']:.4f}" for part in groups}
-        known.add(f"{record['seconds_per_round']:.1f}")
-        known.add(f"{sum(row['seconds'] for row in record['rounds']) / 60:.0f}")
+        known = quotable(re.search(r"\(([^)]*result\.json)\)", line).group(1))
         quoted = re.findall(r"(?<![\w./-])(?:0\.\d{4}|\d+(?:\.\d)?(?= s\b)|\d+(?= min))", line)
         assert quoted and set(quoted) <= known, (line, known)
-        assert len(record["rounds"]) == record["args"]["rounds"] and record["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
+    """Four digits behind the name of a folder under results/ are from its record."""
+    for path, rest in re.findall(r"(results/[\w./-]+\w)\W(.*)", parts(name)[0]):
+        quoted = re.findall(r"0\.\d{4}", rest)
+        assert quoted and set(quoted) <= quotable(f"{path}/result.json")
