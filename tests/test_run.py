@@ -56,7 +56,7 @@ def same(a, b):
         for name in ("seconds_per_round", "peak_memory_mb", "environment"):
             record.pop(name)
         for name in common.FREE:
-            record["args"].pop(name)
+            record["args"].pop(name, None)
     return a == b
 
 
