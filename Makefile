@@ -17,7 +17,4 @@ test: .venv/ready
 	$(PYTHON) -m pip install --quiet -r requirements.txt
 	touch .venv/ready
 
-clean:
-	rm -rf .venv runs
-
-.PHONY: demo test clean
+.PHONY: demo test
