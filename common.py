@@ -933,6 +933,7 @@ class Federation:
             self.data = limit_images(self.data, args.limit)
         self.split = split_clients(self.data, args)
         self.K = len(self.split.train)
+        self.clients = np.arange(self.K)
         self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
         self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
@@ -963,7 +964,7 @@ class Federation:
     def only(self, clients):
         """The federation of some clients alone, to sample and evaluate them. clients: their numbers."""
         few = copy.copy(self)
-        few.K, few.n = len(clients), self.n[clients]
+        few.K, few.n, few.clients = len(clients), self.n[clients], self.clients[clients]
         few.split = Split(*([part[k] for k in clients] for part in self.split))
         return few
 
@@ -975,6 +976,10 @@ class Federation:
     def initial_weights(self):
         """w [d], from the seed."""
         return self.net.init(stream(self.args.seed, "initialisation"))
+
+    def sum(self, x):
+        """The sum of a tensor over all processes."""
+        return x
 
     # Training: the same step function, one client after the other or all at once
 
