@@ -981,6 +981,10 @@ class Federation:
         """The sum of a tensor over all processes."""
         return x
 
+    def gather(self, x):
+        """The rows [K, ...] of all clients, in the order of their numbers, from x [len(clients), ...]."""
+        return x
+
     # Training: the same step function, one client after the other or all at once
 
     def train(self, step, state, S, t, *shared, epochs=None, draw=None, phase=0):
