@@ -38,11 +38,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from PIL import Image
 from torch.func import vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,8 +52,14 @@ from tqdm import tqdm
 
 def refuse(message):
     """Ends the program because of its input: one line on stderr, exit code 2."""
-    print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    if leads():
+        print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def leads():
+    """Whether this is the only process, or the one among torchrun's that prints and writes the record."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
@@ -133,7 +140,10 @@ def parser(doc, **defaults):
     g.add_argument("--split-seed", type=seed, default=0, help="of the split alone")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     g.add_argument("--parallel", type=whole, help="clients trained at once: threads on the CPU (default: its cores), "
-                                                  "one vmapped step on a GPU (default: all; 1: one after the other)")
+                                                  "one vmapped step on a GPU (default: what is fastest and fits)")
+    g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
+                   help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
+                        "the CPU, tf32 on a GPU)")
     g.add_argument("--eval-every", type=whole, default=5, help="rounds between evaluations; the last is always evaluated")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
     g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
@@ -147,7 +157,12 @@ def parse(p, by_dataset, argv=None):
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     p.set_defaults(**by_dataset.get(first.parse_known_args(argv)[0].dataset, {}))
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.precision is None:
+        args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
+    if args.precision == "tf32" and not args.device.startswith("cuda"):
+        p.error("--precision tf32 is for GPUs; use fp32 or bf16")
+    return args
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -604,10 +619,13 @@ def limit_images(data, limit):
 
 
 class Weights:
-    """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards."""
+    """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards.
 
-    def __init__(self, parts=None):
-        self.parts = parts
+    route: how convolutions are computed, by "conv" or as products with "patches".
+    """
+
+    def __init__(self, parts=None, route="conv"):
+        self.parts, self.route = parts, route
         self.table = []  # (name, shape, initial distribution)
 
     def take(self, name, shape, init):
@@ -621,8 +639,10 @@ class Weights:
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
         shape = (out, x.shape[1] // groups, kernel, kernel)
         weight, offset = init or default_init(shape)
-        return F.conv2d(x, self.take(name + ".weight", shape, weight),
-                        self.take(name + ".bias", (out,), offset) if bias else None, stride, padding, 1, groups)
+        weight, offset = self.take(name + ".weight", shape, weight), self.take(name + ".bias", (out,), offset) if bias else None
+        if self.route == "patches" and groups == 1:
+            return conv_by_patches(x, weight, offset, stride, padding)
+        return F.conv2d(x, weight, offset, stride, padding, 1, groups)
 
     def linear(self, name, x, out, init=None, bias=True):
         shape = (out, x.shape[1])
@@ -633,6 +653,35 @@ class Weights:
     def groupnorm(self, name, x, groups=2):
         scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
         return F.group_norm(x, groups, scale, self.take(name + ".bias", x.shape[1:2], ("constant", 0.0)))
+
+
+def conv_by_patches(x, weight, bias, stride, padding):
+    """F.conv2d as one matrix product: where every client has its own weights, it is batched over the clients under vmap, and
+    a convolution is not (it becomes one with a group per client)."""
+    out, kernel = weight.shape[0], weight.shape[2]
+    x = Patches.apply(F.pad(x, (padding,) * 4), kernel, stride)
+    y = x.flatten(0, 2) @ weight.flatten(1).T  # [B*h*w, out]
+    return (y if bias is None else y + bias).view(*x.shape[:3], out).permute(0, 3, 1, 2)
+
+
+class Patches(torch.autograd.Function):
+    """x [B,C,H,W] -> [B, h, w, C*kernel*kernel], the pixels under the kernel at each place. Its own function since the backward of
+    Tensor.unfold runs client by client under vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, kernel, stride):
+        return x.unfold(2, kernel, stride).unfold(3, kernel, stride).permute(0, 2, 3, 1, 4, 5).flatten(3)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.kernel, ctx.stride = inputs
+        ctx.size = x.shape[2:]
+
+    @staticmethod
+    def backward(ctx, g):
+        return F.fold(g.flatten(1, 2).transpose(1, 2), ctx.size, ctx.kernel, stride=ctx.stride), None, None
 
 
 def default_init(shape):
@@ -661,7 +710,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", model=None):
-        self.name, self.model, self.classes = name, model or MODELS[name], classes
+        self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
         weights = Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)
@@ -683,8 +732,12 @@ class Net:
                                   for (n, _, _), z in zip(self.tensors, self.sizes)]).to(device)
 
     def __call__(self, w, x):
-        """w [d], x [B,C,H,W] -> logits [B, classes]."""
-        return self.model(Weights(iter(w.split(self.sizes))), x, self.classes)
+        """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
+        return self.model(self.weights(w, x), x, self.classes).to(w.dtype)
+
+    def weights(self, w, x):
+        """The Weights that a model reads w [d] from, in the precision of x."""
+        return Weights(iter(w.to(x.dtype).split(self.sizes)), self.route)
 
     def init(self, rng):
         """Initial weights [d], drawn on the CPU from a numpy Generator, the same for every device."""
@@ -873,11 +926,11 @@ def fedslr(data):
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
     std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
-    mean, std = mean.astype(np.float32), std.astype(np.float32)
+    at = functools.cache(lambda device: torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device))
     size, pad = data.images.shape[1], 8 if data.images.shape[1] == 64 else 4
 
     def transform(x, u=None):
-        x = (x.float() / 255 - torch.tensor(mean, device=x.device)) / torch.tensor(std, device=x.device)
+        x = (x.float() / 255 - at(x.device)[0]) / at(x.device)[1]
         if u is not None:
             move = u[:, 1] < 0.5
             top, left = (torch.where(move, (u[:, i] * (2 * pad + 1)).long(), pad) for i in (2, 3))
@@ -920,58 +973,72 @@ class Schedule(NamedTuple):
 
 
 class Federation:
-    """K clients and their images on one device: split, sampled, trained and evaluated.
+    """K clients and their images: split, sampled, trained and evaluated.
 
-    n [K]: number of training images n_k of each client. net: the model. split: a Split.
+    Under torchrun each process has the clients k with k mod (number of processes) = its rank, on a device of its own.
+    K: number of all clients. clients [rows]: the numbers of those in this process; in a single one they are 0 .. K-1.
+    n [rows]: their numbers of training images n_k. split: the Split of this process's clients, whole: of all. net: the model.
     """
 
     def __init__(self, args):
         self.args = args
-        self.device = find_device(args.device)
+        self.device, self.rank, self.processes = find_device(args.device)
+        if self.processes > 1 and int(os.environ["LOCAL_RANK"]):
+            dist.barrier()  # the first process of each machine downloads and decodes, the others wait
         self.data = load_data(args.dataset, args.data_dir)
+        if self.processes > 1 and not int(os.environ["LOCAL_RANK"]):
+            dist.barrier()
         if args.limit:
             self.data = limit_images(self.data, args.limit)
-        self.split = split_clients(self.data, args)
-        self.K = len(self.split.train)
-        self.clients = np.arange(self.K)
-        self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
+        self.whole = split_clients(self.data, args)
+        if len(self.whole.train) < self.processes:
+            refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")
         self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
+        self.take(np.arange(len(self.whole.train)))
         self.transform = TRANSFORMS[args.transform](self.data)
         try:
             seen = self.transform(self.images[:1])
         except ValueError as problem:
             refuse(f"{problem}, but {self.data.name} has {self.data.images.shape[1]}x{self.data.images.shape[2]}")
         self.net = Net(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
-        cuda = self.device.type == "cuda"
-        self.parallel = args.parallel or (None if cuda else cores())  # None: all
-        self.vmap = cuda and self.parallel != 1  # many clients in one step; tests set it on the CPU too, where it is slower
         self.stop = False  # set when the run is interrupted: workers give up
-        self.pool = None if cuda else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
+        self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
+        self.parallel = args.parallel or (None if self.vmap else cores())  # None: all
+        self.tuned, self.replays, self.slots, self.filled = False, {}, 0, 0
+        self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
+
+    def take(self, numbers):
+        """Makes this the federation of the clients with these numbers (in ascending order)."""
+        self.K = len(numbers)
+        self.place = np.flatnonzero(numbers % self.processes == self.rank)  # of this process's clients among them
+        self.clients = numbers[self.place]
+        self.split = Split(*([part[k] for k in self.clients] for part in self.whole))
+        self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
+
+    def only(self, numbers):
+        """The federation of some clients alone, to sample and evaluate them. numbers: theirs, the same in every process."""
+        few = copy.copy(self)
+        few.take(np.sort(numbers))
+        return few
 
     def describe(self):
         """Three lines on what is trained: images, split and model."""
-        data, sizes = self.data, [len(index) for index in self.split.train]
-        held = [len(index) for index in self.split.test]
-        kinds = [len(np.unique(data.labels[index])) for index in self.split.train]
+        data, sizes = self.data, [len(index) for index in self.whole.train]
+        held = [len(index) for index in self.whole.test]
+        kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}")
-        print(f"split   {self.args.split}: {self.K} clients, training images {spread(sizes)}, own test images {spread(held)}, "
-              f"classes {spread(kinds)} (least/mean/most), fingerprint {self.split.fingerprint()}")
-        print(f"model   {self.net.name}: {self.net.d:,} weights on {device_name(self.device)}, "
-              f"{self.parallel or 'all'} clients at once{' by vmap' if self.vmap else ''}")
-
-    def only(self, clients):
-        """The federation of some clients alone, to sample and evaluate them. clients: their numbers."""
-        few = copy.copy(self)
-        few.K, few.n, few.clients = len(clients), self.n[clients], self.clients[clients]
-        few.split = Split(*([part[k] for k in clients] for part in self.split))
-        return few
+        print(f"split   {self.args.split}: {len(sizes)} clients, training images {spread(sizes)}, own test images "
+              f"{spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint {self.whole.fingerprint()}")
+        print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {device_name(self.device)}"
+              + (f", {self.processes} processes" if self.processes > 1 else "")
+              + ("" if self.vmap else f", {self.parallel} clients at once"))
 
     def sample(self, t):
-        """S_t, the clients of round t: max(int(C*K), 1) of K, without replacement, in ascending order."""
+        """S_t, the rows of this process's clients in round t: max(int(C*K), 1) of K are drawn without replacement."""
         m = max(int(self.args.fraction * self.K + 1e-9), 1)
-        return np.sort(stream(self.args.seed, "sampling", t).choice(self.K, m, replace=False))
+        return np.flatnonzero(np.isin(self.place, stream(self.args.seed, "sampling", t).choice(self.K, m, replace=False)))
 
     def initial_weights(self):
         """w [d], from the seed."""
@@ -979,13 +1046,20 @@ class Federation:
 
     def sum(self, x):
         """The sum of a tensor over all processes."""
+        if self.processes > 1:
+            x = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(x)
         return x
 
     def gather(self, x):
-        """The rows [K, ...] of all clients, in the order of their numbers, from x [len(clients), ...]."""
-        return x
+        """The rows [K, ...] of all clients, in the order of their numbers, from x [rows, ...]."""
+        if self.processes == 1:
+            return x
+        whole = torch.zeros(self.K, *x.shape[1:], dtype=x.dtype, device=self.device)
+        whole[self.place] = x.to(self.device)
+        return self.sum(whole)
 
-    # Training: the same step function, one client after the other or all at once
+    # Training: the same step function, one client after the other or many at once
 
     def train(self, step, state, S, t, *shared, epochs=None, draw=None, phase=0):
         """Takes every client of S through its minibatches of round t, and returns their states.
@@ -1000,21 +1074,54 @@ class Federation:
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
         """
         plans = [self.schedule(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
-        if self.vmap:
-            together = self.parallel or len(S)
-            chunks = [slice(i, i + together) for i in range(0, len(S), together)]
-            parts = [self.train_together(step, tree_map(lambda z: z[c], state), plans[c], shared) for c in chunks]
-            return tree_map(lambda *z: torch.cat(z), *parts)
-        states = [tree_map(lambda z: z[i], state) for i in range(len(S))]
-        over = map if self.pool is None else self.pool.map
-        return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
+        if not plans:
+            return state
+        if not self.vmap:
+            states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
+            over = map if self.pool is None else self.pool.map
+            return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
+        # like with like: those who have most minibatches first
+        order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
+        with tf32(self.args.precision == "tf32"):
+            if self.graphs and not self.tuned:
+                self.tune(step, tree_map(lambda z: z[order], state), [plans[i] for i in order], shared)
+
+            def work(these):
+                return self.train_together(step, tree_map(lambda z: z[these], state), [plans[i] for i in these], shared)
+
+            most = min(self.parallel or len(order), len(order))
+            parts, fitting = self.in_parts(work, order, most)
+        if fitting < most:
+            self.parallel = fitting
+        back = torch.from_numpy(np.argsort(order)).to(self.device)
+        return tree_map(lambda *z: torch.cat(z)[back], *parts)
+
+    def in_parts(self, work, items, most):
+        """The results of work(part) for parts of items with `most` at most, and that number: halved when memory runs out."""
+        results, start = [], 0
+        while start < len(items):
+            full = False
+            try:
+                results.append(work(items[start : start + most]))
+                start += most
+            except torch.cuda.OutOfMemoryError:
+                full = True  # what the failed call holds is free only after this block
+            if full and most == 1:
+                refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model")
+            if full:
+                most = -(-most // 2)
+                self.replays.clear()
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                print(f"memory  the GPU's is too small: {most} clients at once from here on")
+        return results, most
 
     def schedule(self, k, t, epochs, draw=None, phase=0):
-        """The Schedule of client k in round t, from the client's own random streams."""
+        """The Schedule of the client in row k in round t, from the client's own random streams."""
         own = self.split.train[k]
         size = self.args.batch_size or len(own)
         per_epoch = -(-len(own) // size)
-        order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(k), phase)
+        order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[k]), phase)
                                           for purpose in ("order", "augmentation", "algorithm"))
         index = np.zeros((epochs, per_epoch * size), np.int64)
         real = np.zeros((epochs, per_epoch * size), bool)
@@ -1025,6 +1132,11 @@ class Federation:
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
         return Schedule(index.reshape(steps, size), real.reshape(steps, size), u, own_draw.astype(np.float32))
 
+    def see(self, index, u):
+        """The images numbered index [n] with the draws u [n, DRAWS], as the model sees them in training: [n,C,h,w]."""
+        x = self.transform(self.images[index], u)
+        return x.bfloat16() if self.args.precision == "bf16" else x
+
     def train_alone(self, step, state, plan, shared):
         """One client, minibatch after minibatch: the specification of train_together."""
         for index, real, u, draw in zip(*plan):
@@ -1032,35 +1144,93 @@ class Federation:
                 raise KeyboardInterrupt
             n = real.sum()
             index, u, draw = (torch.as_tensor(z, device=self.device) for z in (index[:n], u[:n], draw))
-            x = self.transform(self.images[index], u)
+            x = self.see(index, u)
             state = step(state, Batch(x, self.labels[index], torch.ones(n, device=self.device), draw), *shared)
         return state
 
     def train_together(self, step, state, plans, shared):
-        """All clients in one vmapped step per minibatch; a client whose minibatches are used up keeps its state."""
-        m, steps = len(plans), max(len(plan.index) for plan in plans)
-        size = max(plan.index.shape[1] for plan in plans)
+        """All clients in one vmapped step per minibatch; plans: the longest first.
+
+        A client whose minibatches are used up keeps its state. When only half of the clients are left, only they go on.
+        """
+        steps = np.array([len(plan.index) for plan in plans])
+        size = plans[0].index.shape[1]
 
         def stacked(name, *shape):
             """[steps, m, *shape], with zeros behind the last step of a client and behind its last image."""
             parts = [getattr(plan, name) for plan in plans]
-            whole = np.zeros((steps, m, *shape), parts[0].dtype)
+            whole = np.zeros((steps[0], len(plans), *shape), parts[0].dtype)
             for i, part in enumerate(parts):
                 whole[(slice(len(part)), i, *map(slice, part.shape[1:]))] = part
             return torch.from_numpy(whole).to(self.device)
 
-        index, real, u = stacked("index", size), stacked("real", size), stacked("u", size, plans[0].u.shape[2])
-        draw = stacked("draw", *plans[0].draw.shape[1:])
-        live = np.arange(steps)[:, None] < np.array([len(plan.index) for plan in plans])  # [steps, m]
-        live_here = torch.from_numpy(live).to(self.device)
-        all_clients = vmap(step, in_dims=(0, 0) + (None,) * len(shared))
-        for s in range(steps):
-            x = self.transform(self.images[index[s].flatten()], u[s].flatten(0, 1)).unflatten(0, (m, size))
-            new = all_clients(state, Batch(x, self.labels[index[s]], real[s].float(), draw[s]), *shared)
-            if not live[s].all():
-                new = tree_map(lambda a, b: torch.where(live_here[s].view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
-            state = new
-        return state
+        real = stacked("real", size)
+        inputs = (stacked("index", size), real.float(), stacked("u", size, plans[0].u.shape[2]),
+                  stacked("draw", *plans[0].draw.shape[1:]), real.any(2))  # [steps, m, ...] each; the last: who trains
+        done, s, m = [], 0, len(plans)
+        while True:
+            until = steps[m // 2]  # until then more than half of the m clients are training
+            now = tuple(z[s:until, :m] for z in inputs)
+            state = self.runner(step, state, now, shared)(state, now, shared)
+            self.slots += int(until - s) * m * size
+            self.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
+            s, m = until, int((steps > until).sum())
+            if not m:
+                return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
+            done.append(tree_map(lambda z: z[m:], state))
+            state = tree_map(lambda z: z[:m], state)
+
+    def step_together(self, step, state, index, real, u, draw, *shared):
+        """One minibatch of m clients: index and real [m,B], u [m,B,DRAWS], draw [m,...]."""
+        x = self.see(index.flatten(), u.flatten(0, 1)).unflatten(0, index.shape)
+        return vmap(step, in_dims=(0, 0) + (None,) * len(shared))(state, Batch(x, self.labels[index], real, draw), *shared)
+
+    def runner(self, step, state, inputs, shared):
+        """What runs many steps together: a Replay where CUDA graphs are used, made once for these shapes, or steps_together."""
+        every = functools.partial(self.step_together, step)
+        if not self.graphs:
+            return functools.partial(steps_together, every)
+        key = step, self.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
+        if key not in self.replays:
+            if len(self.replays) == 16:
+                self.replays.clear()
+            try:
+                self.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError as problem:
+                print(f"graphs  none, slower: this step can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
+                self.graphs = False
+                return functools.partial(steps_together, every)
+        return self.replays[key]
+
+    def tune(self, step, state, plans, shared):
+        """Tries the ways to train these clients on a few of their minibatches, and takes the fastest from here on: together
+        or one after the other, convolutions as such or as products with patches."""
+        plans, times = [Schedule(*(z[:4] for z in plan)) for plan in plans], {}
+        together = min(self.parallel or len(plans), len(plans))
+        for way in [("conv", together), ("patches", together)] + [("conv", 1)] * (self.args.parallel is None and together > 1):
+            self.net.route, n = way
+            try:
+                for _ in range(3):  # the last one counts
+                    start = self.now()
+                    for i in range(0, len(plans), n):
+                        part = tree_map(lambda z: z[i : i + n], state)
+                        self.train_together(step, part, plans[i : i + n], shared)
+                    times[way] = self.now() - start
+            except torch.cuda.OutOfMemoryError:
+                times[way] = float("inf")
+            self.replays.clear()
+        self.net.route, n = min(times, key=times.get)
+        self.tuned, self.slots, self.filled = True, 0, 0
+        if n < together:
+            self.parallel = n
+
+    def now(self):
+        """Seconds, when all that was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     # Evaluation
 
@@ -1077,12 +1247,13 @@ class Federation:
         index, real = np.zeros((len(own), longest), np.int64), np.zeros((len(own), longest), bool)
         for k, mine in enumerate(own):
             index[k, : len(mine)], real[k, : len(mine)] = mine, True
-        parts, chunk = [], max(1, 20_000 // longest)
-        for k in range(0, len(own), chunk):
-            these = torch.from_numpy(index[k : k + chunk]).to(self.device)
+
+        def work(rows):
+            these = torch.from_numpy(index[rows]).to(self.device)
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
-            parts.append(vmap(self.net)(W[k : k + chunk], x)[torch.from_numpy(real[k : k + chunk]).to(self.device)])
-        return torch.cat(parts)
+            return vmap(self.net)(W[rows], x)[torch.from_numpy(real[rows]).to(self.device)]
+
+        return torch.cat(self.in_parts(work, np.arange(len(own)), max(1, 20_000 // longest))[0])
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
@@ -1092,29 +1263,90 @@ class Federation:
         return {name: float(value[0]) for name, value in one.items()}
 
     def evaluate_clients(self, W, part="test"):
-        """Personal measures: client k's model, W[k] of W [K,d] or the one model w [d] for all, on its own test images.
+        """Personal measures: each client's model, a row of W [rows,d] or the one model w [d] for all, on its own test images.
 
         mean and standard deviation std (divisor K-1) of the clients' accuracies, weighted_mean (by their test images),
         worst_decile (mean of the worst tenth); loss, ece and mce are means over clients; per_client holds the accuracies [K].
         part: which list of the split, "test", "val" or "train".
         """
         own = getattr(self.split, part)
-        index = np.concatenate(own)
-        client = torch.from_numpy(np.repeat(np.arange(self.K), [len(i) for i in own])).to(self.device)
-        if W.dim() == 1:
+        index = np.concatenate([*own, np.zeros(0, np.int64)])
+        n = torch.tensor([len(i) for i in own], dtype=torch.long, device=self.device)
+        client = torch.arange(len(own), device=self.device).repeat_interleave(n)
+        if not own:  # another process has them all
+            logits = torch.zeros(0, self.data.classes, device=self.device)
+        elif W.dim() == 1:
             logits = self.logits(W, index)
         elif self.vmap:
             logits = self.logits_together(W, own)
         else:
             logits = torch.cat(list((map if self.pool is None else self.pool.map)(self.logits, W, own)))
-        one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, self.K)
-        top1, n = one["top1"].cpu().numpy(), np.array([len(i) for i in own])
+        one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
+        one = {name: self.gather(value) for name, value in one.items()}
+        top1, n = one["top1"].cpu().numpy(), self.gather(n).cpu().numpy()
         worst = np.sort(top1)[: -(-self.K // 10)]
         return {
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
             "std": float(top1.std(ddof=1)) if self.K > 1 else 0.0, "worst_decile": float(worst.mean()),
             **{name: float(one[name].mean()) for name in ("loss", "ece", "mce")}, "per_client": top1.tolist(),
         }  # fmt: skip
+
+
+def steps_together(function, state, inputs, shared):
+    """state after function(state, *inputs[:-1] of a step, *shared) for every step; inputs: [steps, m, ...] each, the last one
+    bool: where it is False, a client keeps its state."""
+    for *now, live in zip(*inputs):
+        new = function(state, *now, *shared)
+        state = tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
+    return state
+
+
+class Replay:
+    """steps_together for one function and one set of shapes as a CUDA graph: captured here, replayed for every step.
+
+    A graph reads and writes the same memory in every replay; so state, inputs and shared are copied there. On a CPU, where the
+    tests use it, the function itself is called instead.
+    """
+
+    def __init__(self, function, state, inputs, shared):
+        self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
+        self.go = self.once
+        if self.inputs[0].device.type == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries choose and set up their kernels before the capture
+                for _ in range(3):
+                    self.once()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.once()
+            self.go = graph.replay
+
+    def once(self):
+        *now, live = self.inputs
+        new = self.function(self.state, *now, *self.shared)
+        tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state)
+
+    def __call__(self, state, inputs, shared):
+        tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))
+        for now in zip(*inputs):
+            for a, b in zip(self.inputs, now):
+                a.copy_(b)
+            self.go()
+        return copied(self.state)
+
+
+def copied(tree):
+    return tree_map(lambda z: z.clone(memory_format=torch.contiguous_format), tree)
+
+
+@contextlib.contextmanager
+def tf32(allowed):
+    """Whether matrix products and convolutions in fp32 may use TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def score(logits, y, group, groups, bins=15):
@@ -1147,20 +1379,29 @@ def spread(values):
 
 
 def find_device(name):
-    """The torch.device of a name; refuses one that isn't there."""
+    """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process.
+    Refuses a device that isn't there."""
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        device = torch.device(name)
+        device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and processes > 1 else name)
         torch.zeros(1, device=device)
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
-        return device
     except (RuntimeError, AssertionError) as problem:
         refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if processes > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if rank:
+            sys.stdout = open(os.devnull, "w")
+    return device, rank, processes
 
 
 def cores():
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """CPU cores that this process may use, its share of them where torchrun started several."""
+    all_ = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, all_ // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def device_name(device):
@@ -1197,19 +1438,23 @@ class Run:
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "result.json.part").write_text("")
-            (self.out / "result.json.part").unlink()
+            if leads():
+                (self.out / "result.json.part").write_text("")
+                (self.out / "result.json.part").unlink()
         except OSError as problem:
             refuse(f"--out {self.out} can't be written to: {problem.strerror}")
+        rank, processes = federation.rank, federation.processes
+        self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
         sources = [pathlib.Path(file), pathlib.Path(__file__)]
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**vars(args), "device": str(federation.device)},
             "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
-            "data": federation.data.fingerprint(), "split": federation.split.fingerprint(),
+            "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
         }  # fmt: skip
         self.environment = {
             "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "device": device_name(federation.device), "commit": commit(), "sources": self.identity["sources"],
+            "device": device_name(federation.device), "processes": processes, "commit": commit(),
+            "sources": self.identity["sources"],
         }  # fmt: skip
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
         federation.describe()
@@ -1219,24 +1464,28 @@ class Run:
     def rounds(self, state):
         """Yields (t, S_t) for t = 0 .. T-1, and keeps the record."""
         self.state, history, per_client = state, [], None
+        federation = self.federation
         if self.args.resume:
             history, per_client = self.restore()
+            if federation.sum(torch.tensor(len(history), device=federation.device)) != len(history) * federation.processes:
+                refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
         elif (self.out / "result.json").exists():
-            for name in ("result.json", "state.pt"):
-                if (self.out / name).exists():
-                    os.replace(self.out / name, self.out / name.replace(".", ".previous."))
+            for path in (self.out / "result.json", self.state_file):
+                if path.exists() and (leads() or path == self.state_file):
+                    os.replace(path, path.with_suffix(".previous" + path.suffix))
             print(f"kept    the earlier record in {self.out} as result.previous.json")
         self.kept = dict(vars(state)), history, per_client  # of the last complete round
         self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", dynamic_ncols=True,
-                        leave=False, disable=None)
+                        leave=False, disable=None if leads() else True)
         if threading.current_thread() is threading.main_thread():
             self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for t in range(len(history), self.args.rounds):
                 self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept[2]
-                self.clock = self.now()
-                yield t, self.federation.sample(t)
+                self.clock = federation.now()
+                yield t, federation.sample(t)
                 self.stop_clock()
+                self.add_up()
                 self.check_finite()
                 self.kept = dict(vars(state)), self.kept[1] + [self.row], self.per_client
                 if "global" in self.row or "personal" in self.row:
@@ -1247,14 +1496,20 @@ class Run:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
 
-    def now(self):
-        if self.federation.device.type == "cuda":
-            torch.cuda.synchronize(self.federation.device)
-        return time.perf_counter()
-
     def stop_clock(self):
         if self.row["seconds"] is None:
-            self.row["seconds"] = round(self.now() - self.clock, 4)
+            self.row["seconds"] = round(self.federation.now() - self.clock, 4)
+
+    def add_up(self):
+        """The round's bytes over all processes, and which share of what they trained together was padding."""
+        federation, names = self.federation, ("bytes_up", "bytes_down")
+        counts = torch.tensor([*(self.row[name] for name in names), federation.slots, federation.filled],
+                              dtype=torch.double, device=federation.device)  # fmt: skip
+        *sent, slots, filled = federation.sum(counts).tolist()
+        self.row.update({name: int(value) for name, value in zip(names, sent)})
+        if slots:
+            self.row["padding"] = round(1 - filled / slots, 4)
+        federation.slots = federation.filled = 0
 
     def sent(self, up, down):
         """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
@@ -1287,7 +1542,8 @@ class Run:
         """Ends the run as diverged if a number in the state or a loss of this round is not finite."""
         tensors = [z for z in vars(self.state).values() if torch.is_tensor(z)]
         losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
-        if all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all():
+        sound = all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all()
+        if not self.federation.sum(torch.tensor(float(not sound), device=self.federation.device)):
             return
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
         for part in ("global", "personal"):
@@ -1296,7 +1552,8 @@ class Run:
         raise SystemExit(3)
 
     def interrupt(self, number, frame):
-        """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program."""
+        """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program. Of several processes only the
+        record is written, since they need not be in the same round: the states of the last evaluation stay."""
         if self.saving:  # not now: save comes back to it
             self.pending = number
             return
@@ -1307,22 +1564,35 @@ class Run:
     # The record and the state
 
     def save(self, failed=()):
-        """Writes state.pt and result.json, each at once or not at all. failed: the row of a round that diverged."""
+        """Writes the state and result.json, each at once or not at all. failed: the row of a round that diverged."""
         self.saving = True  # so that an interruption waits
-        fields, history, per_client = self.kept
-        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
-        whole = {"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity}
-        torch.save(whole, self.out / "state.pt.part")
-        os.replace(self.out / "state.pt.part", self.out / "state.pt")
-        (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
-        os.replace(self.out / "result.json.part", self.out / "result.json")
+        if self.federation.processes == 1 or self.status != "interrupted":
+            self.save_state()
+        if leads():
+            (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
+            os.replace(self.out / "result.json.part", self.out / "result.json")
         self.saving = False
         if self.pending:
             self.interrupt(self.pending, None)
 
+    def save_state(self):
+        fields, history, per_client = self.kept
+        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
+        whole = {"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity}
+        part = self.state_file.with_suffix(".pt.part")
+        torch.save(whole, part)
+        if self.federation.processes > 1:
+            dist.barrier()  # so that all replace theirs, or none does
+        os.replace(part, self.state_file)
+
     def restore(self):
         """Puts the state from disk back; returns its history and accuracies per client, or none if there is no state."""
-        path = self.out / "state.pt"
+        path = self.state_file
+        others = [file for file in self.out.glob("state*.pt") if "previous" not in file.name]
+        if not path.exists() and others:
+            kind = others[0].stem.partition("-of-")[2] or "1"
+            refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
+                   f"{self.federation.processes}; use as many, or another --out")
         if not path.exists():
             print(f"resume  nothing to resume in {self.out}; starting at round 1")
             return [], None
@@ -1360,19 +1630,21 @@ class Run:
                 final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
-        own = ("round", "seconds", "bytes_up", "bytes_down", "global", "personal")
+        own = ("round", "seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
         last = next((row for row in reversed(history) if "global" in row or "personal" in row), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(federation.device)
+            self.environment.update(route=federation.net.route, together=federation.parallel, graphs=federation.graphs)
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
             "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged",
             "args": self.identity["args"], "environment": self.environment,
             "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
-            "split": {"fingerprint": self.identity["split"], "clients": federation.K, "sizes": federation.n.int().tolist()},
+            "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
+                      "sizes": [len(index) for index in federation.whole.train]},
             "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
@@ -1399,7 +1671,7 @@ class Run:
                     measures = record[when][part]
                     print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
         print(f"record  {self.out}/result.json")
-        if self.args.plot and status == "finished":
+        if self.args.plot and status == "finished" and leads():
             plot(record, self.federation, self.out)
 
 
@@ -1431,9 +1703,10 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5)):
 
     figure, axes = pyplot.subplots(rows, columns, figsize=size)
     yield axes
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    if leads():
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+        print(f"plot    {path}")
     pyplot.close(figure)
-    print(f"plot    {path}")
 
 
 def plot(record, federation, out):
@@ -1460,8 +1733,8 @@ def plot(record, federation, out):
         axis.legend()
 
     classes, labels = federation.data.classes, federation.data.labels
-    shown = np.sort(stream(0, "split").permutation(federation.K)[:30])
-    counts = np.array([np.bincount(labels[federation.split.train[k]], minlength=classes) for k in shown])
+    shown = np.sort(stream(0, "split").permutation(len(federation.whole.train))[:30])
+    counts = np.array([np.bincount(labels[federation.whole.train[k]], minlength=classes) for k in shown])
     start = counts.cumsum(1) - counts
     with drawing(out / "split.png", size=(6, 6)) as axis:
         for c in range(classes):

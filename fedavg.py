@@ -83,7 +83,7 @@ def main(argv=None):
         w = state.w.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-10 (D2), l.12: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w = n_k @ w_k / n_k.sum()  # l.7 (D1): [d]
+        state.w = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.7 (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))

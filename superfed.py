@@ -225,8 +225,8 @@ def main(argv=None):
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} clients to train; use a smaller number")
     order = common.stream(args.split_seed, "split", 1).permutation(K)
-    unseen, seen = np.sort(order[: args.unseen]), np.sort(order[args.unseen :])
-    taking_part = only(federation, seen)
+    taking_part, joining = only(federation, order[args.unseen :]), only(federation, order[: args.unseen])
+    seen, unseen = (np.searchsorted(federation.clients, few.clients) for few in (taking_part, joining))  # rows
     federation.sample = lambda t: seen[taking_part.sample(t)]  # D14: C*K counts those that take part
     run = common.Run(__file__, args, federation)
     first = int(args.start * args.rounds) - 1 if official else ceil(args.start * args.rounds - 1e-9)  # D4
@@ -245,13 +245,13 @@ def main(argv=None):
         start = (w_f, w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
         return federation.train(step, start, S, t, eta, phase_two, state.w_f, draw=draw)[:2]  # l.7-10 (D9)
 
-    seeds = [1 if official else k + 1 for k in range(K)]  # D3; w^f has 0
+    seeds = [1 if official else k + 1 for k in federation.clients]  # D3; w^f has 0
     state = State(w_f=federation.initial_weights(),  # l.1: [d]
                   W_l=torch.stack([net.init(common.stream(args.seed, "initialisation", 0, k)) for k in seeds]))  # [K, d]
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D13)
         w_f, w_l = client_update(S, t)  # l.4-5
         n_k = federation.n[S]  # [m]
-        state.w_f = n_k @ w_f / n_k.sum()  # l.6 (D15): [d]
+        state.w_f = federation.sum(n_k @ w_f) / federation.sum(n_k.sum())  # l.6 (D15): [d]
         if t >= first:
             state.W_l = state.W_l.index_copy(0, torch.from_numpy(S).to(device), w_l)  # l.15: [K, d]
         run.sent(up=w_f.numel(), down=w_f.numel())
@@ -262,7 +262,7 @@ def main(argv=None):
                 measures = {"personal": taking_part.evaluate_clients(state.w_f)}  # D12
             if args.unseen and t == args.rounds - 1:  # D14
                 w_l = client_update(unseen, args.rounds)[1]
-                measures["unseen"] = measure_mixtures(only(federation, unseen), state.w_f, w_l, paired)
+                measures["unseen"] = measure_mixtures(joining, state.w_f, w_l, paired)
             run.log(federation.evaluate(state.w_f), **measures)
     show(run, first)
 

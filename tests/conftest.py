@@ -37,6 +37,16 @@ def federation(argv, **defaults):
     return common.Federation(common.parse(common.parser("test", **defaults), {}, argv))
 
 
+def paths(fed):
+    """Sets a federation to each way of training, the loop, which is the specification, first."""
+    ways = {"loop": {}, "vmap": {"vmap": True}, "vmap in parts": {"vmap": True, "parallel": 3},
+            "replayed": {"vmap": True, "graphs": True, "tuned": True}, "patches": {"vmap": True, "route": "patches"}}  # fmt: skip
+    for way, settings in ways.items():
+        fed.net.route = settings.pop("route", "conv")
+        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, **settings})
+        yield way
+
+
 def run(module, argv, out):
     """Runs an algorithm's main in this process; returns its record and its saved state."""
     module.main([*argv, "--out", str(out)])

@@ -10,7 +10,7 @@ from torch.func import grad
 import common
 import fedavg
 import superfed
-from conftest import QUICK, pixels, run, softmax_gradient
+from conftest import QUICK, paths, pixels, run, softmax_gradient
 
 SAME = [*QUICK, "--momentum", "0.9"]
 SMALL = [*QUICK, "--model", "mnistnet", "--rounds", "4", "--start", "0.5", "--lr", "0.05"]
@@ -193,7 +193,7 @@ def test_phase_one_trains_the_federated_model_alone():
 
 
 @pytest.mark.parametrize("mix, version", BOTH)
-def test_loop_equals_vmap(mix, version):
+def test_all_paths_agree(mix, version):
     argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--momentum", "0.9"]  # clients of different sizes
     fed = federation(argv)
     args = SimpleNamespace(mix=mix, as_=version, mu=0.1, nu=2.0, momentum=0.9, weight_decay=0.0)
@@ -202,11 +202,12 @@ def test_loop_equals_vmap(mix, version):
     start = (w.expand(4, -1), w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
     assert len(set(fed.n[S].tolist())) > 1
     ends = []
-    for fed.vmap in (False, True):
+    for _ in paths(fed):
         ends.append(fed.train(superfed.client_step(fed.net, args), start, S, 0, torch.tensor(0.05), torch.tensor(1.0), w,
                               draw=lambda rng, steps: rng.random((steps, 2 if mix == "layer" else 1))))  # fmt: skip
-    for a, b in zip(*ends):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+    for a, *others in zip(*ends):
+        for b in others:
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
 # Who keeps what

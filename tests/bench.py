@@ -1,0 +1,248 @@
+"""Seconds per round of FedAvg: a plain PyTorch loop against this project's, and how the cost grows.
+
+    python tests/bench.py                   (make bench: three workloads, then the cost over K and over the population)
+    python tests/bench.py --only fedavg     (one workload)
+
+Every entrant trains the same clients, images and model for one round; repetitions are interleaved, so that a machine that
+slows down slows all of them; the medians are printed and written as JSON. "share of peak" is the floating-point work of the
+model (counted by torch's FlopCounterMode: forward and backward) per second, over that of a large matrix product in the
+same precision on the same device at the same time. Run it on a quiet machine.
+"""
+
+import argparse
+import copy
+import json
+import pathlib
+import resource
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import common  # noqa: E402
+import fedavg  # noqa: E402
+
+
+def leafcnn(m, x, classes):
+    """Two 5x5 convolutions and two linear layers: 878,538 weights, 43.2 MFLOP per trained image of 32x32x3."""
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5), 2))
+    x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5), 2))
+    return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 512)), classes)
+
+
+common.MODELS["leafcnn"] = leafcnn
+
+
+class Block(nn.Module):
+    def __init__(self, inside, width, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, width, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.GroupNorm(2, width), nn.GroupNorm(2, width)
+        self.short = None
+        if stride > 1:
+            self.short = nn.Sequential(nn.Conv2d(inside, width, 1, stride, bias=False), nn.GroupNorm(2, width))
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + (x if self.short is None else self.short(x)))
+
+
+def plain_model(name):
+    """The model as most people write it."""
+    if name == "leafcnn":
+        return nn.Sequential(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+                             nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10))
+    if name == "cnn":
+        return nn.Sequential(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+                             nn.Conv2d(64, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 512), nn.ReLU(),
+                             nn.Linear(512, 10))
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    return nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(2, 64), nn.ReLU(), *(Block(*w) for w in widths),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10, bias=False))
+
+
+def arguments(model, device, **more):
+    words = {"dataset": "shapes", "model": model, "device": device, "split": "iid", "fraction": 1, "epochs": 1, **more}
+    argv = [word for name, value in words.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return common.parse(common.parser("bench\n\nbench", **fedavg.DEFAULTS), {}, argv)
+
+
+def plain(args):
+    """One round: deepcopy, nn.Module, torch.optim.SGD, one client after the other."""
+    federation = common.Federation(args)
+    device, model = federation.device, plain_model(args.model).to(federation.device)
+    images = federation.images.permute(0, 3, 1, 2).contiguous()  # as torchvision's ToTensor gives them
+
+    def one_round(t):
+        torch.set_num_threads(common.cores())
+        models, sizes = [], []
+        for k in federation.sample(t):
+            local = copy.deepcopy(model)
+            optimiser = torch.optim.SGD(local.parameters(), args.lr, args.momentum)
+            own = torch.as_tensor(federation.split.train[k], device=device)
+            for _ in range(args.epochs):
+                for index in own[torch.randperm(len(own), device=device)].split(args.batch_size):
+                    optimiser.zero_grad()
+                    F.cross_entropy(local(images[index].float() / 255), federation.labels[index]).backward()
+                    optimiser.step()
+            models.append(local.state_dict())
+            sizes.append(len(own))
+        model.load_state_dict({name: sum(n * z[name] for n, z in zip(sizes, models)) / sum(sizes) for name in models[0]})
+
+    return one_round
+
+
+def ours(args, **settings):
+    """One round of fedavg.py; settings: attributes of the Federation."""
+    federation = common.Federation(args)
+    vars(federation).update(settings)
+    step = fedavg.client_step(federation.net, args)
+    eta, w = torch.tensor(args.lr, device=federation.device), federation.initial_weights()
+
+    def one_round(t):
+        nonlocal w
+        S = federation.sample(t)
+        start = w.expand(len(S), -1)
+        w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, eta)
+        w = federation.n[S] @ w_k / federation.n[S].sum()
+
+    one_round.federation = federation
+    return one_round
+
+
+def clock(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def interleaved(entrants, device, repetitions):
+    """Median seconds of each entrant's round, and peak GPU memory in MiB (0 on a CPU)."""
+    seconds, memory = {name: [] for name in entrants}, {}
+    for t in range(-1, repetitions):  # the first is a warm-up
+        for name, one_round in entrants.items():
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            start = clock(device)
+            one_round(t + 1)
+            if t >= 0:
+                seconds[name].append(clock(device) - start)
+            memory[name] = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0
+    return {name: statistics.median(s) for name, s in seconds.items()}, memory
+
+
+def peak(device, precision):
+    """Floating-point operations per second of a large matrix product."""
+    n, dtype = (8192 if device == "cuda" else 2048), torch.bfloat16 if precision == "bf16" else torch.float32
+    torch.set_num_threads(common.cores())
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(7):
+        start = clock(device)
+        with common.tf32(precision == "tf32"):
+            a @ b
+        times.append(clock(device) - start)
+    return 2 * n**3 / min(times)
+
+
+def flops(model, batch):
+    """Of one training step of the plain model, per image."""
+    module, x = plain_model(model), torch.zeros(batch, 3, 32, 32)
+    with FlopCounterMode(display=False) as counter:
+        module(x).sum().backward()
+    return counter.get_total_flops() / batch
+
+
+WORKLOADS = {  # name: model, clients, images per client on a CPU and on a GPU, B
+    "fedavg": ("leafcnn", 10, 500, 500, 50),
+    "superfed-cnn": ("cnn", 10, 500, 500, 20),
+    "resnet18": ("resnet18", 10, 20, 500, 20),
+}
+
+
+def workload(name, device, repetitions):
+    model, clients, few, many, B = WORKLOADS[name]
+    images = few if device == "cpu" else many
+    base = dict(clients=clients, limit=clients * images, client_test=0, batch_size=B)
+    entrants, kinds = {}, ("fp32", "bf16") if device == "cpu" else ("fp32", "tf32", "bf16")
+    for precision in kinds:
+        args = arguments(model, device, precision=precision, **base)
+        if precision == "fp32":
+            entrants["plain loop, fp32"] = plain(args)
+        if device == "cpu":
+            entrants[f"ours, {precision}"] = ours(args)
+            if precision == "fp32":
+                entrants["ours, one client after the other, fp32"] = ours(arguments(model, device, parallel=1, **base))
+                entrants["ours, vmap, fp32"] = ours(args, vmap=True)
+        else:
+            for how, route, settings in (("loop", "conv", {"vmap": False}),
+                                         ("vmap", "conv", {"graphs": False}),
+                                         ("vmap + graph", "conv", {"tuned": True}),
+                                         ("vmap + graph + patches", "patches", {"tuned": True}),
+                                         ("one by one + graph", "conv", {"tuned": True, "parallel": 1}),
+                                         ("as it comes", "conv", {})):
+                entrants[f"ours, {how}, {precision}"] = ours(args, **settings)
+                entrants[f"ours, {how}, {precision}"].federation.net.route = route
+    seconds, memory = interleaved(entrants, device, repetitions)
+    work, peaks = clients * images * flops(model, B), {precision: peak(device, precision) for precision in kinds}
+    rows = []
+    for entrant, s in seconds.items():
+        share = work / s / peaks[entrant.split(", ")[-1]]
+        rows.append({"entrant": entrant, "seconds": s, "times_plain": seconds["plain loop, fp32"] / s, "share_of_peak": share,
+                     "images_per_second": clients * images / s, "memory_mb": memory[entrant]})  # fmt: skip
+    print(f"\n{name}: {clients} clients x {images} images, B={B}, {flops(model, B) / 1e6:.1f} MFLOP per trained image; peak "
+          + ", ".join(f"{p} {v / 1e9:.0f} GFLOP/s" for p, v in peaks.items()))
+    print(f"{'':<42}{'s/round':>9}{'x plain':>9}{'images/s':>10}{'of peak':>9}{'MiB':>8}")
+    for row in rows:
+        print(f"{row['entrant']:<42}{row['seconds']:>9.3f}{row['times_plain']:>9.2f}{row['images_per_second']:>10.0f}"
+              f"{row['share_of_peak']:>9.1%}{row['memory_mb']:>8.0f}")
+    return {"name": name, "clients": clients, "images": images, "batch_size": B, "peak": peaks, "rows": rows}
+
+
+def growth(device, repetitions):
+    """Seconds and seconds per client as more clients are sampled, and as the population grows with 10 sampled."""
+    rows = []
+    for K, m in [(100, m) for m in (1, 2, 5, 10, 20, 50, 100)] + [(1000, 10), (10_000, 10)]:
+        args = arguments("cnn", device, clients=K, fraction=m / K, client_test=0, batch_size=20)
+        one_round = ours(args)
+        federation = one_round.federation
+        own = [np.arange(100 * k, 100 * k + 100) % federation.data.train for k in range(K)]  # clients may share images
+        federation.whole = common.Split(own, own, own)
+        federation.take(np.arange(K))
+        (s,), _ = (list(part.values()) for part in interleaved({"": one_round}, device, repetitions))
+        rows.append({"population": K, "sampled": m, "seconds": s, "ms_per_client": 1000 * s / m,
+                     "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})  # fmt: skip
+    print(f"\ncnn, 100 images per client, B=20\n{'population':>12}{'sampled':>9}{'s/round':>9}{'ms/client':>11}{'RSS MiB':>9}")
+    for row in rows:
+        print(f"{row['population']:>12}{row['sampled']:>9}{row['seconds']:>9.3f}{row['ms_per_client']:>11.1f}{row['rss_mb']:>9.0f}")
+    return rows
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    p.add_argument("--only", choices=(*WORKLOADS, "growth"))
+    p.add_argument("--repetitions", type=int, default=5)
+    p.add_argument("--out", type=pathlib.Path, help="the JSON (default: runs/bench-DEVICE.json)")
+    args = p.parse_args()
+    name = common.device_name(torch.device(args.device))
+    print(f"{name}, torch {torch.__version__}")
+    result = {"device": name, "torch": torch.__version__, "commit": common.commit(), "repetitions": args.repetitions}
+    result["workloads"] = [workload(w, args.device, args.repetitions) for w in WORKLOADS if args.only in (None, w)]
+    if args.only in (None, "growth"):
+        result["growth"] = growth(args.device, args.repetitions)
+    out = args.out or pathlib.Path(f"runs/bench-{args.device}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nrecord  {out}")
+
+
+if __name__ == "__main__":
+    main()

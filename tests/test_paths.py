@@ -1,0 +1,181 @@
+"""The ways of training beside the plain loop: patches, replayed steps, halves when memory runs out, lower precision."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, vmap
+
+import common
+import fedavg
+from conftest import QUICK, federation, run
+
+UNEQUAL = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--fraction", "1", "--model", "mnistnet"]
+
+
+@pytest.mark.parametrize("kernel, stride, padding, bias", [(5, 1, 0, True), (3, 1, 1, False), (3, 2, 1, True), (1, 2, 0, False), (2, 1, 0, True)])
+def test_patches_are_a_convolution_in_value_and_gradients(kernel, stride, padding, bias):
+    """For one client, and under vmap for three with weights of their own; in float64."""
+    make = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=make, dtype=torch.double) for shape in ((3, 2, 4, 9, 9), (3, 6, 4, kernel, kernel)))
+    b = torch.randn(3, 6, generator=make, dtype=torch.double)
+    patches = lambda x, w, b: common.conv_by_patches(x, w, b if bias else None, stride, padding)  # noqa: E731
+    conv = lambda x, w, b: F.conv2d(x, w, b if bias else None, stride, padding)  # noqa: E731
+    for f, g in ((patches, conv), *((grad(lambda *a, f=f: f(*a).sin().sum(), argnums=(0, 1)), grad(lambda *a, g=g: g(*a).sin().sum(), argnums=(0, 1)))
+                                    for f, g in ((patches, conv),))):  # fmt: skip
+        torch.testing.assert_close(f(x[0], weight[0], b[0]), g(x[0], weight[0], b[0]))
+        torch.testing.assert_close(vmap(f)(x, weight, b), tuple(map(torch.stack, zip(*map(g, x, weight, b)))) if f is not patches else
+                                   torch.stack(list(map(g, x, weight, b))))  # fmt: skip
+
+
+def trained(fed, S):
+    step, w = fedavg.client_step(fed.net, fed.args), fed.initial_weights().expand(len(S), -1)
+    return fed.train(step, (w, torch.zeros_like(w)), S, 0, torch.tensor(0.1))[0]
+
+
+def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
+    """A device that holds three clients: 8 are tried, then 4, then 2 go together."""
+    fed = federation(UNEQUAL)
+    want = trained(fed, np.arange(8))
+    fed.vmap, fed.parallel, sizes = True, None, []
+    together = common.Federation.train_together
+
+    def small(self, step, state, plans, shared):
+        sizes.append(len(plans))
+        if len(plans) > 3:
+            raise torch.cuda.OutOfMemoryError
+        return together(self, step, state, plans, shared)
+
+    monkeypatch.setattr(common.Federation, "train_together", small)
+    torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
+    assert sizes == [8, 4, 2, 2, 2, 2] and fed.parallel == 2
+    assert capsys.readouterr().out.splitlines() == [f"memory  the GPU's is too small: {m} clients at once from here on" for m in (4, 2)]
+
+
+def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
+    fed = federation(UNEQUAL)
+    fed.vmap = True
+
+    def none(self, *_):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(common.Federation, "train_together", none)
+    with pytest.raises(SystemExit) as stop:
+        trained(fed, np.arange(8))
+    assert stop.value.code == 2 and "out of GPU memory with one client at a time" in capsys.readouterr().err
+
+
+def test_only_the_clients_with_minibatches_left_go_on():
+    """Clients of 7, 3, 2 and 1 minibatches: all four for two steps, half of them for the third, the longest alone for four."""
+    fed = federation([*UNEQUAL, "--batch-size", "10"])
+    fed.split = fed.split._replace(train=[np.arange(n) for n in (30, 70, 5, 20)])
+    fed.clients, fed.n = np.arange(4), torch.tensor([30.0, 70, 5, 20])
+    want = trained(fed, np.arange(4))
+    fed.vmap, fed.parallel, seen = True, None, []
+    together = common.Federation.step_together
+
+    def watched(self, step, state, index, *rest):
+        seen.append(len(index))
+        return together(self, step, state, index, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Federation, "step_together", watched)
+        torch.testing.assert_close(trained(fed, np.arange(4)), want, atol=1e-5, rtol=1e-4)
+    assert seen == [4, 4, 2, 1, 1, 1, 1]
+    assert (fed.slots, fed.filled) == (10 * (4 + 4 + 2 + 4), 30 + 70 + 5 + 20)
+
+
+def test_the_share_of_padding_is_recorded(tmp_path, monkeypatch):
+    init = common.Federation.__init__
+
+    def together(self, args):
+        init(self, args)
+        self.vmap, self.parallel = True, None
+
+    monkeypatch.setattr(common.Federation, "__init__", together)
+    record, _ = run(fedavg, [*UNEQUAL, "--split", "iid", "--client-test", "0.5", "--batch-size", "20"], tmp_path)  # 8 x 25 images
+    assert [row["padding"] for row in record["rounds"]] == [1 - 25 / 40] * 2
+
+
+def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
+    fed = federation([*UNEQUAL, "--split", "iid"])
+    fed.vmap = fed.graphs = fed.tuned = True
+    fed.parallel = None
+    made, init = [], common.Replay.__init__
+    monkeypatch.setattr(common.Replay, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
+    step, w = fedavg.client_step(fed.net, fed.args), fed.initial_weights()
+    results = []
+    for m, eta in ((8, 0.1), (8, 0.2), (4, 0.2), (8, 0.1)):
+        start = w.expand(m, -1)
+        results.append(fed.train(step, (start, torch.zeros_like(start)), np.arange(m), 0, torch.tensor(eta))[0])
+    assert len(made) == 2  # for 8 and for 4 clients
+    assert torch.equal(results[0], results[3]) and not torch.equal(results[0], results[1])  # nothing is left from other calls
+
+
+def test_a_step_that_cannot_be_captured_runs_without(capsys, monkeypatch):
+    fed = federation(UNEQUAL)
+    want = trained(fed, np.arange(8))
+    fed.vmap = fed.graphs = fed.tuned = True
+
+    def fail(self, *_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(common.Replay, "__init__", fail)
+    torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
+    assert "can't be captured as a CUDA graph (operation not permitted" in capsys.readouterr().out and not fed.graphs
+
+
+def test_the_fastest_way_is_taken(monkeypatch):
+    """A clock that lets each way take a known time; the run's result is that of the way, whatever it is."""
+    fed = federation([*QUICK, "--fraction", "1"])
+    want = trained(fed, np.arange(8))
+    for fastest in (("conv", None), ("patches", None), ("conv", 1)):
+        fed.vmap, fed.graphs, fed.tuned, fed.parallel, seconds = True, True, False, None, [0.0]
+        together = common.Federation.train_together
+
+        def timed(self, step, state, plans, shared):
+            way = self.net.route, 1 if len(plans) == 1 else None
+            seconds[0] += (0.5 if way == fastest else 1.0) * len(plans)
+            return together(self, step, state, plans, shared)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(common.Federation, "train_together", timed)
+            patch.setattr(common.Federation, "now", lambda self: seconds[0])
+            result = trained(fed, np.arange(8))
+        torch.testing.assert_close(result, want, atol=1e-4, rtol=1e-3)
+        assert (fed.net.route, fed.parallel and 1) == (fastest[0], fastest[1])
+
+
+def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(tmp_path):
+    seen = []
+
+    def watched(m, x, classes):
+        seen.append(x.dtype)
+        return m.linear("fc", x.flatten(1), classes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(common.MODELS, "mnistnet", watched)
+        fed = federation([*UNEQUAL, "--precision", "bf16"])
+        seen.clear()
+        W = trained(fed, np.arange(8))
+        assert set(seen) == {torch.bfloat16} and W.dtype == torch.float32
+        seen.clear()
+        fed.evaluate(W[0])
+        fed.evaluate_clients(W)
+        assert set(seen) == {torch.float32}
+        exact = trained(federation(UNEQUAL), np.arange(8))
+    change = (exact - fed.initial_weights()).norm()
+    assert 1e-5 < (W - exact).norm() / change < 0.05  # it does differ, and not by much
+
+
+def test_tf32_is_refused_on_a_cpu(capsys):
+    with pytest.raises(SystemExit) as stop:
+        federation([*QUICK, "--precision", "tf32"])
+    assert stop.value.code == 2 and "--precision tf32 is for GPUs" in capsys.readouterr().err
+
+
+def test_tf32_is_allowed_only_while_training():
+    assert not torch.backends.cuda.matmul.allow_tf32
+    with common.tf32(True):
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
