@@ -665,8 +665,10 @@ def conv_by_patches(x, weight, bias, stride, padding):
 
 
 class Patches(torch.autograd.Function):
-    """x [B,C,H,W] -> [B, h, w, C*kernel*kernel], the pixels under the kernel at each place. Its own function since the backward of
-    Tensor.unfold runs client by client under vmap."""
+    """x [B,C,H,W] -> [B, h, w, C*kernel*kernel], the pixels under the kernel at each place.
+
+    Its own function since the backward of Tensor.unfold runs client by client under vmap.
+    """
 
     generate_vmap_rule = True
 
@@ -1005,7 +1007,7 @@ class Federation:
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else cores())  # None: all
-        self.tuned, self.replays, self.slots, self.filled = False, {}, 0, 0
+        self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0
         self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
 
     def take(self, numbers):
@@ -1083,15 +1085,16 @@ class Federation:
         # like with like: those who have most minibatches first
         order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
         with tf32(self.args.precision == "tf32"):
-            if self.graphs and not self.tuned:
+            most = min(self.parallel or len(order), len(order))
+            if self.graphs and step not in self.ways:
                 self.tune(step, tree_map(lambda z: z[order], state), [plans[i] for i in order], shared)
 
             def work(these):
                 return self.train_together(step, tree_map(lambda z: z[these], state), [plans[i] for i in these], shared)
 
-            most = min(self.parallel or len(order), len(order))
-            parts, fitting = self.in_parts(work, order, most)
-        if fitting < most:
+            self.net.route, one_by_one = self.ways.get(step, (self.net.route, False))
+            parts, fitting = self.in_parts(work, order, 1 if one_by_one else most)
+        if fitting < most and not one_by_one:
             self.parallel = fitting
         back = torch.from_numpy(np.argsort(order)).to(self.device)
         return tree_map(lambda *z: torch.cat(z)[back], *parts)
@@ -1205,12 +1208,12 @@ class Federation:
         return self.replays[key]
 
     def tune(self, step, state, plans, shared):
-        """Tries the ways to train these clients on a few of their minibatches, and takes the fastest from here on: together
-        or one after the other, convolutions as such or as products with patches."""
+        """Tries the ways to take these clients through this step on a few of their minibatches, and keeps the fastest:
+        together or one by one (unless --parallel says), convolutions as such or as products with patches."""
         plans, times = [Schedule(*(z[:4] for z in plan)) for plan in plans], {}
-        together = min(self.parallel or len(plans), len(plans))
-        for way in [("conv", together), ("patches", together)] + [("conv", 1)] * (self.args.parallel is None and together > 1):
-            self.net.route, n = way
+        ways = [("conv", False), ("patches", False)] + [("conv", True)] * (self.args.parallel is None)
+        for self.net.route, one_by_one in ways:
+            way, n = (self.net.route, one_by_one), 1 if one_by_one else self.parallel or len(plans)
             try:
                 for _ in range(3):  # the last one counts
                     start = self.now()
@@ -1221,10 +1224,8 @@ class Federation:
             except torch.cuda.OutOfMemoryError:
                 times[way] = float("inf")
             self.replays.clear()
-        self.net.route, n = min(times, key=times.get)
-        self.tuned, self.slots, self.filled = True, 0, 0
-        if n < together:
-            self.parallel = n
+        self.ways[step] = min(times, key=times.get)
+        self.slots = self.filled = 0
 
     def now(self):
         """Seconds, when all that was asked of the device is done."""
@@ -1636,7 +1637,7 @@ class Run:
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(federation.device)
-            self.environment.update(route=federation.net.route, together=federation.parallel, graphs=federation.graphs)
+            self.environment.update(ways=list(federation.ways.values()), graphs=federation.graphs)
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {

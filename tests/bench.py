@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
 import fedavg  # noqa: E402
+from conftest import Conv  # noqa: E402
 
 
 def leafcnn(m, x, classes):
@@ -184,9 +185,9 @@ def workload(name, device, repetitions):
         else:
             for how, route, settings in (("loop", "conv", {"vmap": False}),
                                          ("vmap", "conv", {"graphs": False}),
-                                         ("vmap + graph", "conv", {"tuned": True}),
-                                         ("vmap + graph + patches", "patches", {"tuned": True}),
-                                         ("one by one + graph", "conv", {"tuned": True, "parallel": 1}),
+                                         ("vmap + graph", "conv", {"ways": Conv()}),
+                                         ("vmap + graph + patches", "patches", {"ways": Conv()}),
+                                         ("one by one + graph", "conv", {"ways": Conv(), "parallel": 1}),
                                          ("as it comes", "conv", {})):
                 entrants[f"ours, {how}, {precision}"] = ours(args, **settings)
                 entrants[f"ours, {how}, {precision}"].federation.net.route = route

@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 
 import common
 import fedavg
-from conftest import QUICK, federation, run
+from conftest import QUICK, Conv, federation, run
 
 UNEQUAL = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--fraction", "1", "--model", "mnistnet"]
 
@@ -29,6 +29,7 @@ def test_patches_are_a_convolution_in_value_and_gradients(kernel, stride, paddin
 
 
 def trained(fed, S):
+    """fedavg.py's clients after one round."""
     step, w = fedavg.client_step(fed.net, fed.args), fed.initial_weights().expand(len(S), -1)
     return fed.train(step, (w, torch.zeros_like(w)), S, 0, torch.tensor(0.1))[0]
 
@@ -99,7 +100,8 @@ def test_the_share_of_padding_is_recorded(tmp_path, monkeypatch):
 
 def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
     fed = federation([*UNEQUAL, "--split", "iid"])
-    fed.vmap = fed.graphs = fed.tuned = True
+    fed.vmap = fed.graphs = True
+    fed.ways = Conv()
     fed.parallel = None
     made, init = [], common.Replay.__init__
     monkeypatch.setattr(common.Replay, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
@@ -115,7 +117,8 @@ def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
 def test_a_step_that_cannot_be_captured_runs_without(capsys, monkeypatch):
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
-    fed.vmap = fed.graphs = fed.tuned = True
+    fed.vmap = fed.graphs = True
+    fed.ways = Conv()
 
     def fail(self, *_):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -129,12 +132,12 @@ def test_the_fastest_way_is_taken(monkeypatch):
     """A clock that lets each way take a known time; the run's result is that of the way, whatever it is."""
     fed = federation([*QUICK, "--fraction", "1"])
     want = trained(fed, np.arange(8))
-    for fastest in (("conv", None), ("patches", None), ("conv", 1)):
-        fed.vmap, fed.graphs, fed.tuned, fed.parallel, seconds = True, True, False, None, [0.0]
+    for fastest in (("conv", False), ("patches", False), ("conv", True)):
+        fed.vmap, fed.graphs, fed.ways, fed.parallel, seconds = True, True, {}, None, [0.0]
         together = common.Federation.train_together
 
         def timed(self, step, state, plans, shared):
-            way = self.net.route, 1 if len(plans) == 1 else None
+            way = self.net.route, len(plans) == 1
             seconds[0] += (0.5 if way == fastest else 1.0) * len(plans)
             return together(self, step, state, plans, shared)
 
@@ -143,7 +146,7 @@ def test_the_fastest_way_is_taken(monkeypatch):
             patch.setattr(common.Federation, "now", lambda self: seconds[0])
             result = trained(fed, np.arange(8))
         torch.testing.assert_close(result, want, atol=1e-4, rtol=1e-3)
-        assert (fed.net.route, fed.parallel and 1) == (fastest[0], fastest[1])
+        assert list(fed.ways.values()) == [fastest]
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(tmp_path):
