@@ -55,15 +55,15 @@ class Block(nn.Module):
         return F.relu(y + (x if self.short is None else self.short(x)))
 
 
-def plain_model(name):
-    """The model as most people write it."""
+def plain_model(name, pool_first=False):
+    """The model as most people write it; or with the pooling before the ReLU, as ours."""
+    after = [nn.MaxPool2d(2), nn.ReLU()] if pool_first else [nn.ReLU(), nn.MaxPool2d(2)]
     if name == "leafcnn":
-        return nn.Sequential(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
-                             nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10))
+        return nn.Sequential(nn.Conv2d(3, 32, 5), *after, nn.Conv2d(32, 64, 5), *after, nn.Flatten(), nn.Linear(1600, 512),
+                             nn.ReLU(), nn.Linear(512, 10))
     if name == "cnn":
-        return nn.Sequential(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
-                             nn.Conv2d(64, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 512), nn.ReLU(),
-                             nn.Linear(512, 10))
+        return nn.Sequential(nn.Conv2d(3, 32, 5), *after, nn.Conv2d(32, 64, 5), *after, nn.Conv2d(64, 32, 3), *after,
+                             nn.Flatten(), nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 10))
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
     return nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(2, 64), nn.ReLU(), *(Block(*w) for w in widths),
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10, bias=False))
@@ -75,14 +75,19 @@ def arguments(model, device, **more):
     return common.parse(common.parser("bench\n\nbench", **fedavg.DEFAULTS), {}, argv)
 
 
-def plain(args):
-    """One round: deepcopy, nn.Module, torch.optim.SGD, one client after the other."""
+def plain(args, tidy=False):
+    """One round: deepcopy, nn.Module, torch.optim.SGD, one client after the other. tidy: with what makes our loop fast on a
+    CPU, but on one thread: images and weights channels-last, pooling before ReLU."""
     federation = common.Federation(args)
-    device, model = federation.device, plain_model(args.model).to(federation.device)
-    images = federation.images.permute(0, 3, 1, 2).contiguous()  # as torchvision's ToTensor gives them
+    device, model = federation.device, plain_model(args.model, tidy).to(federation.device)
+    images = federation.images.permute(0, 3, 1, 2)
+    if tidy:
+        model = model.to(memory_format=torch.channels_last)
+    else:
+        images = images.contiguous()  # as torchvision's ToTensor gives them
 
     def one_round(t):
-        torch.set_num_threads(common.cores())
+        torch.set_num_threads(1 if tidy else common.cores())
         models, sizes = [], []
         for k in federation.sample(t):
             local = copy.deepcopy(model)
@@ -180,7 +185,8 @@ def workload(name, device, repetitions):
         if device == "cpu":
             entrants[f"ours, {precision}"] = ours(args)
             if precision == "fp32":
-                entrants["ours, one client after the other, fp32"] = ours(arguments(model, device, parallel=1, **base))
+                entrants["ours, one thread, fp32"] = ours(arguments(model, device, parallel=1, **base))
+                entrants["tidy nn.Module loop, one thread, fp32"] = plain(args, tidy=True)
                 entrants["ours, vmap, fp32"] = ours(args, vmap=True)
         else:
             for how, route, settings in (("loop", "conv", {"vmap": False}),

@@ -11,7 +11,7 @@ import common
 import fedavg
 
 HERE = pathlib.Path(fedavg.__file__).parent
-ALGORITHMS = [name for name in ("fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl") if (HERE / f"{name}.py").exists()]
+ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
 
 
 def parts(name):
@@ -52,7 +52,7 @@ def test_the_main_loop_fits_on_a_screen_and_the_file_in_400_lines(name):
 
 def commands():
     """Every `python NAME.py ...` in the README and the docstrings."""
-    texts = [(HERE / "README.md").read_text()] + [parts(name)[0] for name in ALGORITHMS]
+    texts = [(HERE / "README.md").read_text()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
     found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", "\n".join(texts), re.M)
     return sorted({(name, " ".join(argv.split())) for name, argv in found})
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import baselines
 import common
 import fedavg
 from conftest import QUICK, run
@@ -27,7 +28,12 @@ COMMANDS = {  # an algorithm joins by a line
     "fedavgm": ["fedavgm", *SOME, "--model", "cnn", "--transform", "scale"],
     "superfed, model": ["superfed", *SOME, "--mix", "model", "--unseen", "1"],
     "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
-}
+    "fedslr": ["fedslr", *SOME, "--model", "cnn"],
+    "fedslr, memory-efficient": ["fedslr", *SOME, "--model", "cnn", "--memory-efficient"],
+    "persfl": ["persfl", *SOME, "--model", "mnistnet", "--unseen", "1", "--fraction", "1"],
+    "psinet": ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--prune"],
+    **{method: ["baselines", "--method", method, *SOME, "--model", "mnistnet", "--epochs", "2"] for method in baselines.METHODS},
+}  # fmt: skip
 
 
 def environment():

@@ -1,0 +1,434 @@
+"""The methods of baselines.py: each by its identities and by numbers worked out in numpy; and what holds for all of them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import baselines
+import common
+import fedavg
+import fedslr
+from conftest import QUICK, pixels, run, softmax_gradient
+
+MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05", "--eval-every", "1"]
+SMALL = [*QUICK, "--model", "mnistnet", "--momentum", "0.9", "--rounds", "3", "--eval-every", "1"]
+
+
+def federation(method, argv):
+    return common.Federation(baselines.arguments(["--method", method, *argv]))
+
+
+def go(method, argv, out):
+    """A run of one method: its record and its last state."""
+    return run(baselines, ["--method", method, *argv], out)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What any run sees and makes: sampled clients, initial weights, evaluated models; with switches for vmap and poison."""
+    seen = SimpleNamespace(vmap=False, poison=False, dies=None, sampled=[], start=[], models=[])
+
+    class Watched(common.Federation):
+        def __init__(self, args):
+            super().__init__(args)
+            self.vmap = self.graphs = seen.vmap
+            if seen.poison:
+                held = np.setdiff1d(np.arange(len(self.data.images)), np.concatenate(self.split.train))
+                self.images, self.labels = self.images.clone(), self.labels.clone()
+                self.images[held], self.labels[held] = 255 - self.images[held], (self.labels[held] + 3) % self.data.classes
+
+        def sample(self, t):
+            if t == seen.dies:
+                raise InterruptedError
+            seen.sampled.append(super().sample(t).tolist())
+            return super().sample(t)
+
+        def initial_weights(self):
+            seen.start.append(super().initial_weights())
+            return super().initial_weights()
+
+        def evaluate_clients(self, W, part="test"):
+            seen.models.append(W.clone())
+            return super().evaluate_clients(W, part)
+
+    monkeypatch.setattr(common, "Federation", Watched)
+    return seen
+
+
+@pytest.fixture
+def toy_argv(toy):
+    return ["--dataset", toy, "--model", "linear", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3", "--fraction", "0.7",
+            "--rounds", "3", "--epochs", "3", "--batch-size", "0", "--lr", "0.3", "--momentum", "0", "--device", "cpu"]  # fmt: skip
+
+
+def same(a, b):
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# What holds for every method
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_every_method_runs_and_sees_the_same(method, tmp_path, seen):
+    """Split, sampled clients and initial weights are FedAvg's; the record names the method and its measures."""
+    theirs, _ = run(fedavg, SMALL, tmp_path / "fedavg")
+    sampled, start = [list(z) for z in (seen.sampled, seen.start)]
+    seen.sampled.clear()
+    seen.start.clear()
+    record, state = go(method, SMALL, tmp_path / method)
+    assert record["status"] == "finished" and record["args"]["method"] == method and len(record["rounds"]) == 3
+    assert record["split"] == theirs["split"] and seen.sampled == sampled
+    assert torch.equal(seen.start[0], start[0]) and len(start[0]) == record["parameters"]
+    assert "personal" in record["final"]
+    assert ("global" in record["final"]) == (method not in ("local", "fedper", "fedrep", "lg-fedavg"))
+    assert all(z.isfinite().all() for z in state.values())
+    first, last = seen.models[-3], seen.models[-1]
+    assert (last - first).norm() > 0.01 and record["rounds"][-1]["personal"] != record["rounds"][0]["personal"]
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_loop_equals_vmap_and_no_test_image_or_label_matters(method, toy_argv, tmp_path, seen):
+    """Unequal clients, so that some finish early; all models that are evaluated, and the state."""
+    argv = [*toy_argv, *MINIBATCHES, "--adaptive", "--option", "I"]
+    record, state = go(method, argv, tmp_path / "loop")
+    models, seen.models = seen.models, []
+    seen.poison = True
+    poisoned, other = go(method, argv, tmp_path / "poison")
+    assert same(state, other) and all(torch.equal(a, b) for a, b in zip(models, seen.models, strict=True))
+    assert poisoned["final"]["personal"]["loss"] != record["final"]["personal"]["loss"]  # but their measures did change
+    seen.poison, seen.vmap, seen.models = False, True, []
+    _, together = go(method, argv, tmp_path / "vmap")
+    for one, all_ in [*((state[name], together[name]) for name in state), *zip(models, seen.models, strict=True)]:
+        torch.testing.assert_close(one, all_, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_a_run_that_died_is_resumed_bit_for_bit(method, toy_argv, tmp_path, seen):
+    """So the State holds all that survives a round."""
+    argv = [*toy_argv, *MINIBATCHES, "--adaptive"]
+    _, state = go(method, argv, tmp_path / "whole")
+    last, seen.dies = seen.models[-1], 2
+    with pytest.raises(InterruptedError):
+        go(method, argv, tmp_path / "parts")
+    seen.dies = None
+    _, resumed = go(method, [*argv, "--resume"], tmp_path / "parts")
+    assert same(state, resumed) and torch.equal(last, seen.models[-1])
+
+
+def test_settings_are_fedavg_s_and_records_do_not_meet(tmp_path, monkeypatch):
+    assert baselines.DEFAULTS == fedavg.DEFAULTS and baselines.BY_DATASET == fedavg.BY_DATASET
+    monkeypatch.chdir(tmp_path)
+    for method in ("local", "fedper"):
+        baselines.main(["--method", method, *SMALL, "--rounds", "1"])
+        assert (tmp_path / "runs" / f"baselines-{method}-shapes-0" / "result.json").exists()
+
+
+# By hand: softmax regression on full batches, 12 weights and 3 biases; clients of different sizes, two of three in a round
+
+
+def world(argv):
+    """(S of each round, (x, y) of each client, n_k, w_0), and that sizes differ and someone is left out."""
+    fed = federation("local", argv)
+    S = [fed.sample(t).tolist() for t in range(fed.args.rounds)]
+    data = [pixels(fed, index) for index in fed.split.train]
+    n = np.array([len(y) for _, y in data])
+    assert len(set(n)) > 1 and [len(clients) for clients in S] == [2, 2, 2]
+    return S, data, n, fed.initial_weights().double().numpy()
+
+
+def descend(w, gradient, steps=3, eta=0.3, momentum=0.0):
+    u = 0
+    for _ in range(steps):
+        u = momentum * u + gradient(w)
+        w = w - eta * u
+    return w
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found.numpy(), expected, atol=5e-6)
+
+
+def test_local_by_hand(toy_argv, tmp_path):
+    S, data, _, w = world(toy_argv)
+    W = np.stack([w] * 3)
+    for clients in S:
+        for k in clients:
+            W[k] = descend(W[k], lambda w: softmax_gradient(w, *data[k]), momentum=0.5)
+    record, state = go("local", [*toy_argv, "--momentum", "0.5"], tmp_path)
+    close(state["W"], W)
+    assert record["bytes_up"] == record["bytes_down"] == 0
+
+
+def test_centralised_by_hand(toy_argv, tmp_path):
+    """C*E = .7 * 3 = 2.1: two epochs in each of three rounds, of the images of all three clients."""
+    _, data, _, w = world(toy_argv)
+    x, y = (np.concatenate(parts) for parts in zip(*data))
+    _, state = go("centralised", toy_argv, tmp_path)
+    close(state["w"], descend(w, lambda w: softmax_gradient(w, x, y), steps=6))
+
+
+def test_one_client_that_always_takes_part_is_centralised_sgd(tmp_path):
+    argv = [*SMALL, "--clients", "1", "--split", "iid", "--fraction", "1", "--limit", "90", "--epochs", "2"]
+    _, theirs = run(fedavg, argv, tmp_path / "fedavg")
+    _, state = go("centralised", argv, tmp_path / "centralised")
+    torch.testing.assert_close(theirs["w"], state["w"], atol=1e-6, rtol=0)  # FedAvg multiplies by n_k and divides by it again
+
+
+def test_fedprox_by_hand(toy_argv, tmp_path, seen):
+    """mu/2 times the square has the gradient mu (w - w_t); the tuned models start at w_T and know nothing of mu."""
+    S, data, n, w = world(toy_argv)
+    for clients in S:
+        ends = [descend(w, lambda v: softmax_gradient(v, *data[k]) + 0.7 * (v - w)) for k in clients]
+        w = np.average(ends, axis=0, weights=n[clients])
+    _, state = go("fedprox", [*toy_argv, "--mu", "0.7"], tmp_path / "fedprox")
+    close(state["w"], w)
+    close(seen.models[-1], w)
+    _, tuned = go("fedprox-ft", [*toy_argv, "--mu", "0.7", "--finetune-epochs", "2"], tmp_path / "fedprox-ft")
+    assert torch.equal(tuned["w"], state["w"])
+    close(seen.models[-1], [descend(w, lambda v: softmax_gradient(v, *data[k]), steps=2) for k in range(3)])
+
+
+def test_without_mu_fedprox_is_fedavg_and_tuning_leaves_the_global_model_alone(tmp_path):
+    theirs, w = run(fedavg, SMALL, tmp_path / "fedavg")
+    for method in ("fedprox", "fedavg-ft"):
+        record, state = go(method, [*SMALL, *(["--mu", "0"] if method == "fedprox" else [])], tmp_path / method)
+        assert torch.equal(w["w"], state["w"])
+        assert record["final"]["global"] == theirs["final"]["global"] and record["bytes_up"] == theirs["bytes_up"]
+        personal = [[row["personal"] for row in one["rounds"]] for one in (record, theirs)]
+        assert personal[0][:2] == personal[1][:2] and (personal[0][2] == personal[1][2]) == (method == "fedprox")
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_scaffold_by_hand(option, momentum, toy_argv, tmp_path):
+    """With momentum, the gradient of step s of 3 moves y by eta (1 + .9 + ...): 2.71, 1.9 and 1, of which line 6 is the mean."""
+    S, data, n, x = world(toy_argv)
+    c, C = np.zeros(15), np.zeros((3, 15))
+    for clients in S:
+        y, new = [], {}
+        for k in clients:
+            visited = []
+
+            def corrected(w):
+                visited.append(softmax_gradient(w, *data[k]))
+                return visited[-1] - C[k] + c
+
+            y.append(descend(x, corrected, momentum=momentum))
+            weights = [1 + momentum + momentum**2, 1 + momentum, 1]
+            new[k] = softmax_gradient(x, *data[k]) if option == "I" else np.average(visited, axis=0, weights=weights)
+        x = x + 0.8 * (np.mean(y, axis=0) - x)
+        c = c + 2 / 3 * np.mean([new[k] - C[k] for k in clients], axis=0)
+        for k in clients:
+            C[k] = new[k]
+    record, state = go("scaffold", [*toy_argv, "--option", option, "--momentum", str(momentum), "--global-lr", "0.8"], tmp_path)
+    for name, expected in (("x", x), ("c", c), ("C", C)):
+        close(state[name], expected)
+    assert record["bytes_up"] == record["bytes_down"] == 3 * 2 * 4 * 2 * 15  # rounds, clients, bytes, y and c, numbers
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_scaffold_starts_as_fedavg_and_keeps_its_invariant(option, tmp_path):
+    """Controls are 0 in the first round, and equal clients weigh the same; c is the mean of all c_k after any number of rounds."""
+    argv = [*SMALL, "--rounds", "1"]
+    _, theirs = run(fedavg, argv, tmp_path / "fedavg")
+    _, state = go("scaffold", [*argv, "--option", option], tmp_path / "scaffold")
+    torch.testing.assert_close(state["x"], theirs["w"], atol=1e-6, rtol=0)
+    _, state = go("scaffold", [*SMALL, "--option", option, "--split", "dirichlet-classes", "--rounds", "5", "--momentum", "0"], tmp_path / "five")
+    torch.testing.assert_close(state["c"], state["C"].mean(0), atol=1e-6, rtol=1e-4)
+    assert state["c"].norm() > 0.1 and (state["C"].norm(dim=1) > 0).sum() > 4
+
+
+def test_scaffold_s_option_1_is_the_mean_gradient_of_all_images(tmp_path, seen):
+    """In minibatches of 7, 40 images a client, the last one smaller: after one round c_k is the gradient at w_0."""
+    argv = [*SMALL, "--rounds", "1", "--batch-size", "7", "--option", "I"]
+    _, state = go("scaffold", argv, tmp_path)
+    fed = federation("scaffold", argv)
+    k, w = seen.sampled[0][1], seen.start[0].clone().requires_grad_()
+    a, b, c, d = w.split([307200, 100, 1000, 10])
+    x, y = (torch.from_numpy(z) for z in pixels(fed, fed.split.train[k]))
+    x = x.float().view(-1, 32, 32, 3).permute(0, 3, 1, 2).flatten(1)
+    F.cross_entropy(F.relu(x @ a.view(100, -1).T + b) @ c.view(10, 100).T + d, y).backward()
+    torch.testing.assert_close(state["C"][k], w.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_feddyn_by_hand(toy_argv, tmp_path):
+    S, data, _, w = world(toy_argv)
+    g, h, alpha = np.zeros((3, 15)), np.zeros(15), 0.4
+    for clients in S:
+        theta = {k: descend(w, lambda v: softmax_gradient(v, *data[k]) - g[k] + alpha * (v - w)) for k in clients}
+        for k in clients:
+            g[k] = g[k] - alpha * (theta[k] - w)
+        h = h - alpha * sum(theta[k] - w for k in clients) / 3
+        w = sum(theta.values()) / 2 - h / alpha
+    record, state = go("feddyn", [*toy_argv, "--feddyn-alpha", "0.4"], tmp_path)
+    for name, expected in (("w", w), ("h", h), ("G", g)):
+        close(state[name], expected)
+    assert record["bytes_up"] == record["bytes_down"] == 3 * 2 * 4 * 15
+
+
+def test_feddyn_is_fedslr_without_its_low_rank_penalty(tmp_path):
+    argv = [*SMALL, "--momentum", "0", "--split", "dirichlet-classes", "--alpha", "1", "--epochs", "2"]
+    ours, state = go("feddyn", [*argv, "--feddyn-alpha", "0.2"], tmp_path / "feddyn")
+    plain = ["--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0", "--transform", "scale", "--client-test", "0.2"]
+    record, theirs = run(fedslr, [*argv, *plain], tmp_path / "fedslr")
+    assert record["split"] == ours["split"]
+    torch.testing.assert_close(state["w"], theirs["w"], atol=2e-5, rtol=0)
+    torch.testing.assert_close(state["G"], theirs["gamma"], atol=2e-5, rtol=0)
+    assert state["G"].norm() > 0.1
+
+
+def test_feddyn_s_limit_is_fedavg_in_the_clients_but_not_in_the_server(toy_argv, tmp_path):
+    """alpha -> 0: w is the mean of the theta_k plus the sum of all rounds' moves, over K; in the first round w_0 + 2 * (1 + 2/3) / 2 * move."""
+    S, data, _, w = world(toy_argv)
+    moves = 0
+    for clients in S:
+        theta = [descend(w, lambda v: softmax_gradient(v, *data[k])) for k in clients]
+        moves = moves + sum(theta) - 2 * w
+        w = np.mean(theta, axis=0) + moves / 3
+    _, state = go("feddyn", [*toy_argv, "--feddyn-alpha", "1e-6"], tmp_path)
+    np.testing.assert_allclose(state["w"].numpy(), w, atol=2e-5)
+
+
+def squares(logits, batch):
+    return (logits - F.one_hot(batch.y, 3)).square().sum(1).mean() / 2
+
+
+def test_on_quadratics_feddyn_and_scaffold_reach_the_joint_optimum_and_fedavg_does_not(toy_argv, tmp_path, monkeypatch):
+    """Least squares on one-hot labels, two of four clients in a round; the optimum is lstsq's on all clients, each weighing the same."""
+    monkeypatch.setattr(common, "cross_entropy", squares)
+    argv = [*toy_argv, "--clients", "4", "--alpha", "2", "--fraction", "0.5", "--epochs", "10", "--rounds", "60", "--eval-every", "60", "--parallel", "1"]
+    fed = federation("feddyn", argv)
+    data = [pixels(fed, index) for index in fed.split.train]
+    A = np.concatenate([np.c_[x, np.ones(len(x))] / len(x) ** 0.5 for x, _ in data])
+    B = np.concatenate([np.eye(3)[y] / len(y) ** 0.5 for _, y in data])
+    W = np.linalg.lstsq(A, B, rcond=None)[0]  # [5, 3]
+    optimum = np.concatenate([W[:4].T.ravel(), W[4]])
+    far = {}
+    for name, more in (("feddyn", ["--feddyn-alpha", "0.3"]), ("scaffold", []), ("scaffold", ["--option", "I"]), ("fedprox", ["--mu", "0"])):
+        _, state = go(name, [*argv, *more], tmp_path / name)
+        far[name, *more] = np.abs(state["x" if name == "scaffold" else "w"].numpy() - optimum).max()
+    fedavg_s = far.pop(("fedprox", "--mu", "0"))
+    assert max(far.values()) < 1e-2 < 5e-2 < fedavg_s, (far, fedavg_s)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_apfl_by_hand(adaptive, toy_argv, tmp_path, seen):
+    """Adaptive: the client's two models must differ before alpha moves, so that it does so from the second step on."""
+    S, data, n, w = world(toy_argv)
+    V, alpha = np.stack([w] * 3), np.full(3, 0.6)
+    for clients in S:
+        ends = []
+        for k in clients:
+            u = w
+            for _ in range(3):
+                u = u - 0.3 * softmax_gradient(u, *data[k])
+                g = softmax_gradient(alpha[k] * V[k] + (1 - alpha[k]) * u, *data[k])
+                old = alpha[k]
+                if adaptive:
+                    alpha[k] = np.clip(old - 0.3 * (V[k] - u) @ g, 0, 1)
+                V[k] = V[k] - 0.3 * old * g
+            ends.append(u)
+        w = np.average(ends, axis=0, weights=n[clients])
+    record, state = go("apfl", [*toy_argv, "--apfl-alpha", "0.6", *["--adaptive"] * adaptive], tmp_path)
+    for name, expected in (("w", w), ("V", V), ("alpha", alpha)):
+        close(state[name], expected)
+    assert (abs(alpha - 0.6).max() > 1e-3) == adaptive
+    close(seen.models[-1], alpha[:, None] * V + (1 - alpha[:, None]) * w)
+    assert record["final"]["apfl_alpha"] == pytest.approx(alpha.mean(), abs=1e-6)
+
+
+def test_apfl_s_ends_are_fedavg_and_local(tmp_path, seen):
+    """w is FedAvg's for every alpha; with alpha 0 the mixture is w, with alpha 1 it is local's model."""
+    _, theirs = run(fedavg, SMALL, tmp_path / "fedavg")
+    _, alone = go("local", SMALL, tmp_path / "local")
+    for alpha, expected in (("0", theirs["w"].expand(8, -1)), ("1", alone["W"])):
+        _, state = go("apfl", [*SMALL, "--apfl-alpha", alpha], tmp_path / alpha)
+        assert torch.equal(state["w"], theirs["w"]) and torch.equal(seen.models[-1], expected)
+
+
+def test_apfl_s_alpha_stays_between_0_and_1(toy_argv, tmp_path):
+    _, state = go("apfl", [*toy_argv, "--adaptive", "--lr", "30", "--rounds", "6"], tmp_path)
+    assert 0 <= state["alpha"].min() and state["alpha"].max() <= 1 and set(state["alpha"].tolist()) & {0.0, 1.0}
+
+
+# Personal layers
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "lg-fedavg"])
+def test_without_personal_layers_it_is_fedavg(method, tmp_path, seen):
+    """fedrep's head epochs then train nothing. lg-fedavg's mean is uniform, as is FedAvg's here, where clients are of one size."""
+    argv = [*SMALL, "--epochs", "2"]
+    theirs, w = run(fedavg, argv, tmp_path / "fedavg")
+    record, state = go(method, [*argv, "--personal", "0", "--body-epochs", "2"], tmp_path / method)
+    torch.testing.assert_close(state["w"], w["w"], atol=1e-6 if method == "lg-fedavg" else 0, rtol=0)
+    assert torch.equal(seen.models[-1], state["w"].expand(8, -1)) and record["bytes_up"] == theirs["bytes_up"]
+
+
+@pytest.mark.parametrize("method", ["fedper", "lg-fedavg"])
+def test_with_nothing_but_personal_layers_it_is_local(method, tmp_path, seen):
+    _, alone = go("local", SMALL, tmp_path / "local")
+    record, _ = go(method, [*SMALL, "--personal", "2"], tmp_path / method)
+    assert torch.equal(seen.models[-1], alone["W"]) and record["bytes_up"] == 0
+
+
+def network(w, x, y, trained):
+    """Gradient of the loss of 4-100-3 softmax at w [803], in float64, with 0 where `trained` is 0."""
+    w = torch.tensor(w, requires_grad=True)
+    a, b, c, d = w.split([400, 100, 300, 3])
+    F.cross_entropy(F.relu(torch.from_numpy(x) @ a.view(100, 4).T + b) @ c.view(3, 100).T + d, torch.from_numpy(y)).backward()
+    return w.grad.numpy() * trained
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "lg-fedavg"])
+def test_personal_layers_by_hand(method, toy_argv, tmp_path, seen):
+    """One hidden layer: 500 numbers below, 303 above. Three epochs of all, or fedrep's three of the head and two of the body."""
+    argv = [*toy_argv, "--model", "mnistnet"]
+    S, data, n, w = world(argv)
+    above = np.arange(803) >= 500
+    own = ~above if method == "lg-fedavg" else above
+    W = np.stack([w] * 3)  # all clients' models, as they are evaluated
+    for clients in S:
+        ends = {}
+        for k in clients:
+            phases = [(3, own), (2, ~own)] if method == "fedrep" else [(3, 1)]
+            ends[k] = W[k]
+            for steps, trained in phases:
+                ends[k] = descend(ends[k], lambda w: network(w, *data[k], trained), steps=steps)
+        mean = np.average(list(ends.values()), axis=0, weights=None if method == "lg-fedavg" else n[clients])
+        for k in range(3):
+            W[k] = np.where(own, ends.get(k, W[k]), mean)
+    record, state = go(method, [*argv, "--body-epochs", "2"], tmp_path)
+    close(seen.models[-1], W)
+    close(state["w"][torch.from_numpy(own)], w[own])  # what clients keep never comes to the server
+    assert record["bytes_up"] == record["bytes_down"] == 3 * 2 * 4 * (~own).sum()
+    assert np.abs(W[0] - W[1])[own].max() > 1e-3
+
+
+def test_which_layers_are_personal():
+    """facts.md A4.7: of FedSLR's ResNet-18, FedRep's head and LG-FedAvg's shared layer are 512 x 10; of the CNN, 512 x 10 + 10 and the
+    three convolutions, Table 4's."""
+    def sizes(*argv):
+        args = baselines.arguments(["--method", *argv])
+        own = baselines.own_layers(common.Net(args.model, (3, 32, 32), 10), args)
+        return int(own.sum()), own.nonzero()[0].item(), len(own)
+
+    for method in ("fedper", "fedrep"):
+        assert sizes(method, "--model", "resnet18") == (5120, 11_173_952 - 5120, 11_173_952)
+        assert sizes(method) == (5130, 94_186 - 5130, 94_186)
+    assert sizes("lg-fedavg", "--model", "resnet18") == (11_173_952 - 5120, 0, 11_173_952)
+    convolutions = 32 * 3 * 25 + 32 + 64 * 32 * 25 + 64 + 32 * 64 * 9 + 32
+    assert sizes("lg-fedavg") == (convolutions, 0, 94_186)
+    assert sizes("lg-fedavg", "--personal", "1") == (32 * 3 * 25 + 32, 0, 94_186)
+    assert sizes("fedper", "--personal", "2") == (94_186 - convolutions, convolutions, 94_186)
+
+
+@pytest.mark.parametrize("argv", [["--method", "fedper", "--personal", "3"], ["--method", "fedavgm"], [], ["--method", "feddyn", "--feddyn-alpha", "0"],
+                                  ["--method", "apfl", "--apfl-alpha", "1.1"]])  # fmt: skip
+def test_bad_input_is_refused_in_one_line(argv, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        baselines.main([*SMALL, *argv, "--out", str(tmp_path)])
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message.count("\n") == 1 and (not argv or argv[-1].lstrip("-") in message)

@@ -1,0 +1,490 @@
+import inspect
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, hessian
+
+import baselines
+import common
+import fedavg
+from conftest import QUICK, run
+
+SMALL = [*QUICK, "--model", "mnistnet", "--epochs", "2", "--lr", "0.05"]
+UNEVEN = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1"]  # clients of different sizes
+WAYS = [["ditto"], ["pfedme"], ["per-fedavg"], ["per-fedavg", "--hessian-free"], ["fedspa"], ["fedma"]]
+
+
+@pytest.fixture(autouse=True)
+def few_small_and_easy(monkeypatch, request):
+    """In place of the embedded data set: 100 test images of 8x8 pixels, a pattern per class and noise. For them, mnistnet is
+    192-100-10 with d = 20,310."""
+    rng = np.random.default_rng(4)
+    labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
+    images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
+    if "embedded" not in request.node.name:
+        monkeypatch.setattr(common, "shapes", lambda: (images[:400], labels[:400], images[400:], labels[400:]))
+
+
+def federation(argv):
+    return common.Federation(baselines.arguments(["--method", "ditto", *argv]))
+
+
+def go(way, argv, out):
+    return run(baselines, ["--method", *way, *argv], out)
+
+
+# Identities
+
+
+@pytest.mark.parametrize("way, steps", [(["per-fedavg"], 2), (["per-fedavg", "--hessian-free"], 3)])
+def test_per_fedavg_with_inner_step_0_is_fedavg(way, steps, tmp_path):
+    """With one minibatch in an epoch, D' (or D'') is every second (third) epoch, of the same images."""
+    full = [*UNEVEN, "--batch-size", "0", "--momentum", "0.9", "--weight-decay", "0.01"]
+    _, a = run(fedavg, [*full, "--epochs", "2"], tmp_path / "a")
+    _, b = go([*way, "--per-fedavg-alpha", "0"], [*full, "--epochs", str(2 * steps)], tmp_path / "b")
+    torch.testing.assert_close(a["w"], b["w"], atol=1e-6, rtol=1e-5)
+
+
+def test_fedspa_with_density_1_is_fedavg(tmp_path):
+    argv = [*UNEVEN, "--momentum", "0.9", "--weight-decay", "0.01"]
+    a, w = run(fedavg, argv, tmp_path / "a")
+    b, state = go(["fedspa", "--density", "1"], argv, tmp_path / "b")
+    torch.testing.assert_close(w["w"], state["w"], atol=1e-6, rtol=1e-5)
+    assert state["M"].all() and a["bytes_up"] == b["bytes_up"] == b["bytes_down"]
+    assert a["final"]["personal"]["mean"] == b["final"]["personal"]["mean"]
+
+
+@pytest.mark.parametrize("epochs", ["1", "2"])
+def test_ditto_with_lambda_0_is_local_and_its_global_model_fedavg(epochs, tmp_path):
+    """With equal sizes, since Ditto's mean is unweighted; --personal-epochs changes v_k alone."""
+    _, a = run(fedavg, [*SMALL, "--momentum", "0.9"], tmp_path / "a")
+    _, b = run(baselines, ["--method", "local", *SMALL, "--epochs", epochs], tmp_path / "b")
+    _, c = go(["ditto", "--ditto-lambda", "0", "--personal-epochs", epochs], SMALL, tmp_path / "c")
+    torch.testing.assert_close(a["w"], c["w"], atol=1e-6, rtol=1e-5)
+    assert torch.equal(b["W"], c["V"])
+    _, d = go(["ditto", "--ditto-lambda", "1"], SMALL, tmp_path / "d")
+    assert torch.equal(c["w"], d["w"]) and not torch.allclose(c["V"], d["V"], atol=1e-4)
+
+
+# Small numbers: the method's function with a model, minibatches and a round that are made here
+
+
+class Net:
+    """A model for the tests: tensors [(name, shape)] and a function of w and x."""
+
+    def __init__(self, function, *shapes):
+        self.function = function
+        self.sizes = [int(np.prod(shape)) for shape in shapes]
+        self.d, self.decayed = sum(self.sizes), torch.ones(sum(self.sizes))
+        self.tensors = [(f"layer{i}", None, shape) for i, shape in enumerate(shapes)]
+
+    def __call__(self, w, x):
+        return self.function(w, x)
+
+
+class Toy:
+    """One client with given minibatches, on which every call of train goes; also the run, of one round."""
+
+    K, clients, device, vmap = 1, np.arange(1), torch.device("cpu"), False
+
+    def __init__(self, net, w, batches):
+        self.net, self.w, self.batches = net, w, [common.Batch(x, y, torch.ones(len(y), dtype=w.dtype), None) for x, y in batches]
+        self.n = torch.tensor([float(sum(len(y) for _, y in batches))], dtype=w.dtype)
+
+    def initial_weights(self):
+        return self.w
+
+    def sum(self, x):
+        return x
+
+    gather = sum
+
+    def train(self, step, state, S, t, *shared, epochs=None, phase=0):
+        state = torch.utils._pytree.tree_map(lambda z: z[0], state)
+        for batch in self.batches:
+            state = step(state, batch, *shared)
+        return torch.utils._pytree.tree_map(lambda z: z[None], state)
+
+    def rounds(self, state):
+        self.state = state
+        yield 0, np.arange(1)
+
+    def sent(self, up, down):
+        pass
+
+    def evaluates(self):
+        return True
+
+    def evaluate(self, w):
+        pass
+
+    evaluate_clients = sum
+
+    def log(self, global_, personal):
+        self.personal = personal[0]
+
+
+def settings(argv):
+    return baselines.arguments([*argv, "--momentum", "0"])
+
+
+def two_layers(w, x):
+    """4-5-3 with tanh, so that it has all derivatives."""
+    return torch.tanh(x @ w[:20].view(5, 4).T + w[20:25]) @ w[25:40].view(3, 5).T + w[40:]
+
+
+def three_minibatches():
+    rng = np.random.default_rng(3)
+    w = torch.from_numpy(rng.normal(0, 0.7, 43))
+    return w, [(torch.from_numpy(rng.normal(size=(n, 4))), torch.from_numpy(rng.integers(0, 3, n))) for n in (6, 5, 7)]
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_per_fedavgs_step_against_the_exact_one_in_float64(free):
+    """D, D', D'' are the three minibatches; first-order, the third is a D that no D' follows. Then the personal model."""
+    w, batches = three_minibatches()
+    argv = ["--method", "per-fedavg", "--lr", "0.5", "--per-fedavg-alpha", "0.25", "--delta", "1e-4", "--weight-decay", "0.125"]
+    toy = Toy(Net(two_layers, (43,)), w, batches)
+    baselines.per_fedavg(toy, toy, settings([*argv, *["--hessian-free"] * free]))
+
+    def loss(w, i):
+        x, y = batches[i]
+        return F.cross_entropy(two_layers(w, x), y) + 0.125 / 2 * (w @ w)
+
+    z = w - 0.25 * grad(loss)(w, 0)
+    g = grad(loss)(z, 1)
+    h = hessian(loss)(w, 2) @ g if free else 0 * g
+    new = w - 0.5 * (g - 0.25 * h)
+    torch.testing.assert_close(toy.state.w, new, atol=1e-8, rtol=0)
+    assert not free or (0.25 * h).abs().max() > 1e-2  # what would be missed
+    mean = sum(len(batches[i][1]) * grad(loss)(new, i) for i in range(3)) / 18
+    torch.testing.assert_close(toy.personal, new - 0.25 * mean, atol=1e-8, rtol=0)
+
+
+def test_per_fedavg_restores_w_before_the_second_step():
+    """Two minibatches, inner step 1, outer step 0.5, of the loss |w - y|^2 / 2: z = w - (w - y_1), g = z - y_2."""
+    assert_quadratic(["--method", "per-fedavg", "--lr", "0.5", "--per-fedavg-alpha", "1"], baselines.per_fedavg, [3.0, 7.0], "w",
+                     10 - 0.5 * (3 - 7))  # fmt: skip
+
+
+def assert_quadratic(argv, method, targets, field, expected):
+    """A model of one weight, 10 at first, whose loss on a minibatch is (w - target)^2 / 2."""
+    batches = [(torch.zeros(1, 1), torch.tensor([y]).double()) for y in targets]
+    toy = Toy(Net(lambda w, x: w, (1,)), torch.tensor([10.0]).double(), batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "cross_entropy", lambda logits, batch: 0.5 * (logits - batch.y).square().sum())
+        method(toy, toy, settings([*argv, "--batch-size", "1", "--epochs", str(len(targets))]))
+    assert float(getattr(toy.state, field).flatten()[0]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("K", [1, 3, 100])
+def test_pfedmes_inner_problem_against_its_closed_form(K):
+    """The least of (theta - y)^2 / 2 + lambda/2 (theta - w)^2 is p = (y + lambda w) / (1 + lambda), and each of K steps brings
+    theta nearer by the factor 1 - eta_p (1 + lambda). Two minibatches: theta goes on where it was."""
+    lam, eta, eta_p, beta, w, theta = 3.0, 0.25, 0.0625, 2.0, 10.0, 10.0
+    for y in (2.0, -4.0):
+        p = (y + lam * w) / (1 + lam)
+        theta = p + (1 - eta_p * (1 + lam)) ** K * (theta - p)
+        w = w - eta * lam * (w - theta)
+    argv = ["--method", "pfedme", "--lr", str(eta), "--theta-lr", str(eta_p), "--theta-steps", str(K), "--pfedme-lambda", str(lam),
+            "--pfedme-beta", str(beta)]  # fmt: skip
+    assert_quadratic(argv, baselines.pfedme, [2.0, -4.0], "theta", theta)
+    assert_quadratic(argv, baselines.pfedme, [2.0, -4.0], "w", -10 + beta * w)
+
+
+def test_dittos_personal_step_by_hand():
+    """v = 10; v -= .5 ((v - 4) + 2 (v - 10)) = 7; v -= .5 ((v - 6) + 2 (v - 10)) = 9.5. w: 10 -> 7 -> 6.5."""
+    argv = ["--method", "ditto", "--lr", "0.5", "--ditto-lambda", "2"]
+    assert_quadratic(argv, baselines.ditto, [4.0, 6.0], "V", 9.5)
+    assert_quadratic(argv, baselines.ditto, [4.0, 6.0], "w", 6.5)
+
+
+# FedSpa's masks
+
+
+@pytest.mark.parametrize("density, counts", [(0.5, [150, 100, 149, 3]), (0.9, [320, 100, 300, 3]), (1.0, [400, 100, 300, 3])])
+def test_erk_by_hand(density, counts):
+    """4-100-3: d = 803, biases 103. (4 + 100) and (100 + 3) share what is left: .5: 299 is 150.2 + 148.8; .9: 620 would be
+    more than the 300 of the second layer, so that the first has 320."""
+    assert baselines.densities(common.Net("mnistnet", (1, 2, 2), 3), density).tolist() == counts
+
+
+def test_fedspas_round_by_hand():
+    """w = 1..6 with targets; 3 of the 6 kernel weights are active, both biases too; a = .5 drops int(1.5) = 1 of the 3."""
+    w = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    target = np.array([50.0, -60.0, 70.0, -80.0, 90.0, -30.0, 0.0, 0.0])
+    toy = Toy(Net(lambda w, x: w, (2, 3), (2,)), w, [(torch.zeros(1, 1), torch.zeros(1))])
+    args = settings(["--method", "fedspa", "--lr", "0.125", "--density", "0.625", "--drop", "0.5"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "cross_entropy", lambda logits, batch: 0.5 * (logits - torch.tensor(target)).square().sum())
+        baselines.fedspa(toy, toy, args)
+    start = np.zeros(8)
+    start[np.argsort(common.stream(0, "algorithm", 0, 0).random((1, 8), np.float32)[0, :6])[3:]] = 1
+    start[6:] = 1
+    g = start * w.numpy() - target  # at the masked weights, of all
+    trained = start * (w.numpy() - 0.125 * g)
+    np.testing.assert_allclose(toy.state.w, np.where(start == 1, trained, w.numpy()))  # the others stay as they were
+    active = np.flatnonzero(start[:6])
+    dropped = active[np.abs(trained[active]).argmin()]
+    kept = [i for i in active if i != dropped]
+    others = [i for i in range(6) if i not in kept]
+    mask = np.isin(np.arange(8), [*kept, max(others, key=lambda i: abs(g[i])), 6, 7])
+    assert toy.state.M[0].tolist() == mask.tolist()
+    np.testing.assert_allclose(toy.personal, mask * toy.state.w.numpy())
+
+
+def test_fedspa_keeps_the_density_exactly_and_trains_active_weights_alone(tmp_path):
+    argv = [*SMALL, "--rounds", "3", "--fraction", "1", "--momentum", "0.9"]
+    seen, train = [], common.Federation.train
+
+    def spy(self, step, state, *rest, **options):
+        seen.append((state[3], state[0], train(self, step, state, *rest, **options)[0]))
+        return train(self, step, state, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Federation, "train", spy)
+        record, state = go(["fedspa", "--density", "0.3"], argv, tmp_path)
+    d = 20_310
+    masks = torch.stack([mask.bool() for mask, _, _ in seen] + [state["M"]])  # [4, 8, d]
+    assert (masks.sum(2) == round(0.3 * d)).all()
+    parts = [part.sum(2) for part in masks.split([19_200, 100, 1000, 10], 2)]
+    assert all((part == part[0, 0]).all() for part in parts)  # and so in every tensor
+    assert not (masks[0, 0] == masks[0, 1]).all() and all((masks[i] != masks[i + 1]).any(1).all() for i in range(3))
+    for mask, start, end in seen:
+        assert not end[mask == 0].any() and not start[mask == 0].any() and (end != start).any()
+    assert record["bytes_up"] == record["bytes_down"] == 4 * 3 * 8 * round(0.3 * d)
+
+
+# FedMA
+
+
+def shuffled(net, w, rng):
+    """The same function with the hidden units in another order."""
+    tensors = {name: w[part].view(shape).clone() for name, part, shape in net.tensors}
+    names = [name for name, _ in net.layers]
+    for name, following in zip(names, names[1:]):
+        order = torch.from_numpy(rng.permutation(len(tensors[name + ".bias"])))
+        tensors[name + ".weight"], tensors[name + ".bias"] = tensors[name + ".weight"][order], tensors[name + ".bias"][order]
+        after = tensors[following + ".weight"]
+        blocks = torch.stack(after.flatten(1).chunk(len(order), 1), 1)  # [out, units before, what belongs to one]
+        tensors[following + ".weight"] = blocks[:, order].reshape(after.shape)
+    return torch.cat([z.flatten() for z in tensors.values()])
+
+
+def returning(models):
+    """A train that gives client k models[k] in its first call, and whatever it got in later ones."""
+    def train(self, step, state, S, t, *shared, phase=0, **options):
+        return (torch.stack([models[k] for k in S]) if phase == 0 else state[0].clone(), state[1])
+
+    return train
+
+
+@pytest.mark.parametrize("model", ["mnistnet", "cnn", "cifarnet", "vgg9"])
+def test_fedma_averages_permuted_copies_of_a_network_to_that_network(model, tmp_path, monkeypatch):
+    rng = np.random.default_rng(1)
+    size = 16 if model == "vgg9" else 32
+    arrays = {f"x_{part}": rng.integers(0, 256, (20, size, size, 3), dtype=np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "few.npz", **arrays, y_train=np.arange(20) % 10, y_test=np.arange(20) % 10)
+    argv = ["--dataset", str(tmp_path / "few.npz"), "--model", model, "--clients", "2", "--per-client", "5",
+            "--fraction", "1", "--rounds", "1", "--device", "cpu"]  # fmt: skip
+    fed = federation(argv)
+    w = fed.net.init(rng)
+    copies = [shuffled(fed.net, w, rng) for _ in range(2)]
+    x = fed.transform(fed.images[:20])
+    logits = fed.net(w, x)
+    for copy in copies:
+        assert not torch.allclose(copy, w, atol=1e-3)
+        torch.testing.assert_close(fed.net(copy, x), logits, atol=1e-5, rtol=1e-4)
+    monkeypatch.setattr(common.Federation, "train", returning(copies))
+    _, state = go(["fedma"], argv, tmp_path / "a")
+    torch.testing.assert_close(state["w"], copies[0], atol=1e-7, rtol=0)
+    torch.testing.assert_close(fed.net(state["w"], x), logits, atol=1e-5, rtol=1e-4)
+    _, averaged = run(fedavg, argv, tmp_path / "b")
+    assert (fed.net(averaged["w"], x) - logits).abs().max() > 100 * (fed.net(state["w"], x) - logits).abs().max()
+
+
+def test_match_finds_the_least_squared_distance_of_two_clients_and_the_permutations_of_many():
+    rng = np.random.default_rng(2)
+    V = torch.from_numpy(rng.normal(size=(2, 5, 3)))
+    order = baselines.match(V)
+    best = min(itertools.permutations(range(5)), key=lambda p: float((V[0] - V[1][list(p)]).square().sum()))
+    assert (V[0][order[0]] - V[1][order[1]]).square().sum() == pytest.approx(float((V[0] - V[1][list(best)]).square().sum()))
+    unit, orders = torch.from_numpy(rng.normal(size=(20, 8))), [rng.permutation(20) for _ in range(6)]
+    V = torch.stack([unit[p] + 0.1 * torch.from_numpy(rng.normal(size=(20, 8))) for p in orders])
+    for j, p in enumerate(baselines.match(V).numpy()):
+        assert sorted(p) == list(range(20)) and (orders[j][p] == orders[0]).all()
+
+
+def test_further_sweeps_come_closer_until_no_client_alone_can():
+    V = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 4, 2)))
+
+    def cost(order):
+        W = torch.stack([v[list(own)] for v, own in zip(V, order)])
+        return float((W - W.mean(0)).square().sum())
+
+    end = baselines.match(V, sweeps=50).tolist()
+    others = [[*end[:j], p, *end[j + 1 :]] for j in range(5) for p in itertools.permutations(range(4))]
+    assert cost(end) < cost(baselines.match(V, sweeps=1).tolist()) - 1e-3 and cost(end) <= min(map(cost, others)) + 1e-9
+
+
+def test_fedmas_last_layer_is_weighted_by_class_counts_and_the_others_are_not(tmp_path, monkeypatch):
+    """All of client k's weights are k + 1."""
+    argv = [*SMALL, "--rounds", "1", "--per-client", "1"]
+    fed = federation(argv)
+    S = fed.sample(0)
+    monkeypatch.setattr(common.Federation, "train", returning([torch.full((fed.net.d,), k + 1.0) for k in range(8)]))
+    _, state = go(["fedma"], argv, tmp_path)
+    counts = np.array([np.bincount(fed.data.labels[fed.split.train[k]], minlength=10) for k in S])  # [4, 10]
+    assert (counts.sum(0) == 0).any() and (counts.sum(0) > 0).any()  # some class is in no client
+    expected = [np.average(S + 1, weights=c if c.any() else None) for c in counts.T]
+    np.testing.assert_allclose(state["w"][:19_300], (S + 1).mean(), rtol=1e-6)
+    np.testing.assert_allclose(state["w"][19_300:20_300].view(10, 100), np.repeat([expected], 100, 0).T, rtol=1e-6)
+    np.testing.assert_allclose(state["w"][20_300:], expected, rtol=1e-6)
+
+
+def small(m, x, classes):
+    """Two convolutions and two linear layers."""
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 3, 3), 2))
+    x = F.relu(m.conv("conv2", x, 4, 2))
+    return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 5)), classes)
+
+
+def test_fedma_freezes_what_is_matched_and_trains_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setitem(common.MODELS, "small", small)
+    argv, seen, train = [*SMALL, "--model", "small", "--rounds", "1"], [], common.Federation.train
+
+    def spy(self, step, state, S, t, *shared, phase=0, **options):
+        end = train(self, step, state, S, t, *shared, phase=phase, **options)
+        seen.append((phase, state[0].clone(), end[0].clone()))
+        return end
+
+    monkeypatch.setattr(common.Federation, "train", spy)
+    record, state = go(["fedma"], argv, tmp_path)
+    net = federation(argv).net
+    assert [phase for phase, _, _ in seen] == [0, 1, 2, 3]
+    for l, start, end in seen:
+        for i, (_, part) in enumerate(net.layers):
+            assert torch.equal(start[:, part], end[:, part]) == (i < l)
+            if i < l:
+                assert (end[:, part] == state["w"][part]).all()  # all clients' are the global layer
+    units = 3 + 4 + 5
+    assert record["bytes_up"] == 4 * 4 * net.d and record["bytes_down"] == 4 * 4 * (net.d + units)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "mobilenet", "tfcnn"])
+def test_fedma_refuses_what_is_no_chain(model, tmp_path, capsys):
+    """tfcnn has a normalisation over neighbouring channels: its layers are a chain, but their units have an order."""
+    with pytest.raises(SystemExit) as stop:
+        go(["fedma"], [*SMALL, "--model", model], tmp_path)
+    assert stop.value.code == 2 and "use --model vgg9" in capsys.readouterr().err
+
+
+# All methods
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loop_equals_vmap(way, tmp_path, monkeypatch):
+    """But for few of FedSpa's masks' entries, where two weights or gradients are equal up to rounding."""
+    argv = [*UNEVEN, "--momentum", "0.5", "--weight-decay", "0.001"]
+    a, loop = go(way, argv, tmp_path / "a")
+    init = common.Federation.__init__
+
+    def together(self, args):
+        init(self, args)
+        self.vmap, self.graphs, self.parallel = True, True, None
+
+    monkeypatch.setattr(common.Federation, "__init__", together)
+    b, vmapped = go(way, argv, tmp_path / "b")
+    assert set(loop) == set(vmapped)
+    for name in loop:
+        if loop[name].dtype == torch.bool:
+            assert (loop[name] != vmapped[name]).double().mean() < 1e-4
+        else:
+            torch.testing.assert_close(loop[name], vmapped[name], atol=2e-5, rtol=1e-4)
+    assert a["final"]["personal"]["loss"] == pytest.approx(b["final"]["personal"]["loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_test_images_never_influence_training(way, tmp_path, monkeypatch):
+    """All images that are in no client's training list, and their labels, are replaced: states and personal models stay."""
+    models, evaluate = [], common.Federation.evaluate_clients
+
+    def noting(self, W, part="test"):
+        models.append(W)
+        return evaluate(self, W, part)
+
+    monkeypatch.setattr(common.Federation, "evaluate_clients", noting)
+    a, clean = go(way, SMALL, tmp_path / "a")
+    init = common.Federation.__init__
+
+    def poisoned(self, args):
+        init(self, args)
+        other = np.setdiff1d(np.arange(len(self.data.images)), np.concatenate(self.split.train))
+        assert len(other) == 80 + 100  # a fifth of the 400, and the central ones
+        rng = np.random.default_rng(0)
+        images, labels = self.data.images.copy(), self.data.labels.copy()
+        images[other] = rng.integers(0, 256, images[other].shape, dtype=np.uint8)
+        labels[other] = rng.integers(0, 10, len(other))
+        self.data = self.data._replace(images=images, labels=labels)
+        self.images, self.labels = torch.from_numpy(images), torch.from_numpy(labels)
+
+    monkeypatch.setattr(common.Federation, "__init__", poisoned)
+    b, dirty = go(way, SMALL, tmp_path / "b")
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+    assert len(models) == 2 and torch.equal(*models)
+    assert a["final"]["global"]["loss"] != b["final"]["global"]["loss"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_runs_on_the_embedded_data_set(way, tmp_path):
+    record, _ = go(way, SMALL, tmp_path)
+    assert record["status"] == "finished" and {"global", "personal"} <= set(record["final"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_learns(way, tmp_path):
+    argv = [*SMALL, "--rounds", "25", "--fraction", "1", "--split", "iid", "--momentum", "0", "--per-fedavg-alpha", "0.05",
+            "--theta-lr", "0.05", "--pfedme-lambda", "4", "--eval-every", "25"]  # fmt: skip
+    record, _ = go(way, argv, tmp_path)
+    fed = federation(argv)
+    w = fed.initial_weights()
+    assert record["final"]["global"]["loss"] < fed.evaluate(w)["loss"] - 0.1
+    assert record["final"]["personal"]["loss"] < fed.evaluate_clients(w)["loss"] - 0.1
+
+
+def test_per_fedavg_refuses_clients_with_too_few_minibatches(tmp_path, capsys):
+    """First-order, two are enough."""
+    argv = [*SMALL, "--epochs", "2", "--batch-size", "0"]
+    go(["per-fedavg"], argv, tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        go(["per-fedavg", "--hessian-free"], argv, tmp_path)
+    assert stop.value.code == 2 and "takes 3 minibatches" in capsys.readouterr().err
+
+
+def test_hessian_free_refuses_coarse_products(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        go(["per-fedavg", "--hessian-free"], [*SMALL, "--precision", "bf16"], tmp_path)
+    assert stop.value.code == 2 and "use --precision fp32" in capsys.readouterr().err
+
+
+def test_fedspa_refuses_a_density_below_its_biases(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        go(["fedspa", "--density", "1e-5"], SMALL, tmp_path)
+    assert stop.value.code == 2 and "use more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", baselines.METHODS.values())
+def test_lines_and_deviations_are_cited_in_the_function(method):
+    _, doc, code = inspect.getsource(method).split('"""', 2)
+    lines = {int(number) for number in re.findall(r"^ {4,5}(\d{1,2})  ", doc, re.M)}
+    listed = set(re.findall(r"^    (D\d+)  ", doc, re.M))
+    comments = "\n".join(re.findall(r"#.*", code))
+    cited = set()
+    for a, b in re.findall(r"l\.(\d+)(?:-(\d+))?", comments):
+        cited |= set(range(int(a), int(b or a) + 1))
+    assert cited == lines == set(range(1, max(lines) + 1))
+    assert set(re.findall(r"\bD\d+\b", comments)) == listed == {f"D{i + 1}" for i in range(len(listed))}
