@@ -209,6 +209,7 @@ class Factorised(common.Weights):
     """logits = model(x) from a file of --export: each pair of factors is two layers, with r channels in between."""
 
     def __init__(self, path, device="cpu"):
+        super().__init__()
         self.file = torch.load(path, map_location=device, weights_only=True)
 
     def __call__(self, x):
@@ -259,7 +260,7 @@ def latency(federation, w, path):
 def measure(federation, state):
     """Measures of the GKR and of the mixed model on the clients' images, and what they are made of."""
     gkr = federation.evaluate_clients(state.w)
-    mixed = state.numbers + (state.p != 0).sum(1).double()  # [K] (D6)
+    mixed = state.numbers + federation.gather((state.p != 0).sum(1).double())  # [K] (D6)
     std = float(mixed.std()) if federation.K > 1 else 0.0
     names = [federation.net.tensors[i][0].removesuffix(".weight") for i, _, _ in matrices(federation.net)]
     return {
@@ -324,13 +325,14 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     run = common.Run(__file__, args, federation)
-    net, K, device = federation.net, federation.K, federation.device
+    net, K, device, rows = federation.net, federation.K, federation.device, len(federation.clients)
     one, two, pull = phase_one(net, args), phase_two(net, args), inverse_step(args)
 
     w = federation.initial_weights()  # l.1: w^0, [d]
     p = in_matrices(net) * w if args.p_start == "copy" else torch.zeros_like(w)  # D1
-    state = State(w=w, ranks=full_ranks(net), numbers=net.d, gamma=torch.zeros(K, net.d, device=device),  # l.1: [K, d]
-                  gamma_mean=torch.zeros_like(w), p=p.repeat(K, 1))  # l.1: [d], [K, d]
+    gamma = torch.zeros(rows, net.d if pull else 1, device=device)  # l.1: [K, d]; where there is none (D8), a 0 per client
+    state = State(w=w, ranks=full_ranks(net), numbers=net.d, gamma=gamma, gamma_mean=gamma.new_zeros(gamma.shape[1]),
+                  p=p.repeat(rows, 1))  # l.1: [K, d]
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D2)
         here = torch.from_numpy(S).to(device)
         eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
@@ -339,14 +341,15 @@ def main(argv=None):
         start = (w_t.expand(len(S), -1), state.gamma[here])  # [m, d]
         w_i, gamma_i = federation.train(one, start, S, t, eta, w_t)  # l.4-5, l.9, l.11: [m, d]
         p_i = federation.train(two, state.p[here], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.12: [m, d]
-        change = pull * (w_t - w_i)  # [m, d]
+        change = pull * (w_t - w_i) if pull else gamma_i  # [m, d]
         state.gamma = state.gamma.index_copy(0, here, gamma_i + change)  # l.6, l.14: [K, d]
         state.p = state.p.index_copy(0, here, p_i)  # l.14: [K, d]
         if args.memory_efficient:
-            state.gamma_mean = state.gamma_mean + change.sum(0) / K  # Algorithm 3's l.6: [d]
+            state.gamma_mean = state.gamma_mean + federation.sum(change.sum(0)) / K  # Algorithm 3's l.6: [d]
         else:
-            state.gamma_mean = state.gamma.mean(0)  # l.7: [d]
-        v = w_i.mean(0) - args.eta_g * state.gamma_mean  # l.7: [d]
+            state.gamma_mean = federation.sum(state.gamma.sum(0)) / K  # l.7: [d]
+        m = federation.sum(torch.tensor(float(len(S)), device=device))
+        v = federation.sum(w_i.sum(0)) / m - args.eta_g * state.gamma_mean  # l.7: [d]
         state.w, state.ranks, state.numbers = server_step(net, args, v)  # l.8
         if run.evaluates():
             run.log(federation.evaluate(state.w), **measure(federation, state))

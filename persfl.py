@@ -12,7 +12,7 @@ Models of one shape: G, the global one of FedAvg; O_k, the G of some round that 
 student. "global" is G on the central test images. In the last row "personal" is A_k on user k's own test images; in earlier
 rows it is G. The last row also has personal@fedavg, which is G, personal@lambda=0, which is O_k fine-tuned without
 distillation, and personal@val and personal@test, the A_k that --select val and --select test choose. T is the temperature
-here and E_G the number of rounds, --rounds. The seconds of the last round contain Stage 2, which a stopped run does anew.
+here and E_G the number of rounds, --rounds. The last round contains Stage 2; a run stopped there does that whole round anew.
 
 The paper's Algorithm 1, in our words (K users, n_k training images of user k):
 
@@ -165,18 +165,20 @@ def choose(accuracy):
     return np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.15 (D6)
 
 
-def measure(users, A, G, e, select):
-    """Measures of the students A [m, 15, d] of m users, with a table of the users; and the students they choose, [m, d].
+def measure(federation, numbers, A, G, e, select):
+    """Measures of the students A of the users with these numbers, with a table of them; and the students they choose, [m, d].
 
-    users: their federation; G [d] after the last round; e [m], the rounds of the users' teachers.
+    A [K, 15, d] and e [K], the rounds of the teachers, are all users'; G [d] is that after the last round.
     """
+    users, here = federation.only(numbers), np.isin(federation.clients, numbers)
+    A, e = A[here], users.gather(e[here])  # [m, 15, d], [m]
     models, best, students = {"fedavg": G, "lambda=0": A[:, 0]}, {}, {}
-    sound = A.isfinite().all(2).cpu().numpy()  # [m, 15]
+    sound = users.gather(A.isfinite().all(2).long()).cpu().numpy() > 0  # [m, 15]
     for part in ("val", "test"):
         accuracy = np.array([users.evaluate_clients(A[:, i], part)["per_client"] for i in range(len(GRID))]).T  # [m, 15]
         accuracy[~sound] = np.nan
         best[part], students[part] = choose(accuracy), accuracy.tolist()
-        models[part] = A[torch.arange(len(A)), torch.from_numpy(best[part])]  # [m, d]
+        models[part] = A[torch.arange(len(A)), torch.from_numpy(best[part][users.place])]  # [m, d]
     found = {name: users.evaluate_clients(W) for name, W in models.items()}
     table = {
         "FedAvg": found["fedavg"]["per_client"], "fine-tuned": found["lambda=0"]["per_client"],
@@ -197,18 +199,19 @@ def average(parts):
     }  # fmt: skip
 
 
-def show(rows, out, with_plots):
+def show(rows, out, args):
     """Prints the tables of the last rounds of one or several runs; draws them, in the form of Figs. 2 and 3 to 8."""
     groups = {"user": average(rows)}
     if "unseen" in rows[0]:
         groups["new user"] = average([row["unseen"] for row in rows])
     for name, group in groups.items():
-        print(f"\n{name:<10}" + "".join(f"{column:>17}" for column in group["users"]))
+        titles = ["PersFL-GD" if title == "PersFL" and args.soft == "ce" else title for title in group["users"]]
+        print(f"\n{name:<10}" + "".join(f"{title:>17}" for title in titles))
         lines = {**dict(enumerate(zip(*group["users"].values()))), "mean": group["mean"].values(), "std": group["std"].values()}
         for user, line in lines.items():
             values = [100 * z if i < 3 else z for i, z in enumerate(line)]
             print(f"{user:<10}" + "".join(f"{z:>17.2f}" for z in values))
-    for name, group in groups.items() if with_plots else ():
+    for name, group in groups.items() if args.plot else ():
         students = np.array(group["students"])  # [m, 15]
         columns = min(5, len(students))
         lines = -(-len(students) // columns)
@@ -260,7 +263,9 @@ def repeat(args, argv):
         own = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D11
         rows.append(main([*argv, *(f"--{name}={value}" for name, value in own.items())]))
     print(f"\naverages of {args.runs} runs")
-    (out / "average.json").write_text(json.dumps(show(rows, out, args.plot), indent=1) + "\n")
+    averages = show(rows, out, args)
+    if common.leads():
+        (out / "average.json").write_text(json.dumps(averages, indent=1) + "\n")
 
 
 def main(argv=None):
@@ -269,7 +274,7 @@ def main(argv=None):
     if args.runs > 1:
         return repeat(args, argv)
     federation = common.Federation(args)
-    K, net, device = federation.K, federation.net, federation.device
+    K, net, device, rows = federation.K, federation.net, federation.device, len(federation.clients)
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} users to train; use a smaller number")
     seen, unseen = np.split(np.arange(K), [K - args.unseen])
@@ -279,8 +284,8 @@ def main(argv=None):
     step = client_step(net, args)
 
     G = federation.initial_weights()
-    state = State(G=G, O=G.repeat(K, 1), l=torch.full((K,), torch.inf, dtype=torch.double, device=device),
-                  e=torch.zeros(K, dtype=torch.long, device=device))  # l.1: [d], [K, d], [K], [K] the rounds of the O_k
+    state = State(G=G, O=G.repeat(rows, 1), l=torch.full((rows,), torch.inf, dtype=torch.double, device=device),
+                  e=torch.zeros(rows, dtype=torch.long, device=device))  # l.1: [d], [K, d], [K], [K] the rounds of the O_k
     for t, S in run.rounds(state):  # l.2-3: round e = t + 1
         l_k = validation_losses(federation, state.G)  # l.4: [K] (D1)
         better = l_k < state.l  # l.5
@@ -290,23 +295,24 @@ def main(argv=None):
         w = state.G.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.7
         n_k = federation.n[S]  # [m]
-        state.G = n_k @ w_k / n_k.sum()  # l.7 (D2)
-        run.sent(up=w_k.numel(), down=K * net.d)
+        state.G = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.7 (D2)
+        run.sent(up=w_k.numel(), down=rows * net.d)
         last = t + 1 == args.rounds
         if last:
-            O = state.O if args.teacher == "optimal" else state.G.expand(K, -1)  # [K, d] (D8)
+            O = state.O if args.teacher == "optimal" else state.G.expand(rows, -1)  # [K, d] (D8)
             e = state.e if args.teacher == "optimal" else torch.full_like(state.e, args.rounds + 1)
-            run.sent(up=0, down=K * net.d * (args.teacher == "final"))  # D1
+            run.sent(up=0, down=rows * net.d * (args.teacher == "final"))  # D1
             A = distil(federation, student_step(net, args), O, args)  # l.8-14: [K, 15, d]
         if run.evaluates() and last:
-            measures, state.A = measure(taking_part, A[seen], state.G, e[seen], args.select)
+            measures, state.A = measure(federation, seen, A, state.G, e, args.select)
             if args.unseen:
-                measures["unseen"] = measure(federation.only(unseen), A[unseen], state.G, e[unseen], args.select)[0]
+                measures["unseen"], own = measure(federation, unseen, A, state.G, e, args.select)
+                state.A = torch.cat([state.A, own])  # l.15: [K, d]
             run.log(federation.evaluate(state.G), **measures)
         elif run.evaluates():
             run.log(federation.evaluate(state.G), taking_part.evaluate_clients(state.G))
     row = run.record()["rounds"][-1]
-    show([row], run.out, args.plot)
+    show([row], run.out, args)
     return row
 
 

@@ -154,6 +154,7 @@ class Surgery:
         if self.b is None:  # Net reads the table
             self.net.stats.append((x.shape[1], self.entry))
             return x
+        precision, x = x.dtype, x.to(self.b.dtype)
         mean, var = self.b.split(self.net.sizes_b)[i].view(2, -1)  # [C] each
         if self.mask is not None:
             real, pixels = self.mask[:, None] / self.mask.sum().clamp(min=1), x.shape[2:].numel()
@@ -163,7 +164,7 @@ class Surgery:
             n = (self.mask.sum() * pixels).clamp(min=2)
             self.new[i] = 0.9 * old + 0.1 * torch.stack([mean, var * n / (n - 1)])  # D4
         a = scale * (var + 1e-5).rsqrt()
-        return x * a[:, None, None] + (shift - mean * a)[:, None, None]  # l.2
+        return (x * a[:, None, None] + (shift - mean * a)[:, None, None]).to(precision)  # l.2
 
 
 class PsiNet(common.Net):
@@ -215,10 +216,10 @@ class PsiNet(common.Net):
 
     def forward(self, w, b, x, keep, mask=None, seen=None):
         """Logits [B, classes] and the next b. keep [n]: this network's groups. mask [B]: given in training (see Surgery)."""
-        surgery = Surgery(self, common.Weights(iter(w.split(self.sizes))), keep, b, mask, seen)
+        surgery = Surgery(self, self.weights(w, x), keep, b, mask, seen)
         z = self.base(surgery, x, self.classes)  # [B, n * classes/G]
         own = self.M[keep].flatten() == torch.arange(self.classes, device=z.device)[:, None]  # [classes, n * classes/G]
-        logits = torch.where(own.any(1), z[:, own.int().argmax(1)], MISSING)  # l.4 (D6)
+        logits = z[:, own.int().argmax(1)].to(w.dtype).masked_fill(~own.any(1), MISSING)  # l.4 (D6)
         return logits, b if mask is None else torch.cat([*(s.flatten() for s in surgery.new), b[:0]])
 
     def __call__(self, z, x):
@@ -265,10 +266,10 @@ def local_updates(federation, steps, state, S, t, eta, has):
     return W, B
 
 
-def aligned_average(W, own, n_k, old):
+def aligned_average(federation, W, own, n_k, old):
     """Lines 10 and 11, number by number: over the nodes that have it. W [m, d], own [m, d] bool, n_k [m], old [d]."""
-    n = n_k @ own.float()  # [d] (D5)
-    return torch.where(n > 0, n_k @ (W * own) / n.clamp(min=1), old)
+    n = federation.sum(n_k @ own.to(W.dtype))  # [d] (D5)
+    return torch.where(n > 0, federation.sum(n_k @ (W * own)) / n.clamp(min=1), old)
 
 
 def preferences(federation, z, images=20):
@@ -329,38 +330,39 @@ def arguments(argv):
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
-    data, K, device = federation.data, federation.K, federation.device
+    data, device = federation.data, federation.device
     shape = federation.transform(federation.images[:1]).shape[1:]
     net = federation.net = PsiNet(args, shape, data.classes, device)  # l.1-4
     run = common.Run(__file__, args, federation)
 
-    has = torch.ones(K, len(net.M) + 1, dtype=torch.bool, device=device)
+    has = torch.ones(len(federation.clients), len(net.M) + 1, dtype=torch.bool, device=device)  # [K, G+1]
     if args.prune:
         for i, index in enumerate(federation.split.train):
             has[i, :-1] = torch.isin(net.M, federation.labels[index]).any(1)  # l.6 (D6)
-    counts = has[:, :-1].sum(1).tolist()
-    nets = {n: PsiNet(args, shape, data.classes, device, n) for n in sorted(set(counts))}
+    counts = federation.gather(has[:, :-1].sum(1)).tolist()  # of all nodes
+    nets = {n: net if n == net.n else PsiNet(args, shape, data.classes, device, n) for n in sorted(set(counts))}
     steps = {n: client_step(part, args) for n, part in nets.items()}
-    macs = torch.tensor([nets[n].macs for n in counts], dtype=torch.double, device=device)  # [K]
+    macs = torch.tensor([nets[n].macs for n in counts], dtype=torch.double, device=device)  # of all nodes
     if args.groups:
         print("M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())))
         weights, work = ([getattr(nets[n], name) for n in counts] for name in ("d", "macs"))
         print(f"nodes   {common.spread(counts)} of {args.groups} groups, {common.spread(weights)} weights, "
               f"{common.spread(work)} multiplications per image (least/mean/most)")
 
-    state = State(w=federation.initial_weights(), b=net.init_b())  # l.5: [d], [d_b]
+    state = State(w=federation.initial_weights(), b=net.init_b(), macs=0.0)  # l.5: [d], [d_b]; the run's multiplications
     for t, S in run.rounds(state):  # l.7 (D8)
         eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
         W, B = local_updates(federation, steps, state, S, t, eta, has)  # l.8-9, l.12: [m, d], [m, d_b]
         own_w, own_b = has[S][:, net.group], has[S][:, net.group_b]  # [m, d], [m, d_b]
         n_k = federation.n[S]  # [m]
-        state.w = aligned_average(W, own_w, n_k, state.w)  # l.10-11: [d]
-        state.b = aligned_average(B, own_b, n_k, state.b)  # l.10-11: [d_b]
+        state.w = aligned_average(federation, W, own_w, n_k, state.w)  # l.10-11: [d]
+        state.b = aligned_average(federation, B, own_b, n_k, state.b)  # l.10-11: [d_b]
+        state.macs += args.epochs * float(federation.sum(macs[federation.clients[S]] @ n_k.double()))
         sent = int(own_w.sum() + own_b.sum())
         run.sent(up=sent, down=sent)
         if run.evaluates():
             z = torch.cat([state.w, state.b])
-            more = {"macs": args.epochs * float(macs[S] @ n_k.double())}  # multiplications of this round's forward passes
+            more = {"macs": state.macs}  # of all forward passes in training so far
             if args.tv and t == args.rounds - 1:
                 more["tv"] = {name: float(total_variance(P)) for name, P in preferences(federation, z).items()}
             run.log(federation.evaluate(z), federation.evaluate_clients(z), **more)

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,15 +147,16 @@ def test_students_side_by_side_are_each_trained_on_their_users_images():
         assert len({float(A[k, i].norm()) for i in (1, 2, 3, 6, 7, 8, 11, 12, 13)}) == 9
 
 
-@pytest.mark.parametrize("soft", ["kl", "ce"])
-def test_loop_equals_vmap(soft):
-    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2", "--clients", "3", "--soft", soft])
+@pytest.mark.parametrize("soft, together", [("kl", (45, 7)), ("ce", (45,))])
+def test_loop_equals_vmap(soft, together):
+    """All 45 students at once, and 7 by 7, where the last chunk has 3."""
+    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2", "--clients", "3", "--distill-epochs", "1", "--soft", soft])
     assert len(set(fed.n.tolist())) == 3  # clients that end at different steps, and smaller last minibatches
-    O, ends = random_teachers(fed), []
-    for fed.vmap in (False, True):
-        ends.append(persfl.distil(fed, persfl.student_step(fed.net, fed.args), O, fed.args))
-    torch.testing.assert_close(*ends, atol=2e-5, rtol=1e-4)
-    assert (ends[0][:, 0] - O).norm() > 0.1
+    O, step = random_teachers(fed), persfl.student_step(fed.net, fed.args)
+    loop, fed.vmap = persfl.distil(fed, step, O, fed.args), True
+    for fed.parallel in together:
+        torch.testing.assert_close(persfl.distil(fed, step, O, fed.args), loop, atol=2e-5, rtol=1e-4)
+    assert (loop[:, 0] - O).norm() > 0.1
 
 
 # Stage 1
@@ -247,8 +250,9 @@ def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_pat
     def poisoned(self, args):
         start(self, args)
         spoilt = np.concatenate([*self.split.test, np.arange(self.data.train, len(self.data.images))])
-        self.labels = self.labels.clone()
+        self.labels, self.images = self.labels.clone(), self.images.clone()
         self.labels[spoilt] = (self.labels[spoilt] + 1) % 10
+        self.images[spoilt] = 255 - self.images[spoilt]
 
     monkeypatch.setattr(common.Federation, "__init__", poisoned)
     other, b = run(persfl, argv, tmp_path / "poisoned")
@@ -274,9 +278,12 @@ def test_users_all_take_part(capsys):
     assert stop.value.code == 2 and "all users take part" in capsys.readouterr().err
 
 
-def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch):
+def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch, capsys):
+    """With PersFL-GD's loss, which the table says."""
     calls = noting(monkeypatch)
-    record, state = run(persfl, [*SMALL, "--teacher", "final"], tmp_path)
+    record, state = run(persfl, [*SMALL, "--teacher", "final", "--soft", "ce"], tmp_path)
+    table = capsys.readouterr().out.split("\nuser ")[1]
+    assert table.split()[:5] == ["FedAvg", "fine-tuned", "PersFL-GD", "T", "lambda"]
     assert torch.equal(calls[0].O, state["G"].expand(4, -1)) and not any(torch.equal(O, state["G"]) for O in state["O"])
     assert record["rounds"][-1]["users"]["teacher's round"] == [4] * 4  # the G that a round 4 would have begun with
     rows = record["rounds"]
@@ -295,10 +302,11 @@ def test_new_users_choose_a_teacher_but_do_not_train(tmp_path, monkeypatch):
     record, state = run(persfl, [*SMALL, "--unseen", "1", "--plot"], tmp_path)
     assert trained == [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])]
     row, fed = record["rounds"][-1], calls[0].fed
-    assert len(record["final"]["personal"]["per_client"]) == len(row["users"]["T"]) == 3 and state["A"].shape[0] == 3
+    assert len(record["final"]["personal"]["per_client"]) == len(row["users"]["T"]) == 3 and state["A"].shape[0] == 4
     new = row["unseen"]["users"]
     assert len(new["PersFL"]) == 1 and new["teacher's round"] == [int(state["e"][3])] and state["e"][3] > 0
     i = persfl.GRID.index((new["T"][0], new["lambda"][0]))
+    assert torch.equal(state["A"][3], calls[0].A[3, i])
     index = fed.split.test[3]
     right = fed.logits(calls[0].A[3, i], index).argmax(1).numpy() == fed.data.labels[index]
     assert new["PersFL"][0] == pytest.approx(right.mean())
@@ -309,26 +317,42 @@ def test_new_users_choose_a_teacher_but_do_not_train(tmp_path, monkeypatch):
         assert ended.value.code == 2
 
 
+def test_a_new_users_teacher_is_the_global_model_of_least_validation_loss(tmp_path, monkeypatch):
+    """Among those of all rounds; eta is so large that the last is not the best for all."""
+    sent, losses = [], persfl.validation_losses
+    monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or losses(federation, w))
+    calls = noting(monkeypatch)
+    argv = [*SMALL, "--unseen", "2", "--rounds", "6", "--lr", "0.5", "--distill-epochs", "1"]
+    record, state = run(persfl, argv, tmp_path)
+    fed, found = federation(argv), []
+    for k in range(4):
+        index = fed.split.val[k]
+        p = [softmax(fed.logits(w, index).double().numpy())[np.arange(len(index)), fed.data.labels[index]] for w in sent]
+        found.append(int(np.argmin([-np.log(z).mean() for z in p])))
+        assert torch.equal(calls[0].O[k], sent[found[k]])
+    assert len(sent) == 6 and record["rounds"][-1]["unseen"]["users"]["teacher's round"] == [e + 1 for e in found[2:]]
+    assert min(found[2:]) < 5 and len(set(found)) > 1
+
+
 # Runs
 
 
-class Stop(Exception):
-    pass
-
-
-def test_a_run_stopped_between_the_stages_and_resumed_equals_an_uninterrupted_one(tmp_path, monkeypatch):
-    argv = [*SMALL, "--rounds", "4", "--eval-every", "3"]
+def test_a_run_stopped_in_stage_2_repeats_its_last_round_and_no_other(tmp_path, monkeypatch):
+    """Ctrl-C at the start of Stage 2, in round 4 of 4 and before any evaluation. What lies on disk is Stage 1's state after
+    round 3; resumed, the run does round 4 and Stage 2, and equals one that wasn't stopped."""
+    argv = [*SMALL, "--rounds", "4", "--eval-every", "9"]
+    sent, losses = [], persfl.validation_losses
+    monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or losses(federation, w))
     whole, a = run(persfl, argv, tmp_path / "whole")
     with monkeypatch.context() as patch:
-
-        def dying(*arguments):
-            raise Stop
-
-        patch.setattr(persfl, "distil", dying)
-        with pytest.raises(Stop):
+        patch.setattr(persfl, "distil", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(SystemExit) as stop:
             persfl.main([*argv, "--out", str(tmp_path / "cut")])
-    assert len(json.loads((tmp_path / "cut" / "result.json").read_text())["rounds"]) == 3
+    saved = torch.load(tmp_path / "cut" / "state.pt", weights_only=True)
+    assert stop.value.code == 130 and len(saved["history"]) == 3 and len(sent) == 8
+    assert set(saved["state"]) == {"G", "O", "l", "e"} and torch.equal(saved["state"]["G"], sent[3])
     again, b = run(persfl, [*argv, "--resume"], tmp_path / "cut")
+    assert len(sent) == 9 and torch.equal(sent[8], sent[3])
     assert set(a) == set(b) == {"G", "O", "l", "e", "A"} and all(torch.equal(a[name], b[name]) for name in a)
     for row, other in zip(whole["rounds"], again["rounds"], strict=True):
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
@@ -352,6 +376,7 @@ def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
         assert found["mean"][name] == pytest.approx(sum(users) / 4)
         assert found["std"][name] == pytest.approx((sum((u - sum(users) / 4) ** 2 for u in users) / 3) ** 0.5)
     lines = capsys.readouterr().out.split("averages of 2 runs")[1].splitlines()
+    assert lines[2].split()[:5] == ["user", "FedAvg", "fine-tuned", "PersFL", "T"]
     assert lines[3].split()[3] == f"{50 * (tables[0]['PersFL'][0] + tables[1]['PersFL'][0]):.2f}"
 
 
@@ -383,7 +408,8 @@ def test_ds_1(per_class, train, tmp_path):
     fed = federation(["--dataset", balanced(tmp_path, per_class), "--model", "mnistnet"])
     for parts in zip(*fed.split):
         assert [len(part) for part in parts] == [train, train // 3, train // 3]
-        assert len(np.unique(fed.data.labels[np.concatenate(parts)])) == 4
+        counts = np.bincount(fed.data.labels[np.concatenate(parts)], minlength=10)
+        assert sorted(counts) == [0] * 6 + [per_class // 4] * 4  # every class has 4 holders, too
     assert len(np.unique(np.concatenate([i for part in fed.split for i in part]))) == 10 * per_class
 
 
@@ -394,8 +420,45 @@ def test_ds_2_and_ds_3(split, classes, tmp_path):
     sizes = []
     for parts in zip(*fed.split):
         n = sum(map(len, parts))
-        assert [len(part) for part in parts] == pytest.approx([0.6 * n, 0.2 * n, 0.2 * n], abs=2)
+        train, test = 6 * n // 10, 2 * n // 10
+        assert [len(part) for part in parts] == [train, n - train - test, test]
         kinds = np.bincount(fed.data.labels[np.concatenate(parts)], minlength=10)
         assert (kinds > 0).sum() == classes and len(set(kinds[kinds > 0])) > 1
         sizes.append(n)
     assert 50_000 - 20 <= sum(sizes) <= 50_000 and len(set(sizes)) > 5  # two classes of each of ten users are rounded down
+    whole = np.concatenate([index for part in fed.split for index in part])
+    assert len(np.unique(whole)) == len(whole) == sum(sizes)
+
+
+def class_counts(split, draws):
+    """[draws, 10 users, 10 classes] of 50,000 images."""
+    args, labels = persfl.arguments(["--split", split]), np.arange(50_000) % 10
+    owned = [common.SPLITS[split](labels, 10, np.random.default_rng(i), args) for i in range(draws)]
+    return np.array([[np.bincount(labels[index], minlength=10) for index in users] for users in owned])
+
+
+def test_the_spread_of_ds_2_is_that_of_a_dirichlet_draw_per_class():
+    """A user's share of a class is Beta(.9, 8.1): mean .1, variance .1*.9/10. Ten independent classes make a user's size."""
+    counts = class_counts("dirichlet-classes", 30)
+    assert (counts.sum(1) == 5000).all()
+    assert counts.mean((0, 2)) == pytest.approx([500] * 10, rel=0.2)
+    share = (0.1 * 0.9 / 10) ** 0.5
+    assert counts.std() == pytest.approx(5000 * share, rel=0.08)
+    assert counts.sum(2).std() == pytest.approx(10**0.5 * 5000 * share, rel=0.15)
+    published = [  # facts.md A5.5: test images, a fifth, of five runs
+        1025, 743, 955, 633, 1279, 1493, 1341, 770, 1010, 754, 1059, 907, 1073, 1129, 591, 1878, 770, 953, 841, 802, 1856, 761, 1796, 556,
+        986, 697, 1121, 710, 774, 745, 1130, 805, 767, 1014, 705, 1342, 684, 1110, 898, 1548, 1073, 608, 1447, 832, 1654, 803, 1029, 818,
+        1086, 653]  # fmt: skip
+    assert counts.sum(2).std() / 5 == pytest.approx(np.std(published), rel=0.2)
+
+
+def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
+    """Users u - 1 and u share class u; the log of the ratio of two draws is normal with variance 2 * 2^2: half of the ratios
+    lie within exp(+-.6745 * sqrt 8)."""
+    counts, ratios = class_counts("lognormal", 40), []
+    for c in range(10):
+        two = counts[:, [c - 1, c], c]  # [draws, 2]
+        assert (counts[:, :, c].sum(1) == two.sum(1)).all() and (two >= 10).all() and (two.sum(1) >= 4998).all()
+        ratios.append((two[:, 0] - 10 + 0.5) / (two[:, 1] - 10 + 0.5))
+    inside = np.abs(np.log(ratios)) < 0.6745 * 8**0.5
+    assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58

@@ -100,6 +100,23 @@ def test_multiplications_by_hand():
     assert psi(n=2).macs == 30 * 30 * 27 * 6 + 5 * 5 * 54 * 4 + 2 * 2 * 2 * 4 + 2 * 6 + 3 * 4  # 2 of the 5 groups
 
 
+def test_a_pruned_network_s_parameters_and_multiplications_by_hand():
+    """2 of 5 groups of tiny; 4 of 10 groups of VGG-9: 104 of 260 channels, 208 of 520 neurons, 4 of 10 logits."""
+    tiny_s = (27 * 6 + 6 + 12) + (54 * 4 + 4 + 8) + (2 * 4 + 4 + 8) + (2 * 6 + 6) + (3 * 4 + 4)  # with norms
+    assert psi(n=2).d == tiny_s and len(psi(n=2).group_b) == 12
+    lower = ((3, 32, 32), (32, 64, 32), (64, 128, 16), (128, 128, 16))  # channels in and out, pixels
+    upper = ((128, 104, 8), (26, 104, 8))  # conv5 sees all channels, conv6 those of its group
+    full = ((26 * 16, 208), (52, 208), (52, 4))
+    net = psi("vgg9", 10, None, "gn", n=4)
+    assert net.d == sum(9 * a * b + 3 * b for a, b, _ in lower + upper) + sum(a * b + b for a, b in full)
+    assert len(net.group_b) == 2 * (32 + 64 + 128 + 128)
+    assert net.macs == sum(9 * a * b * size**2 for a, b, size in lower + upper) + sum(a * b for a, b in full)
+    widths = [32, 64, 128, 128, 256, 256, *[208] * 6, 412, 412]  # MobileNet: 4 of 10 groups of 520 and 1030 from block6 on
+    d = 27 * 32 + 9 * 256 + 256 * 208 + sum(9 * a + a * b for a, b in zip(widths[:5], widths[1:6]))
+    d += sum(9 * a + a // 4 * b for a, b in zip(widths[6:], widths[7:])) + 103 * 4 + 4
+    assert psi("mobilenet", 10, None, "gn", n=4).d == d + 2 * (32 + sum(a + b for a, b in zip(widths, widths[1:])))
+
+
 @pytest.mark.parametrize("enter", ["all", "slice"])
 def test_the_network_against_an_explicit_loop_over_groups(enter):
     """Evaluation with running statistics: BatchNorm behind conv1; then each group alone, normed by itself."""
@@ -200,11 +217,12 @@ def sub(net, keep):
     return ((group == -1) | torch.isin(group, torch.tensor(keep)) for group in (net.group, net.group_b))
 
 
-@pytest.mark.parametrize("norm", ALL)
-@pytest.mark.parametrize("enter", ["all", "slice"])
-def test_a_pruned_network_is_the_rest_of_the_whole_one(enter, norm):
+@pytest.mark.parametrize("model, enter, norm", [
+    *(("tiny", enter, norm) for enter in ("all", "slice") for norm in ALL), ("mobilenet", "all", "gn"), ("mobilenet", "all", "bn")])  # fmt: skip
+def test_a_pruned_network_is_the_rest_of_the_whole_one(model, enter, norm):
     """The same logits of its classes, -1e9 for the others: a probability of 0. So its loss is over the logits that it has."""
-    whole, part, keep = psi(norm=norm, enter=enter), psi(norm=norm, enter=enter, n=2), [1, 4]
+    depth, keep = "conv2" if model == "tiny" else "block12", [1, 4]
+    whole, part = (psi(model, 5, depth, norm, enter, n=n) for n in (None, 2))
     w, b = start(whole)
     own_w, own_b = sub(whole, keep)
     assert part.d == own_w.sum() and len(part.group_b) == own_b.sum()
@@ -299,30 +317,72 @@ def test_a_node_leaves_other_groups_alone(tmp_path):
                 assert not torch.equal(before[group == changed], after[group == changed])
 
 
-def test_the_order_of_a_nodes_groups_does_not_matter():
+ORDER = torch.tensor([3, 0, 4, 1, 2])
+
+
+def permuted(norm):
+    """A network, the same with its groups in ORDER, and the two maps of the latter's numbers: whose they are in the former."""
+    net = psi(norm=norm)
+    other = psi(norm=norm, M=net.M[ORDER])
+    return net, other, *(torch.where(group < 0, group, ORDER[group]) for group in (other.group, other.group_b))
+
+
+def reorder(z, group, name):
+    """What group g has goes where group g is called g by `name`."""
+    out = torch.empty_like(z)
+    for g in range(-1, 5):
+        out[name == g] = z[group == g]
+    return out
+
+
+@pytest.mark.parametrize("norm", ALL)
+def test_the_order_of_a_nodes_groups_does_not_matter(norm):
     """A node with its groups, and M, in another order: its update, put back by the groups, is the one of the others' order."""
-    order = torch.tensor([3, 0, 4, 1, 2])
-    for norm in ALL:
-        net = psi(norm=norm)
-        other = psi(norm=norm, M=net.M[order])
-        name_w, name_b = (torch.where(group < 0, group, order[group]) for group in (other.group, other.group_b))  # groups by M
+    net, other, name_w, name_b = permuted(norm)
+    w, b = start(net)
+    args = SimpleNamespace(momentum=0.9, weight_decay=0.01)
+    batch, eta = some_batch(y=torch.tensor([2, 3, 9, 0, 2, 6])), torch.tensor(0.3).double()
+    one = psinet.client_step(net, args)((w, b, 0 * w, net.every), batch, eta)
+    w_, b_ = reorder(w, net.group, name_w), reorder(b, net.group_b, name_b)
+    assert not torch.equal(w, w_)
+    torch.testing.assert_close(other(torch.cat([w_, b_]), X), net(torch.cat([w, b]), X))
+    two = psinet.client_step(other, args)((w_, b_, 0 * w, net.every), batch, eta)
+    torch.testing.assert_close(reorder(two[0], name_w, net.group), one[0])
+    torch.testing.assert_close(reorder(two[1], name_b, net.group_b), one[1])
 
-        def reorder(z, group, name):  # what group g has goes where the node keeps group g
-            out = torch.empty_like(z)
-            for g in range(-1, 5):
-                out[name == g] = z[group == g]
-            return out
 
-        w, b = start(net)
-        args = SimpleNamespace(momentum=0.9, weight_decay=0.01)
-        batch, eta = some_batch(y=torch.tensor([2, 3, 9, 0, 2, 6])), torch.tensor(0.3).double()
-        one = psinet.client_step(net, args)((w, b, 0 * w, net.every), batch, eta)
-        w_, b_ = reorder(w, net.group, name_w), reorder(b, net.group_b, name_b)
-        assert not torch.equal(w, w_)
-        torch.testing.assert_close(other(torch.cat([w_, b_]), X), net(torch.cat([w, b]), X))
-        two = psinet.client_step(other, args)((w_, b_, 0 * w, net.every), batch, eta)
-        torch.testing.assert_close(reorder(two[0], name_w, net.group), one[0])
-        torch.testing.assert_close(reorder(two[1], name_b, net.group_b), one[1])
+@pytest.mark.parametrize("norm", ["gn", "bn"])
+def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm):
+    """Real training of three nodes, the second pruned and with its groups in another order; then the average by the map."""
+    args = psinet.arguments([*SMALL, "--clients", "3", "--split", "dirichlet-classes", "--alpha", "5", "--batch-size", "40"])
+    fed = common.Federation(args)
+    fed.transform, fed.dtype = lambda x, u=None: common.scale(x).double(), torch.double
+    net, other, name_w, name_b = permuted(norm)
+    w, b = start(net)
+    has = torch.ones(3, 6, dtype=torch.bool)
+    has[1, [1, 4]] = False
+
+    def updates(net, w, b, has):
+        fed.net = net
+        steps = {n: psinet.client_step(psi(norm=norm, n=n, M=net.M), args) for n in (3, 5)}
+        state, eta = SimpleNamespace(w=w, b=b), torch.tensor(0.05).double()
+        W, B = psinet.local_updates(fed, steps, state, np.arange(3), 0, eta, has)
+        return W, B, has[:, net.group], has[:, net.group_b]
+
+    W, B, own_w, own_b = updates(net, w, b, has)
+    has_ = torch.cat([has[:, ORDER], has[:, -1:]], 1)
+    W_, B_, own_w_, own_b_ = updates(other, reorder(w, net.group, name_w), reorder(b, net.group_b, name_b), has_)
+    for whole, own, back, own_, names, old in ((W, own_w, W_, own_w_, (name_w, net.group), w),
+                                               (B, own_b, B_, own_b_, (name_b, net.group_b), b)):  # fmt: skip
+        mixed, mixed_own, naive = whole.clone(), own.clone(), whole.clone()
+        mixed[1], mixed_own[1], naive[1] = reorder(back[1], *names), reorder(own_[1], *names), back[1]
+        n_k = fed.n.double()
+        expected = psinet.aligned_average(fed, whole, own, n_k, old)
+        torch.testing.assert_close(psinet.aligned_average(fed, mixed, mixed_own, n_k, old), expected)
+        moved = (expected - old).abs()
+        assert (moved > 1e-6).any() and torch.equal(whole[1][~own[1]], old[~own[1]])
+        if len(names[0].unique()) > 1:  # with gn, all of b is shared
+            assert (psinet.aligned_average(fed, naive, mixed_own, n_k, old) - expected).abs().max() > 0.01
 
 
 # The federation
@@ -344,7 +404,7 @@ def test_with_all_owners_the_average_is_fedavgs():
     rng = np.random.default_rng(0)
     W, n = torch.from_numpy(rng.normal(size=(4, 9))), torch.tensor([5.0, 1, 2, 8])
     own = torch.ones(4, 9, dtype=torch.bool)
-    average = psinet.aligned_average(W.float(), own, n, torch.zeros(9))
+    average = psinet.aligned_average(SimpleNamespace(sum=lambda x: x), W.float(), own, n, torch.zeros(9))
     np.testing.assert_allclose(average, np.average(W, axis=0, weights=[5, 1, 2, 8]), rtol=1e-5, atol=1e-6)
 
 
@@ -354,7 +414,7 @@ def test_loop_equals_vmap(enter, norm):
     """Pruned nodes with other groups and of other sizes, in float64; nodes that finish early keep their state."""
     argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--clients", "4", "--epochs", "1", "--batch-size", "20"]
     fed = common.Federation(psinet.arguments(argv))
-    fed.transform = lambda x, u=None: common.scale(x).double()
+    fed.transform, fed.dtype = lambda x, u=None: common.scale(x).double(), torch.double
     assert len({len(index) // 20 for index in fed.split.train}) > 1
     net = psi(norm=norm, enter=enter, n=3)
     w, b = start(net)
@@ -366,6 +426,17 @@ def test_loop_equals_vmap(enter, norm):
         ends.append(fed.train(step, nodes, [0, 1, 3], 0, torch.tensor(0.01).double()))
     assert (ends[0][0] - w).norm() > 0.01 and torch.equal(ends[0][3], keep)
     torch.testing.assert_close(*(end[:3] for end in ends), atol=1e-8, rtol=1e-8)
+
+
+def test_multiplications_are_added_up_over_rounds_epochs_and_nodes(tmp_path, monkeypatch):
+    """3 of 5 nodes of different sizes in a round, two epochs; the first round isn't evaluated."""
+    spy(monkeypatch, lambda start, S: start)
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "5", "--fraction", "0.6", "--rounds", "3", "--epochs", "2", "--eval-every", "2"]
+    record, state = run(psinet, argv, tmp_path)
+    fed, n = common.Federation(psinet.arguments(argv)), np.array(record["split"]["sizes"])
+    work = np.cumsum([2 * n[fed.sample(t)].sum() * psi().macs for t in range(3)])
+    assert len(set(n)) > 1 and ["macs" in row for row in record["rounds"]] == [False, True, True]
+    assert [row["macs"] for row in record["rounds"][1:]] == work[1:].tolist() and record["final"]["macs"] == work[2]
 
 
 class Stop(Exception):
@@ -450,6 +521,46 @@ def test_preferences_and_total_variance_by_hand(monkeypatch):
     assert float(psinet.total_variance(torch.tensor([[1.0, 3.0], [2.0, 2.0], [-1.0, 1.0]]))) == pytest.approx(
         # (.25, .75), (.5, .5), (-.5, .5): mean (1/12, 7/12)
         (np.hypot(2 / 12, 2 / 12) + np.hypot(5 / 12, 1 / 12) + np.hypot(7 / 12, 1 / 12)) / 3, abs=1e-6)  # fmt: skip
+
+
+def two_convolutions(m, x, classes):
+    x = F.relu(m.conv("one", x, 4, 1))
+    x = F.relu(m.conv("two", x, 4, 1))
+    return m.linear("three", x.flatten(1), classes)
+
+
+def test_preferences_and_total_variance_with_groups_and_batchnorm_by_hand(monkeypatch):
+    """2 channels - 4 - 4 in two groups - 4 classes in two groups, 6 pixels; the chain rule in numpy, in float64."""
+    monkeypatch.setitem(common.MODELS, "two", two_convolutions)
+    net = psi("two", 2, "two", "bn", shape=(2, 2, 3), classes=4)
+    w, b = start(net, 4)
+    rng = np.random.default_rng(3)
+    images, labels = rng.random((20, 2, 2, 3)), np.arange(20) % 4
+    fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(train=16),
+                          images=torch.from_numpy(images), transform=lambda x: x)  # fmt: skip
+    found = psinet.preferences(fed, torch.cat([w, b]))
+    part = {name: w[where].view(shape).numpy() for name, where, shape in net.tensors}
+    U, V, W = part["one.weight"][:, :, 0, 0], part["two.weight"][:, :, 0, 0], part["three.weight"].reshape(4, 2, 6)
+    means, variances = b.numpy().reshape(2, 2, 4).transpose(1, 0, 2)  # of the layers one and two
+    slope = [part[f"{name}-norm.weight"] / np.sqrt(v + 1e-5) for name, v in zip(("one", "two"), variances)]
+    P = {"one": np.zeros((4, 4)), "two": np.zeros((4, 4))}
+    for x, c in zip(images[:16].reshape(16, 2, 6), labels):
+        y = U @ x + part["one.bias"][:, None]
+        A = np.maximum(slope[0][:, None] * (y - means[0][:, None]) + part["one-norm.bias"][:, None], 0)  # [4, 6]
+        y = V @ A + part["two.bias"][:, None]
+        B = np.maximum(slope[1][:, None] * (y - means[1][:, None]) + part["two-norm.bias"][:, None], 0)
+        dB = np.zeros((4, 6))
+        dB[2 * (c // 2) : 2 * (c // 2) + 2] = W[c]  # class c's group alone
+        dA = V.T @ (dB * (B > 0) * slope[1][:, None])
+        P["two"][:, c] += (B * dB).sum(1)
+        P["one"][:, c] += (A * dA).sum(1)
+    assert list(found) == ["one", "two"] and V.shape == (4, 4)
+    for name, expected in P.items():
+        np.testing.assert_allclose(found[name], expected, atol=1e-12)
+        unit = expected / np.abs(expected).sum(1, keepdims=True)
+        tv = np.mean([np.sqrt(((row - unit.mean(0)) ** 2).sum()) for row in unit])
+        assert float(psinet.total_variance(found[name])) == pytest.approx(tv) and tv > 0.1
+    assert (P["two"] == 0).sum() == 8 and (P["one"] != 0).all()
 
 
 def test_preferences_of_channels_sum_over_their_pixels():
