@@ -1,5 +1,8 @@
 # make demo    about two minutes of SuPerFed on the embedded data set, with tables and plots
 # make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (20 minutes on two cores)
+# make compare all 23 methods for a short while on the embedded data set: one table, one plot (15 minutes on two cores)
+# make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
+# make reproduce-quick  who beats whom, on the embedded data set (about ten minutes on two cores)
 # make test    all tests (no network but for the first set-up, no GPU needed)
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 
@@ -12,6 +15,15 @@ demo: .venv/ready
 bench: .venv/ready
 	$(PYTHON) tests/bench.py
 
+compare: .venv/ready
+	$(PYTHON) tests/compare.py
+
+reproduce: .venv/ready
+	$(PYTHON) reproduce.py $(ARGS)
+
+reproduce-quick: .venv/ready
+	$(PYTHON) reproduce.py --quick
+
 test: .venv/ready
 	$(PYTHON) -m pytest -q tests
 
@@ -21,4 +33,4 @@ test: .venv/ready
 	$(PYTHON) -m pip install --quiet -r requirements.txt
 	touch .venv/ready
 
-.PHONY: demo bench test
+.PHONY: demo bench compare reproduce reproduce-quick test

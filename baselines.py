@@ -80,7 +80,7 @@ def replace(X, S, rows):
 
 
 def own_layers(net, args):
-    """[d]: True for the weights that a client keeps, its last N layers; for lg-fedavg its first N."""
+    """The places in w [d] of the weights that a client keeps, its last N layers, for lg-fedavg its first N; and the others'."""
     shape = {where.start: shape for _, where, shape in net.tensors}
     linear = [len(shape[where.start]) == 2 for _, where in net.layers]
     lower, N = args.method == "lg-fedavg", args.personal
@@ -88,7 +88,13 @@ def own_layers(net, args):
         N = max(linear.index(True), 1) if lower else 1
     if N > len(linear):
         common.refuse(f"--personal {N}: the model {net.name} has only {len(linear)} layers")
-    return net.layer_of < N if lower else net.layer_of >= len(linear) - N
+    own = net.layer_of < N if lower else net.layer_of >= len(linear) - N
+    return own.nonzero()[:, 0], (~own).nonzero()[:, 0]
+
+
+def put(w, own, V):
+    """Models [m, d] of what is shared, w [d], with their own weights V [m, own]."""
+    return w.repeat(len(V), 1).index_copy(1, own, V)
 
 
 # The methods
@@ -285,14 +291,14 @@ def apfl(federation, run, args):
      5              w_k = w_k - eta * gradient of f_k(w_k; b)
      6              g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
      7              v_k = v_k - eta * alpha_k * g
-     8              if adaptive:  alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1]
+     8              if adaptive:  alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1], with the v_k before line 7
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. Weights are n_k (FedSLR: uniform).
     D1  Line 6: weights are mixed, as in the paper and in FedSLR; the official code mixes outputs. PFLlib trains v_k alone and
-        mixes it into itself; in FL-bench w_k gets its gradient twice.
+        mixes it into itself; in FL-bench w_k gets its gradient twice. A weight decay acts on the mixture, in FedSLR on v_k.
     D2  Line 8: officially once in a round, on its first minibatch, with another gradient and a penalty of .02 alpha. Here in
-        every step, with the v_k before line 7, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not
+        every step, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not
         known (.25 in its later code).
     D3  Line 6: the mixture has the w_k of line 5. In the paper, from memory, both gradients are taken before either step.
     """
@@ -338,19 +344,18 @@ def fedper(federation, run, args):
         layer", nor for PersFL. Here the last layer by default, as in what FedSLR calls FedRep: its code trains jointly.
     D2  FedSLR evaluates with the base of the round before. Here with the current one.
     """
-    step, own = sgd_step(federation.net, args), own_layers(federation.net, args)  # own: [d] (D1)
+    step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
     w = federation.initial_weights()
-    state = State(w=w, V=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]; used are w[~own] and V[:, own]
-    numbers = int((~own).sum())
+    state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
-        w = torch.where(own, state.V[S], state.w)  # l.3: [m, d]
+        w = put(state.w, own, state.V[S])  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.4
         n_k = federation.n[S]  # [m]
         mean = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())
-        state.w, state.V = torch.where(own, state.w, mean), replace(state.V, S, w_k)  # l.5
-        run.sent(up=len(S) * numbers, down=len(S) * numbers)
+        state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.5
+        run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(torch.where(own, state.V, state.w)))  # D2
+            run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D2
 
 
 def fedrep(federation, run, args):
@@ -365,31 +370,31 @@ def fedrep(federation, run, args):
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Personal is (w, v_k); there is no global model. Weights are n_k, as in the official code (FedSLR: uniform). Only w is sent.
-    D1  Lines 4 and 5: 10 epochs for the head and --body-epochs 1, as officially for CIFAR-10, with minibatches of 10, momentum
-        .5 and a decay of 1e-4 of all but biases; for CIFAR-100 10 and 5. What FedSLR calls FedRep is FedPer.
+    D1  Lines 4 and 5: 10 epochs for the head and --body-epochs 1, as officially for CIFAR-10; for CIFAR-100 10 and 5. The
+        official B is 10, momentum .5, decay 1e-4 of all but biases. What FedSLR calls FedRep is FedPer.
     D2  Officially all clients train their heads for ten more epochs after the last round, and the mean of the last ten rounds
         is reported too. Not offered.
     """
     gradient, descend = sgd(federation.net, args)
-    own = own_layers(federation.net, args)  # [d]
+    own, others = own_layers(federation.net, args)
 
     def step(client, batch, eta, part):
         w, u = client  # [d] weights, [d] momentum
         return descend(w, u, part * gradient(w, batch), eta)  # part: 1 for what is trained, or 0
 
-    w, head, body = federation.initial_weights(), own.float(), (~own).float()
-    state = State(w=w, V=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]; used are w[~own] and V[:, own]
-    numbers = int((~own).sum())
+    w = federation.initial_weights()
+    head = torch.zeros_like(w).index_fill(0, own, 1)  # [d]
+    state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
-        eta, w = rate(federation, args, t), torch.where(own, state.V[S], state.w)  # l.3: [m, d]
+        eta, w = rate(federation, args, t), put(state.w, own, state.V[S])  # l.3: [m, d]
         w, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, head, phase=1)  # l.4
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, body, epochs=args.body_epochs)  # l.5 (D1)
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, 1 - head, epochs=args.body_epochs)  # l.5 (D1)
         n_k = federation.n[S]  # [m]
         mean = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())
-        state.w, state.V = torch.where(own, state.w, mean), replace(state.V, S, w_k)  # l.6
-        run.sent(up=len(S) * numbers, down=len(S) * numbers)
+        state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.6
+        run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(torch.where(own, state.V, state.w)))  # D2
+            run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D2
 
 
 def lg_fedavg(federation, run, args):
@@ -411,18 +416,17 @@ def lg_fedavg(federation, run, args):
     D3  Officially each client's best round on test images is reported; FedSLR evaluates with the upper layers of the round
         before. Here all clients have the current ones.
     """
-    step, own = sgd_step(federation.net, args), own_layers(federation.net, args)  # own: [d] (D1)
+    step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
     w = federation.initial_weights()  # D2
-    state = State(w=w, V=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]; used are w[~own] and V[:, own]
-    numbers = int((~own).sum())
+    state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
-        m, w = size(federation, S), torch.where(own, state.V[S], state.w)  # l.3: [m, d]
+        m, w = size(federation, S), put(state.w, own, state.V[S])  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.4
         mean = federation.sum(w_k.sum(0)) / m
-        state.w, state.V = torch.where(own, state.w, mean), replace(state.V, S, w_k)  # l.5
-        run.sent(up=len(S) * numbers, down=len(S) * numbers)
+        state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.5
+        run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(torch.where(own, state.V, state.w)))  # D3
+            run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D3
 
 
 def ditto(federation, run, args):
@@ -435,7 +439,7 @@ def ditto(federation, run, args):
      5          for each minibatch b of s epochs:  v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
 
-    Personal is v_k. Weights are uniform, as in the official code. With lambda = 0 v_k is Local's model.
+    Personal is v_k. Weights are uniform, as in the official code. With lambda = 0 and s = E v_k is Local's model.
     D1  Lines 4 and 5: officially steps on v_k and on w_k alternate, on the same minibatch. Here one pass follows the other over
         the same minibatches, which comes to the same. FedSLR has E=2 and s=1; here s is E unless --personal-epochs is given.
     D2  Line 5: FedSLR's code pulls v_k towards w after the gradient's step, not in it. Its lambda is the default. Officially
@@ -479,7 +483,7 @@ def pfedme(federation, run, args):
         --weight-decay .001.
     D4  Line 6: the paper has no momentum (--momentum 0). It is w_k's, lambda * (w_k - theta_k) being the envelope's gradient.
     D5  The defaults of lambda, K, beta and eta_p are PersFL's for DS-1 of CIFAR-10, with eta .01, B=128, 20 minibatches and 800
-        rounds. SuPerFed's and FedSLR's are not known.
+        rounds. SuPerFed's later code has lambda 15. eta_p decays as eta does.
     """
     gradient, descend = sgd(federation.net, args)  # D3
     lam = args.pfedme_lambda  # D5
@@ -526,8 +530,11 @@ def per_fedavg(federation, run, args):
     D2  Line 8: PersFL's code does not go back from z to w_k: two plain steps, alpha then beta. Not offered. The paper has no
         momentum (--momentum 0).
     D3  Line 9: the paper's mean is unweighted; n_k as in PersFL's code. The same with equal sizes.
-    D4  Line 10: the gradient over all training images, as F_k has it. The code that PersFL used takes minibatches of the TEST
-        images on which it then evaluates. Not offered.
+    D4  Line 10: the gradient over all training images, as F_k has it, augmented where --transform does so. The code that
+        PersFL used takes minibatches of the TEST images on which it then evaluates. Not offered. alpha does not decay.
+    D5  Line 7: with ReLU the two gradients belong to different linear pieces. Measured on 20 images of `shapes` at w_0 with
+        delta .001, h is 15 to 18 times its norm away from the exact product (mnistnet, cnn, cifarnet), in float64 too; after
+        200 steps of SGD 2e-5, 5 and 69 times.
     """
     gradient, descend = sgd(federation.net, args)
     last, least = 2 if args.hessian_free else 1, int(federation.gather(federation.n).min())
@@ -541,7 +548,7 @@ def per_fedavg(federation, run, args):
         w, u, z, g, turn = client  # [d] each, u: momentum; turn is 0, 1 or 2 for D, D' or D'' (D1)
         now = gradient(torch.where(turn == 2, w + args.delta * g, z), batch)
         g = torch.where(turn == 2, g, now)  # l.6
-        h = (now - gradient(w - args.delta * g, batch)) / (2 * args.delta) if args.hessian_free else 0  # l.7
+        h = (now - gradient(w - args.delta * g, batch)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5)
         new, pace = descend(w, u, g - alpha * h, beta)  # l.8 (D2)
         z = torch.where(turn == 0, w - alpha * now, new)  # l.5
         w, u = torch.where(turn == last, new, w), torch.where(turn == last, pace, u)
@@ -629,9 +636,12 @@ def fedspa(federation, run, args):
         g = gradient(w, batch)  # l.4 (D4)
         return *descend(w, u, M * g, eta), g, M  # l.4 (D2)
 
-    draws = [common.stream(args.seed, "algorithm", 0, int(k)).random((1, net.d), np.float32) for k in federation.clients]
+    def first_mask(k):
+        draw = common.stream(args.seed, "algorithm", 0, int(k)).random((1, net.d), np.float32)
+        return highest(torch.from_numpy(draw).to(device), net.sizes, counts)
+
     state = State(w=federation.initial_weights(),  # l.1: [d], [K, d]
-                  M=torch.cat([highest(torch.from_numpy(draw).to(device), net.sizes, counts) for draw in draws]))
+                  M=torch.cat([first_mask(k) for k in federation.clients]))
     for t, S in run.rounds(state):  # l.2
         M_k, n_k = state.M[S], federation.n[S]  # [m, d], [m]
         w = M_k * state.w  # l.3: [m, d]
@@ -731,7 +741,7 @@ def fedma(federation, run, args):
 
     Personal is w. Weights are uniform but for line 9. The authors' script: --model vgg9 --split dirichlet-classes --alpha .5
     --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 10. One round is FedMA, more are FedMA "with communication".
-    Bytes: layer by layer, all of w once in each direction, and Pi_k to client k.
+    Bytes: w to S_t at first, then layer by layer all of w up and all but the last layer down, and Pi_k to client k.
     D1  Line 6: the paper's BBP-MAP lets the global layer grow where a client's unit has no counterpart (officially gamma 7,
         sigma and sigma_0 1, 5 iterations, at most about 700 units). Here it keeps its size: units are matched one-to-one. With
         prior mean 0 and nothing unmatched, BBP-MAP's costs and squared distances lead to the same matching, whatever gamma,
@@ -740,7 +750,8 @@ def fedma(federation, run, args):
         before it, and in up to 4 further sweeps to the sum of all others.
     D3  Line 7: the plain mean; the posterior's is pulled to the prior mean.
     D4  Line 5: SGD and --epochs for all L trainings. Officially, those behind the first layer are by Adam, with the learning
-        rate .001, the weight decay .0001 and amsgrad. vgg9 has no dropout here.
+        rate .001, the weight decay .0001 and amsgrad; images are reflected at the borders, cropped, flipped and standardised
+        (--transform fedslr is near it); the README has 50 rounds. vgg9 has no dropout here.
     D5  Line 9: a class of which no client of S_t has images takes the plain mean.
     D6  Line 3: all clients start from the same w_0, as in every method here; where they officially do is not known.
     """
@@ -772,7 +783,7 @@ def fedma(federation, run, args):
                 n_kc = torch.where(n_kc.sum(0) > 0, n_kc, 1)  # D5
                 w[layer] = flat((V * (n_kc / n_kc.sum(0))[:, :, None]).sum(0, keepdim=True))[0]  # l.9
         state.w = w
-        run.sent(up=w_k.numel(), down=w_k.numel() + len(S) * sum(outs[:-1]))
+        run.sent(up=w_k.numel(), down=2 * w_k.numel() + len(S) * (sum(outs[:-1]) - len(V[0].flatten())))
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
@@ -798,7 +809,7 @@ def arguments(argv):
     own.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
     own.add_argument("--personal", type=common.between(int, 0),
                      help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
-                          "layers (unless given: all before the first fully connected one)")
+                          "layers (unless given: all before the first fully connected one); a normalisation counts as one")
     own.add_argument("--body-epochs", type=whole, default=1, help="fedrep: epochs on the body, after --epochs on the head")
     own.add_argument("--ditto-lambda", type=common.between(float, 0), default=0.1, help="ditto: lambda, the pull of v_k to w")
     own.add_argument("--personal-epochs", type=whole, help="ditto: s, epochs on v_k (unless given: --epochs)")
@@ -819,6 +830,7 @@ def main(argv=None):
     federation = common.Federation(args)
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
     run = common.Run(__file__, args, federation)
+    run.algorithm = args.method
     METHODS[args.method](federation, run, args)
 
 

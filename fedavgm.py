@@ -4,8 +4,10 @@ Distribution for Federated Visual Classification", 2019, arXiv 1909.06335.
     python fedavgm.py --dataset cifar10           (a point of the paper's Figure 5: E=1, C=.05, alpha .1)
 
 Measured, 100 of the 10,000 rounds, seed 0, 2 CPU cores, 7 and 6 min; no difference yet:
-    results/fedavgm/cifar10-alpha-0.1-lr-0.003-beta-0.97: global 0.1722, best 0.1970
-    results/fedavgm/cifar10-alpha-0.1-lr-0.03-beta-0 (FedAvg): global 0.1675, best 0.1927
+    results/scale-0.01/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.003-beta-0.97/0:
+        global 0.1722, best 0.1970
+    results/scale-0.01/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.03-beta-0/0:
+        global 0.1675, best 0.1927 (FedAvg)
 
 There is one model. "global" is the server's w on the central test images, the paper's measure; "personal" is that same w on
 test images drawn with each client's class shares.

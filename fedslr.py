@@ -285,6 +285,9 @@ def show(run):
     sent = sum(row["bytes_up"] + row["bytes_down"] for row in history) / 1e9
     print(f"sent    {sent:.2f} GB up and down in {len(history)} rounds")
     print("ranks   " + ", ".join(f"{name} {rank}/{most}" for (name, rank), most in zip(rows[-1]["ranks"].items(), full)))
+    if "latency" in rows[-1]:
+        print(f"export  {run.args.export}; " + "{dense_ms} ms dense, {factorised_ms} ms factorised, 20 images".format(
+            **rows[-1]["latency"]))
     if not run.args.plot:
         return
     rounds = [row["round"] for row in rows]
@@ -352,12 +355,14 @@ def main(argv=None):
         v = federation.sum(w_i.sum(0)) / m - args.eta_g * state.gamma_mean  # l.7: [d]
         state.w, state.ranks, state.numbers = server_step(net, args, v)  # l.8
         if run.evaluates():
-            run.log(federation.evaluate(state.w), **measure(federation, state))
-    show(run)
-    if args.export:
+            measures = measure(federation, state)
+            if args.export and t == args.rounds - 1 and common.leads() and state.w.isfinite().all():
+                export(args.export, net, state.w, state.ranks)
+                measures["latency"] = latency(federation, state.w, args.export)
+            run.log(federation.evaluate(state.w), **measures)
+    if args.export and common.leads():  # once more, for --resume of a finished run
         export(args.export, net, state.w, state.ranks)
-        print(f"export  {args.export}; " + "{dense_ms} ms dense, {factorised_ms} ms factorised, 20 images".format(
-            **latency(federation, state.w, args.export)))
+    show(run)
 
 
 if __name__ == "__main__":

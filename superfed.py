@@ -5,8 +5,10 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix layer   (Table 1, row SuPerFed-LM; published: global top-1 .4706, top-5 .9007)
 
 Measured, 100 of the 200 rounds, seed 0, one CPU core, 73 min each:
-    results/superfed/cifar10-model-100-rounds: global 0.4220, personal 0.8448, by the paper's choice of lambda 0.8558
-    results/superfed/cifar10-layer-100-rounds: global 0.4693, personal 0.8044, by the paper's choice of lambda 0.8101
+    results/superfed-figure-2/superfed-cifar10-mix-model-rounds-100-mu-0.01-nu-2/0:
+        global 0.4220, personal 0.8448, by the paper's choice of lambda 0.8558
+    results/superfed-figure-2/superfed-cifar10-mix-layer-rounds-100-mu-0.01-nu-2/0:
+        global 0.4693, personal 0.8044, by the paper's choice of lambda 0.8101
 
 Models of one shape: w^f, the federated one, which travels; w^l_k, the local one of client k, which never leaves it; and
 their mixtures W_k(lambda) = (1-lambda) w^f + lambda w^l_k, weight by weight. "global" is the server's w^f on the central

@@ -548,6 +548,8 @@ def test_what_a_run_sends_and_reports(tmp_path, capsys):
         assert {**rows[-1][part], "per_client": expected["per_client"]} == expected
     out = capsys.readouterr().out
     assert "ms factorised" in out and f"{(record['bytes_up'] + record['bytes_down']) / 1e9:.2f} GB up and down" in out
+    latency = record["final"]["latency"]
+    assert set(latency) == {"dense_ms", "factorised_ms"} and min(latency.values()) > 0
     (tmp_path / "w.pt").unlink()  # a finished run can be exported later
     run(fedslr, [*argv, "--resume"], tmp_path)
     x = fed.transform(fed.images[:5])

@@ -97,7 +97,7 @@ def test_numbers_in_the_readme_are_those_of_the_committed_results():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
-    """Four digits behind the name of a folder under results/ are from its record."""
-    for path, rest in re.findall(r"(results/[\w./-]+\w)\W(.*)", parts(name)[0]):
+    """Four digits behind the name of a folder under results/, on its line or the next, are from its record."""
+    for path, rest in re.findall(r"(results/[\w./-]+\w):\s+(.*)", parts(name)[0]):
         quoted = re.findall(r"0\.\d{4}", rest)
         assert quoted and set(quoted) <= quotable(f"{path}/result.json")

@@ -1,0 +1,489 @@
+"""reproduce.py: its data, its runner with a stand-in for the training, its page."""
+
+import importlib
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+import common
+import reproduce
+
+COMMANDS = list(reproduce.runs())
+
+# A second transcription of the papers, by hand, from their texts and not from reproduce.py.
+PUBLISHED = """
+superfed-1 | FedAvg | CIFAR-10 top-1 | 47.09
+superfed-1 | APFL | CIFAR-100 top-5 | 47.67
+superfed-1 | SuPerFed-LM | CIFAR-10 top-5 | 90.07
+superfed-1 | SuPerFed-MM | CIFAR-100 top-1 | 17.62
+superfed-1 | FedProx-LU | CIFAR-10 personal | ?
+superfed-2 | FedAvg | EMNIST top-1 | 76.67
+superfed-2 | SuPerFed-MM | TinyImageNet top-1 | 9.09
+superfed-2 | SuPerFed-LM | TinyImageNet top-5 | 25.10
+superfed-2 | FedProx | EMNIST top-5 | 98.32
+superfed-3 | L=0.0 | LM top-1 | 33.61
+superfed-3 | L=0.4 | MM top-5 | 89.87
+superfed-3 | L=0.9 | LM top-1 | 48.06
+superfed-3 | L=0.7 | MM top-1 | 47.02
+superfed-3 | L=0.8 | LM top-5 | 90.07
+superfed-3 | L=0.3 | MM personal | ?
+superfed-figure-2 | MM mu=0.01 | nu=2 | 84.80
+superfed-figure-2 | LM mu=0.01 | nu=2 | 88.10
+superfed-figure-2 | MM mu=1 | nu=0 | 58.20
+superfed-figure-2 | LM mu=0 | nu=1 | 87.30
+superfed-figure-2 | LM mu=1 global | nu=0 | 10.89
+psinet-norm | FedAvg | top-1 | 84.13
+psinet-norm | FedAvg + BN | top-1 | 85.46
+psinet-norm | FedAvg + GN | top-1 | 83.34
+psinet-norm | Psi-Net | top-1 | 88.26
+psinet-groups | FedAvg | top-1 | 65.32
+psinet-groups | G=10 | top-1 | 68.23
+psinet-groups | G=20 | top-1 | 68.17
+psinet-groups | G=100 | top-1 | 67.23
+psinet-depth | conv6 (C3-2) | top-1 | 89-90
+psinet-epochs | Psi-Net E=1 | top-1 | 89.96
+psinet-epochs | FedMA E=150 | top-1 | 87.53
+psinet-epochs | FedProx E=20 | top-1 | 85.32
+psinet-epochs | Psi-Net E=150 | top-1 | 88.29
+psinet-classes | FedAvg | 10x30 | 61
+psinet-classes | Psi-Net | 10x100 | 70
+psinet-classes | Psi-Net | 10x50 | 68
+fedavgm-headline | FedAvg | top-1 | 30.1
+fedavgm-headline | FedAvgM | top-1 | 76.9
+fedslr-1 | FedSLR (mixed) | CIFAR-100 Non-IID | 82.19
+fedslr-1 | Local | TinyImageNet IID | 3.86
+fedslr-1 | FedDyn | CIFAR-10 IID | 92.61
+fedslr-1 | FedRep | CIFAR-100 IID | 15.36
+fedslr-1 | Ditto | TinyImageNet Non-IID | 58.30
+fedslr-2 | FedAvg (*) | CIFAR-10 GB | 893.92
+fedslr-2 | FedSLR (GKR) | TinyImageNet 10^6 | 5.34
+fedslr-2 | SCAFFOLD | CIFAR-100 GB | 1787.83
+fedslr-2 | FedSLR (mixed) | CIFAR-10 10^6 | 3.96
+fedslr-2 | FedRep | TinyImageNet GB | 885.78
+fedslr-3 | lambda=1e-5 | GKR GB | 819.44
+fedslr-3 | lambda=1e-3 | mixed 10^6 | 2.24
+fedslr-3 | lambda=5e-4 | mixed acc | 80.10
+fedslr-4 | mu=1e-4 | mixed std | 0.79
+fedslr-4 | mu=5e-3 | mixed acc | 81.82
+fedslr-4 | mu=1e-2 | mixed 10^6 | 5.56
+fedslr-5 | eta_g=2 | GKR GB | 894.06
+fedslr-5 | eta_g=100 | mixed acc | 78.33
+fedslr-5 | eta_g=20 | GKR 10^6 | 5.16
+fedslr-6 | epochs=1 | GKR acc | 58.20
+fedslr-6 | epochs=4 | mixed acc | 82.20
+fedslr-6 | epochs=2 | GKR acc | 64.51
+fedslr-7 | mu=1e-3 | mixed | 37.14
+fedslr-7 | mu=1e-4 | mixed | 44.16
+fedslr-7 | mu=1e-5 | mixed | 44.54
+fedslr-8 | lambda=1e-3 | GKR | 54.26
+fedslr-8 | lambda=1e-4 | GKR | 64.22
+fedslr-8 | lambda=1e-5 | GKR | 63.63
+fedslr-9 | lambda=0 | ms | 10.98
+fedslr-9 | lambda=1e-3 | ms | 6.53
+fedslr-9 | lambda=5e-5 | 10^6 | 6.56
+persfl-2 | User 0 | PersFL DS-3 | 94.5
+persfl-2 | User 9 | Per-FedAvg DS-3 | 72.7
+persfl-2 | User 6 | FedAvg DS-1 | 35.8
+persfl-2 | Avg | pFedMe DS-2 | 59.2
+persfl-2 | SD | FedPer DS-3 | 7.9
+persfl-2 | User 4 | FedPer DS-1 | 76.1
+persfl-3 | User 2 | FedAvg DS-1 | 88
+persfl-3 | User 7 | pFedMe DS-3 | 98
+persfl-3 | Avg | PersFL DS-1 | 98.6
+persfl-3 | SD | FedAvg DS-1 | 1.7
+persfl-3 | User 5 | Per-FedAvg DS-2 | 86.8
+persfl-4 | User 0 | CIFAR-10 DS-1 final | 84.5
+persfl-4 | User 9 | CIFAR-10 DS-2 optimal | 58.8
+persfl-4 | SD | MNIST DS-2 final | 1.2
+persfl-4 | Avg | CIFAR-10 DS-3 final | 81.6
+persfl-5 | User 0 | CIFAR-10 DS-1 T | 12.2
+persfl-5 | User 5 | MNIST DS-3 lambda | 0.05
+persfl-5 | User 4 | CIFAR-10 DS-2 lambda | 0.75
+persfl-5 | User 8 | MNIST DS-2 T | 3.4
+persfl-6 | User 6 | CIFAR-10 DS-2 PersFL-GD | 57.9
+persfl-6 | Avg | MNIST DS-1 PersFL-GD | 98.7
+persfl-6 | SD | CIFAR-10 DS-3 PersFL-GD | 7.4
+persfl-6 | User 9 | MNIST DS-3 PersFL-GD | 99.8
+persfl-7 | pFedMe | CIFAR-10 DS-2 | 1000
+persfl-7 | FedAvg | CIFAR-10 DS-3 | 100
+persfl-7 | PersFL | MNIST DS-2 | 25
+persfl-7 | Per-FedAvg | CIFAR-10 DS-3 | 1000
+"""
+
+
+@pytest.mark.parametrize("name", reproduce.TABLES)
+def test_published_values_are_the_papers(name):
+    ours = {(cell.row, cell.column): cell.published for cell in reproduce.cells(name)}
+    papers = [line.split(" | ") for line in PUBLISHED.strip().splitlines()]
+    papers = {(row, column): value for table, row, column, value in papers if table == name}
+    assert papers.items() <= ours.items()
+    known = [value for value in ours.values() if value != "?"]
+    assert len(papers) >= min(3, len(known))
+    assert all(reproduce.number(value) is not None or value == "89-90" for value in known)
+
+
+def test_averages_in_the_transcription_are_those_of_its_rows():
+    """PersFL's Avg rows are means of the users above them, up to the rounding of 10 numbers with one digit."""
+    for name in ("persfl-2", "persfl-3", "persfl-4", "persfl-6"):
+        t = reproduce.TABLES[name]
+        for i, column in enumerate(t.columns):
+            users = [float(values[i]) for row, values in t.rows.items() if row.startswith("User")]
+            assert abs(sum(users) / 10 - float(t.rows["Avg"][i])) < 0.11, (name, column)
+
+
+# The commands
+
+
+def test_every_command_parses_and_no_two_mean_the_same():
+    seen = {}
+    for command in COMMANDS:
+        args = reproduce.arguments(command)
+        meaning = command.split()[0], repr(sorted((k, v) for k, v in args.items() if k not in ("export", "eval_every")))
+        assert seen.setdefault(meaning, command) == command
+        assert args["dataset"] in ("cifar10", "cifar100", "mnist", "emnist", "tinyimagenet")
+
+
+def test_commands_say_what_their_cells_are():
+    """The paper's setting of a row and a column is in the arguments."""
+    def run(table, row, column):
+        command, measure = reproduce.TABLES[table].cell(row, column)
+        return reproduce.arguments(command), measure
+
+    args, measure = run("superfed-1", "SuPerFed-LM", "CIFAR-100 top-5")
+    assert (args["dataset"], args["mix"], args["rounds"], measure) == ("cifar100", "layer", 300, "global/top5")
+    args, measure = run("superfed-3", "L=0.4", "MM personal")
+    assert (args["start"], args["rounds"], measure) == (0.4, 200, "personal@test/mean")
+    args, _ = run("superfed-figure-4", "MM E=20", "B=4")
+    assert (args["epochs"], args["batch_size"], args["rounds"], args["mu"], args["nu"]) == (20, 4, 100, 0.01, 2)
+    args, _ = run("psinet-groups", "G=100", "top-1")
+    assert (args["groups"], args["model"], args["per_client"], args["clients"]) == (100, "vgg16", 50, 10)
+    args, measure = run("fedslr-1", "FedAvg", "TinyImageNet IID")
+    assert (args["split"], args["model"], args["rounds"], args["fraction"], args["momentum"], args["client_test"], measure) == (
+        "iid", "resnet18", 1000, 0.1, 0, 0.2, "personal/mean")
+    args, measure = run("fedslr-5", "eta_g=20", "mixed 10^6")
+    assert (args["eta_g"], args["lambda_"], args["mu"], args["epochs"], measure) == (20, 1e-4, 1e-3, 2, "numbers/mixed")
+    args, _ = run("fedslr-6", "epochs=3", "GKR acc")
+    assert (args["epochs"], args["dataset"], args["split"]) == (3, "cifar100", "fedslr")
+    args, measure = run("persfl-2", "User 7", "FedAvg DS-3")
+    assert (args["rounds"], args["split"], args["per_client"], measure) == (100, "lognormal", 2, "users/FedAvg/7")
+    args, measure = run("persfl-3", "SD", "PersFL DS-1")
+    assert (args["rounds"], args["model"], args["limit"], measure) == (100, "mnistnet", 6000, "users/PersFL/SD")
+    commands, _ = reproduce.TABLES["fedavgm-figure-5"].cell("FedAvgM E=5 C=0.1", "alpha=0.05")
+    for args in map(reproduce.arguments, commands):
+        assert (args["alpha"], args["epochs"], args["fraction"], args["rounds"]) == (0.05, 5, 0.1, 10_000) and args["beta"] > 0
+
+
+def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
+    """One of each file and method, then others by a seeded draw until the time is up: two rounds, everything made small."""
+    images = common.shapes(200, 100)
+    monkeypatch.setattr(common, "shapes", lambda: images)
+    smaller = ["--dataset", "shapes", "--limit", "200", "--clients", "10", "--per-client", "2", "--rounds", "2", "--epochs",
+               "1", "--batch-size", "5", "--eval-every", "2", "--device", "cpu"]  # fmt: skip
+    drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))
+    kinds = {(c.split()[0], (re.search(r"--method \S+", c) or [""])[0]): c for c in drawn}
+    start = time.monotonic()
+    for i, command in enumerate([*kinds.values(), *drawn]):
+        if i >= len(kinds) and time.monotonic() - start > 40:
+            break
+        out = tmp_path / str(i)
+        out.mkdir()
+        file, *flags = reproduce.expand(command, out)
+        flags = [re.sub("resnet18|vgg16|vgg9", "cnn", word) for word in flags] + smaller
+        flags += ["--distill-epochs", "1"] * (file == "persfl.py")
+        if "--groups" in flags and "0" != flags[flags.index("--groups") + 1]:
+            flags += ["--groups", "5"]  # of 10 classes
+        if "--depth" in flags:
+            flags += ["--model", "vgg9"]
+        importlib.import_module(file.removesuffix(".py")).main(flags)
+        record = json.loads((out / "result.json").read_text())
+        assert record["status"] in ("finished", "diverged") and len(record["rounds"]) <= 2, command
+
+
+# The runner and the page, with a stand-in for the training: an accuracy of (seed + 40 + rounds) per cent
+
+STAND_IN = """
+import argparse, hashlib, json, pathlib, signal, sys, time
+p = argparse.ArgumentParser()
+for name, kind in (("lr", float), ("rounds", int), ("seed", int), ("split_seed", int), ("eval_every", int), ("out", str)):
+    p.add_argument("--" + name.replace("_", "-"), type=kind, default={"lr": 0.1, "rounds": 10}.get(name, 0))
+p.add_argument("--resume", action="store_true")
+args = p.parse_args()
+out, here = pathlib.Path(args.out), pathlib.Path(__file__).parent
+out.mkdir(parents=True, exist_ok=True)
+done = int((out / "state.pt").read_text()) if args.resume and (out / "state.pt").exists() else 0
+with open(here / "log", "a") as log:
+    log.write(f"{args.lr:g} {args.seed} from {done}\\n")
+def write(status):
+    top1 = (args.seed + 40 + done) / 100
+    rows = [{"round": t + 1, "seconds": 6.0, "global": {"top1": top1}} for t in range(done)]
+    sources = {n: hashlib.sha256((here / n).read_bytes()).hexdigest() for n in ("stand_in.py", "common.py")}
+    (out / "state.pt").write_text(str(done))
+    (out / "result.json").write_text(json.dumps({
+        "status": status, "args": vars(args), "environment": {"device": "a device", "sources": sources}, "rounds": rows,
+        "final": {"global": {"top1": top1}}, "bytes_up": 0, "bytes_down": 0, "seconds_per_round": 6.0}))
+def stop(*_):
+    write("interrupted")
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+while done < args.rounds:
+    time.sleep(DELAY)
+    done += 1
+write("finished")
+"""
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A project with one table of two runs; the folder that it lies in."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN.replace("DELAY", "0"))
+    (tmp_path / "common.py").write_text("")
+    for name in ("HERE", "RESULTS", "RUNS"):
+        monkeypatch.setattr(reproduce, name, tmp_path / {"HERE": "", "RESULTS": "results", "RUNS": "runs"}[name])
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(reproduce, "TABLES", {})
+    monkeypatch.setattr(reproduce, "WHY", {"t-1/B": "B is ours."})
+    reproduce.table("t-1", "A table", "top-1", "A | 47.09\nB | ?",
+                    lambda row, column: ("stand_in.py" + " --lr 0.5" * (row == "B"), "global/top1"), 1)
+    monkeypatch.setattr(reproduce, "arguments", lambda command: {"lr": 0.5 if "0.5" in command else 0.1, "rounds": 10})
+    monkeypatch.setattr(reproduce, "device", lambda: "a device")
+    fresh()
+    yield tmp_path
+    fresh()
+
+
+def fresh():
+    """As in a new process."""
+    for cached in (reproduce.runs, reproduce.digest, reproduce.load, reproduce.seconds_per_round):
+        cached.cache_clear()
+
+
+def go(words=""):
+    fresh()
+    return reproduce.main(words.split())
+
+
+def page(folder):
+    return (folder / "results" / "README.md").read_text()
+
+
+def log(folder):
+    return (folder / "log").read_text().split("\n")[:-1] if (folder / "log").exists() else []
+
+
+def test_what_is_missing_is_run_once_and_shown(small):
+    go("--tables")
+    assert "| A | 47.09 / · |" in page(small) and "| B | NR / · |" in page(small) and log(small) == []
+    assert go("--seeds 2") == 0
+    assert sorted(log(small)) == ["0.1 0 from 0", "0.1 1 from 0", "0.5 0 from 0", "0.5 1 from 0"]
+    # accuracies .50 and .51: mean 50.5, standard deviation .5 * sqrt(2) = .7071; |50.5 - 47.09| = 3.41 is more than that
+    assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in page(small) and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
+    assert "| A, top-1 | 47.09 | 50.50 ± 0.71 (2) | 50.50 | +3.41 | differs |  | 10 | 10 | a device | 1.0 |" in page(small)
+    assert "B, top-1: B is ours." in page(small)
+    go("--seeds 2")
+    assert len(log(small)) == 4 and not list(small.glob("results/**/state.pt"))
+
+
+def test_the_page_is_a_function_of_the_records(small):
+    go()
+    first = page(small)
+    go("--tables")
+    assert page(small) == first and "| A | 47.09 / 50.00 (1) |" in first
+    path = next(small.glob("results/t-1/stand_in/0/result.json"))
+    path.write_text(path.read_text().replace('"final": {"global": {"top1": 0.5}}', '"final": {"global": {"top1": 0.25}}'))
+    go("--tables")
+    assert "| A | 47.09 / 25.00 (1) |" in page(small)
+    assert "| B | NR / 50.00 (1) |" in page(small)
+
+
+def test_results_of_other_sources_are_stale_until_accepted_or_run_again(small):
+    go()
+    (small / "common.py").write_text("# changed\n")
+    go("--tables")
+    assert "| A | 47.09 / 50.00 (1) [stale] |" in page(small)
+    go("--accept reviewed --only t-1/stand_in")
+    assert "[stale]" not in page(small)  # both runs' names begin so
+    entry = json.loads((small / "results" / "accepted.json").read_text())[0]
+    assert entry["why"] == "reviewed" and set(entry["results"]) == {"t-1/stand_in/0", "t-1/stand_in-lr-0.5/0"}
+    (small / "common.py").write_text("# changed again\n")
+    go("--tables")
+    assert page(small).count("[stale]") == 2
+    assert len(log(small)) == 2
+    go()
+    assert len(log(small)) == 4 and "[stale]" not in page(small)
+    assert len(list(small.glob("runs/stale/t-1/*/0-*/result.json"))) == 2
+
+
+def test_acceptance_is_of_one_record(small):
+    go()
+    (small / "stand_in.py").write_text((small / "stand_in.py").read_text() + "# changed\n")
+    go("--accept reviewed")
+    path = next(small.glob("results/t-1/stand_in/0/result.json"))
+    path.write_text(path.read_text().replace("0.5}}", "0.6}}"))
+    go("--tables")
+    assert "| A | 47.09 / 60.00 (1) [stale] |" in page(small)
+
+
+def test_a_record_of_other_arguments_does_not_count(small):
+    go()
+    path = next(small.glob("results/t-1/stand_in/0/result.json"))
+    path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    go("--tables")
+    assert "| A | 47.09 / · |" in page(small) and "(seed 0 other arguments)" in page(small)
+    go()
+    assert "| A | 47.09 / 50.00 (1) |" in page(small)
+
+
+def test_a_budget_stops_a_run_which_then_goes_on_where_it_was(small):
+    (small / "stand_in.py").write_text(STAND_IN.replace("DELAY", "0.2"))
+    assert go("--only t-1/stand_in-lr-0.5 --budget 1s") == 0
+    record = json.loads((small / "results/t-1/stand_in-lr-0.5/0/result.json").read_text())
+    n = len(record["rounds"])
+    assert record["status"] == "interrupted" and 0 < n < 10
+    assert f"| B | NR / {40 + n}.00 (1) [{n} of 10 rounds] |" in page(small)
+    go("--only t-1/stand_in-lr-0.5")
+    assert log(small) == ["0.5 0 from 0", f"0.5 0 from {n}"] and "| B | NR / 50.00 (1) |" in page(small)
+
+
+def test_ctrl_c_stops_the_run_and_the_tool(small, monkeypatch):
+    (small / "stand_in.py").write_text(STAND_IN.replace("DELAY", "0.2"))
+    popen = subprocess.Popen
+
+    class Interrupted(popen):
+        def wait(self, timeout=None):
+            if not hasattr(self, "hit"):
+                self.hit = True
+                time.sleep(1)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    assert go() == 130
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert len(log(small)) == 1 and len(list(small.glob("results/t-1/*/0/state.pt"))) == 1
+    go()
+    starts = [int(line.split()[-1]) for line in log(small)]
+    assert len(starts) == 3 and sorted(starts)[:2] == [0, 0] and 0 < max(starts) < 10
+
+
+def test_a_run_that_fails_is_named(small, capfd):
+    (small / "stand_in.py").write_text("raise SystemExit(2)")
+    assert go() == 1
+    assert "failed  t-1/stand_in/0, exit code 2" in capfd.readouterr().out
+
+
+def test_scaled_results_are_kept_apart_and_marked(small):
+    go("--scale 0.3 --only t-1")
+    assert len(list(small.glob("results/scale-0.3/t-1/*/0/result.json"))) == 2 and not (small / "results" / "t-1").exists()
+    assert "| A | 47.09 / 43.00 (1) [3 of 10 rounds] |" in page(small)
+    assert "| -4.09 | fewer rounds | 3 of 10 rounds | 3 | 10 |" in page(small)
+    go()
+    assert "| A | 47.09 / 50.00 (1) |" in page(small) and "| A, top-1 | 47.09 | 43.00 (1) |" in page(small)
+
+
+def test_folders_of_two_machines_are_merged_by_copying(small):
+    go("--only t-1/stand_in-lr-0.5")
+    shutil.move(small / "results", small / "other")
+    (small / "results").mkdir()
+    go("--seeds 2")
+    shutil.rmtree(small / "results/t-1/stand_in-lr-0.5/0")
+    shutil.copytree(small / "other", small / "results", dirs_exist_ok=True)
+    before = log(small)
+    go("--seeds 2")
+    assert log(small) == before and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
+
+
+def test_the_list_and_the_dry_run_run_nothing(small, capsys):
+    go("--list")
+    listed = capsys.readouterr().out
+    assert "missing, ?: python stand_in.py --lr 0.5 --seed 0 --split-seed 0 --out " in listed and "A: top-1 47.09" in listed
+    assert "B: top-1 NOT RECOVERED" in listed and "2 cells in all; here 2 runs, 0 done" in listed
+    go("--dry-run")
+    assert log(small) == []
+    go("--only t-1/stand_in-lr-0.5")
+    capsys.readouterr()
+    go("--list")  # both runs are of one kind: 10 rounds of 6 seconds
+    listed = capsys.readouterr().out
+    assert "missing, 60 s: python stand_in.py" in listed and "done, 0 s: python stand_in.py --lr 0.5" in listed
+    with pytest.raises(SystemExit):
+        go("--only nothing")
+
+
+def test_two_rounds_measure_a_kind(small, capsys):
+    go("--measure")
+    assert json.loads((small / "runs" / "measured.json").read_text()) == {"a device": {"stand_in.py": 6.0}}
+    assert "missing, 60 s: python stand_in.py" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
+
+
+def test_the_most_valuable_run_is_first_and_then_the_shortest(small, monkeypatch):
+    def cell(row, column):
+        return (f"baselines.py {row}" if row == "A" else f"x.py {row}"), "bytes"
+
+    reproduce.table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", cell, 0)
+    fresh()
+    monkeypatch.setattr(reproduce, "estimate", lambda r: {"x.py B": 5, "x.py C": 4}.get(r.command))
+    found = [reproduce.result(c, seed) for c in reproduce.runs() for seed in (1, 0)]
+    order = [(r.command, r.seed) for r in reproduce.by_value(found)]
+    assert order[:5] == [("x.py C", 0), ("x.py B", 0), ("baselines.py A", 0), ("stand_in.py", 0), ("stand_in.py --lr 0.5", 0)]
+    assert {seed for _, seed in order[5:]} == {1}
+
+
+def test_users_are_averaged_over_seeds_before_their_deviation():
+    """Two seeds of three users: averages .2, .4, .9; mean .5, deviation sqrt((.09 + .01 + .16) / 2)."""
+    values = [[0.1, 0.5, 0.9], [0.3, 0.3, 0.9]]
+    assert reproduce.combine(values, "users/PersFL/SD") == (pytest.approx(100 * (0.26 / 2) ** 0.5), None)
+    assert reproduce.combine(values, "users/PersFL/Avg") == (pytest.approx(50), pytest.approx(0))
+
+
+def test_measures_are_read_in_the_papers_units():
+    record = {"final": {"users": {"PersFL": [0.25, 0.5], "T": [5, 25]}, "personal@test": {"mean": 0.5}}, "rounds": [],
+              "bytes_up": 2e9, "bytes_down": 3e9, "parameters": 11_000_000, "args": {"rounds": 7}}  # fmt: skip
+    for measure, value in (("users/PersFL/1", 50), ("users/T/1", 25), ("personal@test/mean", 50), ("bytes", 5),
+                           ("parameters", 11), ("2*parameters", 22), ("args/rounds", 7)):  # fmt: skip
+        assert reproduce.factor(measure) * reproduce.last(record, measure) == value
+    assert reproduce.last(record, "users/PersFL/2") is None and reproduce.last(record, "latency/factorised_ms") is None
+    rows = {"rounds": [{"global": {"top1": z, "loss": z}} for z in (0.1, 0.3, 0.2)]}
+    assert reproduce.best(rows, "global/top1") == 0.3 and reproduce.best(rows, "global/loss") == 0.1
+
+
+def test_quick_says_who_wins(small, monkeypatch, capsys):
+    five, two = ((f"stand_in.py --rounds {n}", "global/top1") for n in (5, 2))
+    claims = [reproduce.Claim("paper", "five rounds beat two", five, two), reproduce.Claim("paper", "two beat five", two, five)]
+    monkeypatch.setattr(reproduce, "CLAIMS", claims)
+    assert go("--quick") == 1
+    shown = capsys.readouterr().out
+    assert "pass   45.00  42.00  paper: five rounds beat two" in shown and "FAIL   42.00  45.00  paper: two beat five" in shown
+    assert "1 of 2 claims hold" in shown
+    assert len(log(small)) == 2
+
+
+# What is committed
+
+
+def test_committed_results_belong_to_runs():
+    known = set(reproduce.runs().values())
+    for name in reproduce.TABLES:
+        for path in [*reproduce.RESULTS.glob(f"{name}/*"), *reproduce.RESULTS.glob(f"scale-*/{name}/*")]:
+            assert f"{path.parent.name}/{path.name}" in known, path
+    for command in reproduce.runs():
+        assert all(r.state != "other arguments" for s in reproduce.scales() for r in reproduce.results(command, s)), command
+
+
+@pytest.mark.skipif(not (reproduce.RESULTS / "README.md").exists(), reason="no page yet")
+def test_the_committed_page_has_the_numbers_of_the_committed_records():
+    """Up to what depends on today's source files: what is stale."""
+    def plain(text):
+        rows = [line for line in text.splitlines() if not line.startswith("- `")]
+        return re.sub(r"(, )?stale|\[\]| ", "", "\n".join(rows))
+
+    assert plain((reproduce.RESULTS / "README.md").read_text()) == plain(reproduce.page())
+
+
+def test_it_starts_as_a_program():
+    done = subprocess.run([sys.executable, reproduce.HERE / "reproduce.py", "--scale", "2"], capture_output=True, text=True)
+    assert done.returncode == 2 and "at most 1" in done.stderr
