@@ -1084,6 +1084,7 @@ class Federation:
             return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
         # like with like: those who have most minibatches first
         order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
+        usual = self.net.route  # of evaluation
         with tf32(self.args.precision == "tf32"):
             most = min(self.parallel or len(order), len(order))
             if self.graphs and step not in self.ways:
@@ -1092,8 +1093,9 @@ class Federation:
             def work(these):
                 return self.train_together(step, tree_map(lambda z: z[these], state), [plans[i] for i in these], shared)
 
-            self.net.route, one_by_one = self.ways.get(step, (self.net.route, False))
+            self.net.route, one_by_one = self.ways.get(step, (usual, False))
             parts, fitting = self.in_parts(work, order, 1 if one_by_one else most)
+            self.net.route = usual
         if fitting < most and not one_by_one:
             self.parallel = fitting
         back = torch.from_numpy(np.argsort(order)).to(self.device)
