@@ -166,16 +166,16 @@ def flops(model, batch):
     return counter.get_total_flops() / batch
 
 
-WORKLOADS = {  # name: model, clients, images per client on a CPU and on a GPU, B
-    "fedavg": ("leafcnn", 10, 500, 500, 50),
-    "superfed-cnn": ("cnn", 10, 500, 500, 20),
-    "resnet18": ("resnet18", 10, 20, 500, 20),
+WORKLOADS = {  # name: model, B, clients and images per client on a GPU, and on a CPU
+    "fedavg": ("leafcnn", 50, (10, 500), (10, 500)),
+    "superfed-cnn": ("cnn", 20, (10, 500), (10, 500)),
+    "resnet18": ("resnet18", 20, (10, 500), (4, 60)),
 }
 
 
 def workload(name, device, repetitions):
-    model, clients, few, many, B = WORKLOADS[name]
-    images = few if device == "cpu" else many
+    model, B, *numbers = WORKLOADS[name]
+    clients, images = numbers[device == "cpu"]
     base = dict(clients=clients, limit=clients * images, client_test=0, batch_size=B)
     entrants, kinds = {}, ("fp32", "bf16") if device == "cpu" else ("fp32", "tf32", "bf16")
     for precision in kinds:

@@ -1,5 +1,8 @@
-"""The methods of baselines.py: each by its identities and by numbers worked out in numpy; and what holds for all of them."""
+"""The methods of baselines.py: what holds for all of them, identities, and rounds by hand in numpy. More on ditto,
+pfedme, per-fedavg, fedspa and fedma: test_baselines_more.py."""
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,19 @@ import fedslr
 from conftest import QUICK, pixels, run, softmax_gradient
 
 MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05", "--eval-every", "1"]
-SMALL = [*QUICK, "--model", "mnistnet", "--momentum", "0.9", "--rounds", "3", "--eval-every", "1"]
+SMALL = [*QUICK, "--model", "mnistnet", "--lr", "0.03", "--momentum", "0.9", "--rounds", "3", "--eval-every", "1"]
+WAYS = [*([method] for method in baselines.METHODS), ["scaffold", "--option", "I"], ["apfl", "--adaptive"],
+        ["per-fedavg", "--hessian-free"]]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch):
+    """In place of the embedded data set: 400 training and 100 test images of 8x8 pixels, a pattern per class and noise. For
+    them mnistnet is 192-100-10 with d = 20,310."""
+    rng = np.random.default_rng(4)
+    labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
+    images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
+    monkeypatch.setattr(common, "shapes", lambda: (images[:400], labels[:400], images[400:], labels[400:]))
 
 
 def federation(method, argv):
@@ -37,8 +52,10 @@ def seen(monkeypatch):
             self.vmap = self.graphs = seen.vmap
             if seen.poison:
                 held = np.setdiff1d(np.arange(len(self.data.images)), np.concatenate(self.split.train))
-                self.images, self.labels = self.images.clone(), self.labels.clone()
-                self.images[held], self.labels[held] = 255 - self.images[held], (self.labels[held] + 3) % self.data.classes
+                images, labels = self.data.images.copy(), self.data.labels.copy()
+                images[held], labels[held] = 255 - images[held], (labels[held] + 1) % self.data.classes
+                self.data = self.data._replace(images=images, labels=labels)
+                self.images, self.labels = torch.from_numpy(images), torch.from_numpy(labels)
 
         def sample(self, t):
             if t == seen.dies:
@@ -60,8 +77,10 @@ def seen(monkeypatch):
 
 @pytest.fixture
 def toy_argv(toy):
-    return ["--dataset", toy, "--model", "linear", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3", "--fraction", "0.7",
-            "--rounds", "3", "--epochs", "3", "--batch-size", "0", "--lr", "0.3", "--momentum", "0", "--device", "cpu"]  # fmt: skip
+    """Three clients of different sizes, two in a round; three rounds of three full batches."""
+    return ["--dataset", toy, "--model", "linear", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3",
+            "--fraction", "0.7", "--rounds", "3", "--epochs", "3", "--batch-size", "0", "--lr", "0.3", "--momentum", "0",
+            "--eval-every", "1", "--device", "cpu"]  # fmt: skip
 
 
 def same(a, b):
@@ -72,35 +91,41 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("method", baselines.METHODS)
-def test_every_method_runs_and_sees_the_same(method, tmp_path, seen):
-    """Split, sampled clients and initial weights are FedAvg's; the record names the method and its measures."""
+def test_every_method_sees_the_same_and_learns(method, tmp_path, seen):
+    """Split, sampled clients and initial weights are FedAvg's; the record names the method, its measures and its bytes, in
+    which d = 20,310 of two layers, of 19,300 and 1,010 numbers."""
     theirs, _ = run(fedavg, SMALL, tmp_path / "fedavg")
     sampled, start = [list(z) for z in (seen.sampled, seen.start)]
     seen.sampled.clear()
     seen.start.clear()
-    record, state = go(method, SMALL, tmp_path / method)
-    assert record["status"] == "finished" and record["args"]["method"] == method and len(record["rounds"]) == 3
-    assert record["split"] == theirs["split"] and seen.sampled == sampled
-    assert torch.equal(seen.start[0], start[0]) and len(start[0]) == record["parameters"]
-    assert "personal" in record["final"]
+    record, state = go(method, [*SMALL, "--theta-lr", "0.02", "--personal-epochs", "2"], tmp_path / method)
+    assert record["status"] == "finished" and record["args"]["method"] == record["algorithm"] == method
+    assert record["split"] == theirs["split"] and seen.sampled == sampled and len(record["rounds"]) == 3
+    assert torch.equal(seen.start[0], start[0]) and len(start[0]) == record["parameters"] == 20_310
     assert ("global" in record["final"]) == (method not in ("local", "fedper", "fedrep", "lg-fedavg"))
     assert all(z.isfinite().all() for z in state.values())
-    first, last = seen.models[-3], seen.models[-1]
-    assert (last - first).norm() > 0.01 and record["rounds"][-1]["personal"] != record["rounds"][0]["personal"]
+    assert seen.models[-3].shape[-1] == 20_310 and not torch.equal(seen.models[-3], seen.models[-1])
+    before = federation(method, SMALL).evaluate_clients(start[0])["loss"]
+    assert record["final"]["personal"]["loss"] < before - 0.02
+    sent = {"local": 0, "centralised": 0, "scaffold": 2 * 20_310, "fedper": 19_300, "fedrep": 19_300, "lg-fedavg": 1010,
+            "fedspa": 20_310 / 2}.get(method, 20_310)  # fmt: skip
+    back = 20_310 + 19_300 + 100 if method == "fedma" else sent
+    assert record["bytes_up"] == sent / 20_310 * theirs["bytes_up"] and theirs["bytes_up"] == 3 * 4 * 4 * 20_310
+    assert record["bytes_down"] == back / 20_310 * theirs["bytes_down"]
 
 
-@pytest.mark.parametrize("method", baselines.METHODS)
-def test_loop_equals_vmap_and_no_test_image_or_label_matters(method, toy_argv, tmp_path, seen):
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_loop_equals_vmap_and_no_test_image_or_label_matters(way, toy_argv, tmp_path, seen):
     """Unequal clients, so that some finish early; all models that are evaluated, and the state."""
-    argv = [*toy_argv, *MINIBATCHES, "--adaptive", "--option", "I"]
-    record, state = go(method, argv, tmp_path / "loop")
+    (method, *more), argv = way, [*toy_argv, *MINIBATCHES, "--weight-decay", "0.001"]
+    record, state = go(method, [*argv, *more], tmp_path / "loop")
     models, seen.models = seen.models, []
     seen.poison = True
-    poisoned, other = go(method, argv, tmp_path / "poison")
+    poisoned, other = go(method, [*argv, *more], tmp_path / "poison")
     assert same(state, other) and all(torch.equal(a, b) for a, b in zip(models, seen.models, strict=True))
     assert poisoned["final"]["personal"]["loss"] != record["final"]["personal"]["loss"]  # but their measures did change
     seen.poison, seen.vmap, seen.models = False, True, []
-    _, together = go(method, argv, tmp_path / "vmap")
+    _, together = go(method, [*argv, *more], tmp_path / "vmap")
     for one, all_ in [*((state[name], together[name]) for name in state), *zip(models, seen.models, strict=True)]:
         torch.testing.assert_close(one, all_, atol=2e-5, rtol=1e-4)
 
@@ -116,6 +141,19 @@ def test_a_run_that_died_is_resumed_bit_for_bit(method, toy_argv, tmp_path, seen
     seen.dies = None
     _, resumed = go(method, [*argv, "--resume"], tmp_path / "parts")
     assert same(state, resumed) and torch.equal(last, seen.models[-1])
+
+
+@pytest.mark.parametrize("method", baselines.METHODS.values())
+def test_lines_and_deviations_are_cited_in_the_function(method):
+    _, doc, code = inspect.getsource(method).split('"""', 2)
+    lines = {int(number) for number in re.findall(r"^ {4,5}(\d{1,2})  ", doc, re.M)}
+    listed = set(re.findall(r"^    (D\d+)  ", doc, re.M))
+    comments = "\n".join(re.findall(r"#.*", code))
+    cited = set()
+    for a, b in re.findall(r"l\.(\d+)(?:-(\d+))?", comments):
+        cited |= set(range(int(a), int(b or a) + 1))
+    assert cited == lines == set(range(1, max(lines) + 1))
+    assert set(re.findall(r"\bD\d+\b", comments)) == listed == {f"D{i + 1}" for i in range(len(listed))}
 
 
 def test_settings_are_fedavg_s_and_records_do_not_meet(tmp_path, monkeypatch):
@@ -204,7 +242,7 @@ def test_without_mu_fedprox_is_fedavg_and_tuning_leaves_the_global_model_alone(t
 @pytest.mark.parametrize("option", ["I", "II"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_scaffold_by_hand(option, momentum, toy_argv, tmp_path):
-    """With momentum, the gradient of step s of 3 moves y by eta (1 + .9 + ...): 2.71, 1.9 and 1, of which line 6 is the mean."""
+    """With momentum, the gradient of step s of 3 moves y by eta (1 + .9 + ...): 2.71, 1.9, 1; line 6 is the mean with those."""
     S, data, n, x = world(toy_argv)
     c, C = np.zeros(15), np.zeros((3, 15))
     for clients in S:
@@ -231,12 +269,13 @@ def test_scaffold_by_hand(option, momentum, toy_argv, tmp_path):
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_starts_as_fedavg_and_keeps_its_invariant(option, tmp_path):
-    """Controls are 0 in the first round, and equal clients weigh the same; c is the mean of all c_k after any number of rounds."""
+    """Controls are 0 in the first round, and equal clients weigh the same; c is always the mean of all c_k."""
     argv = [*SMALL, "--rounds", "1"]
     _, theirs = run(fedavg, argv, tmp_path / "fedavg")
     _, state = go("scaffold", [*argv, "--option", option], tmp_path / "scaffold")
     torch.testing.assert_close(state["x"], theirs["w"], atol=1e-6, rtol=0)
-    _, state = go("scaffold", [*SMALL, "--option", option, "--split", "dirichlet-classes", "--rounds", "5", "--momentum", "0"], tmp_path / "five")
+    argv = [*SMALL, "--option", option, "--split", "dirichlet-classes", "--rounds", "5", "--momentum", "0"]
+    _, state = go("scaffold", argv, tmp_path / "five")
     torch.testing.assert_close(state["c"], state["C"].mean(0), atol=1e-6, rtol=1e-4)
     assert state["c"].norm() > 0.1 and (state["C"].norm(dim=1) > 0).sum() > 4
 
@@ -247,9 +286,9 @@ def test_scaffold_s_option_1_is_the_mean_gradient_of_all_images(tmp_path, seen):
     _, state = go("scaffold", argv, tmp_path)
     fed = federation("scaffold", argv)
     k, w = seen.sampled[0][1], seen.start[0].clone().requires_grad_()
-    a, b, c, d = w.split([307200, 100, 1000, 10])
+    a, b, c, d = w.split([19_200, 100, 1000, 10])
     x, y = (torch.from_numpy(z) for z in pixels(fed, fed.split.train[k]))
-    x = x.float().view(-1, 32, 32, 3).permute(0, 3, 1, 2).flatten(1)
+    x = x.float().view(-1, 8, 8, 3).permute(0, 3, 1, 2).flatten(1)
     F.cross_entropy(F.relu(x @ a.view(100, -1).T + b) @ c.view(10, 100).T + d, y).backward()
     torch.testing.assert_close(state["C"][k], w.grad, atol=1e-6, rtol=1e-4)
 
@@ -272,7 +311,8 @@ def test_feddyn_by_hand(toy_argv, tmp_path):
 def test_feddyn_is_fedslr_without_its_low_rank_penalty(tmp_path):
     argv = [*SMALL, "--momentum", "0", "--split", "dirichlet-classes", "--alpha", "1", "--epochs", "2"]
     ours, state = go("feddyn", [*argv, "--feddyn-alpha", "0.2"], tmp_path / "feddyn")
-    plain = ["--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0", "--transform", "scale", "--client-test", "0.2"]
+    plain = ["--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0", "--transform", "scale",
+             "--client-test", "0.2"]  # fmt: skip
     record, theirs = run(fedslr, [*argv, *plain], tmp_path / "fedslr")
     assert record["split"] == ours["split"]
     torch.testing.assert_close(state["w"], theirs["w"], atol=2e-5, rtol=0)
@@ -281,7 +321,7 @@ def test_feddyn_is_fedslr_without_its_low_rank_penalty(tmp_path):
 
 
 def test_feddyn_s_limit_is_fedavg_in_the_clients_but_not_in_the_server(toy_argv, tmp_path):
-    """alpha -> 0: w is the mean of the theta_k plus the sum of all rounds' moves, over K; in the first round w_0 + 2 * (1 + 2/3) / 2 * move."""
+    """alpha -> 0: w is the mean of the theta_k plus the sum of all rounds' moves, over K."""
     S, data, _, w = world(toy_argv)
     moves = 0
     for clients in S:
@@ -297,21 +337,26 @@ def squares(logits, batch):
 
 
 def test_on_quadratics_feddyn_and_scaffold_reach_the_joint_optimum_and_fedavg_does_not(toy_argv, tmp_path, monkeypatch):
-    """Least squares on one-hot labels, two of four clients in a round; the optimum is lstsq's on all clients, each weighing the same."""
+    """Least squares on one-hot labels, two of four clients in a round. The optimum is lstsq's on all clients, each weighing the
+    same; for FedAvg, to which all clients come, as much as it has images. As many steps on all images together reach that."""
     monkeypatch.setattr(common, "cross_entropy", squares)
-    argv = [*toy_argv, "--clients", "4", "--alpha", "2", "--fraction", "0.5", "--epochs", "10", "--rounds", "60", "--eval-every", "60", "--parallel", "1"]
+    argv = [*toy_argv, "--clients", "4", "--alpha", "2", "--fraction", "0.5", "--epochs", "10", "--rounds", "60",
+            "--eval-every", "60", "--parallel", "1"]  # fmt: skip
     fed = federation("feddyn", argv)
     data = [pixels(fed, index) for index in fed.split.train]
-    A = np.concatenate([np.c_[x, np.ones(len(x))] / len(x) ** 0.5 for x, _ in data])
-    B = np.concatenate([np.eye(3)[y] / len(y) ** 0.5 for _, y in data])
-    W = np.linalg.lstsq(A, B, rcond=None)[0]  # [5, 3]
-    optimum = np.concatenate([W[:4].T.ravel(), W[4]])
-    far = {}
-    for name, more in (("feddyn", ["--feddyn-alpha", "0.3"]), ("scaffold", []), ("scaffold", ["--option", "I"]), ("fedprox", ["--mu", "0"])):
+
+    def off(name, field, weight, *more):
+        """How far a method ends from the optimum for images that weigh weight(n_k)."""
+        A = np.concatenate([np.c_[x, np.ones(len(x))] * weight(len(x)) ** 0.5 for x, _ in data])
+        B = np.concatenate([np.eye(3)[y] * weight(len(y)) ** 0.5 for _, y in data])
+        W = np.linalg.lstsq(A, B, rcond=None)[0]  # [5, 3]
         _, state = go(name, [*argv, *more], tmp_path / name)
-        far[name, *more] = np.abs(state["x" if name == "scaffold" else "w"].numpy() - optimum).max()
-    fedavg_s = far.pop(("fedprox", "--mu", "0"))
-    assert max(far.values()) < 1e-2 < 5e-2 < fedavg_s, (far, fedavg_s)
+        return np.abs(state[field].numpy() - np.concatenate([W[:4].T.ravel(), W[4]])).max()
+
+    far = [off("feddyn", "w", lambda n: 1 / n, "--feddyn-alpha", "0.3"), off("scaffold", "x", lambda n: 1 / n),
+           off("scaffold", "x", lambda n: 1 / n, "--option", "I"), off("centralised", "w", lambda n: 1, "--fraction", "1")]
+    fedavg_s = off("fedprox", "w", lambda n: 1, "--mu", "0", "--fraction", "1")
+    assert max(far) < 1e-2 < 5e-2 < fedavg_s, (far, fedavg_s)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -354,12 +399,73 @@ def test_apfl_s_alpha_stays_between_0_and_1(toy_argv, tmp_path):
     assert 0 <= state["alpha"].min() and state["alpha"].max() <= 1 and set(state["alpha"].tolist()) & {0.0, 1.0}
 
 
+def test_ditto_by_hand(toy_argv, tmp_path, seen):
+    """E = 3 and s = 2; v_k is pulled to the w of before the round. The mean is uniform, though sizes differ."""
+    S, data, _, w = world(toy_argv)
+    V, expected = np.stack([w] * 3), []
+    for clients in S:
+        ends = [descend(w, lambda w: softmax_gradient(w, *data[k]), momentum=0.5) for k in clients]
+        for k in clients:
+            V[k] = descend(V[k], lambda v: softmax_gradient(v, *data[k]) + 0.7 * (v - w), steps=2, momentum=0.5)
+        w = np.mean(ends, axis=0)
+        expected.append(V.copy())
+    argv = [*toy_argv, "--momentum", "0.5", "--ditto-lambda", "0.7", "--personal-epochs", "2"]
+    _, state = go("ditto", argv, tmp_path)
+    close(state["w"], w)
+    close(torch.stack(seen.models), expected)
+    close(state["V"], V)
+
+
+def test_pfedme_by_hand(toy_argv, tmp_path, seen):
+    """Three minibatches a round, with K = 2 steps of theta_k on each; both learning rates are .8 times the last round's.
+    theta_k starts at w each time, also in a client's second round. Until it is sampled a client is evaluated with w_0."""
+    S, data, n, w = world(toy_argv)
+    assert set(S[0]) & {*S[1], *S[2]}
+    theta, expected = np.stack([w] * 3), []
+    for t, clients in enumerate(S):
+        ends = []
+        for k in clients:
+            theta[k] = w_k = w
+            u = 0
+            for _ in range(3):
+                for _ in range(2):
+                    theta[k] = theta[k] - 0.1 * 0.8**t * (softmax_gradient(theta[k], *data[k]) + 2.5 * (theta[k] - w_k))
+                u = 0.5 * u + 2.5 * (w_k - theta[k])
+                w_k = w_k - 0.3 * 0.8**t * u
+            ends.append(w_k)
+        w = w + 1.6 * (np.average(ends, axis=0, weights=n[clients]) - w)
+        expected.append(theta.copy())
+    argv = [*toy_argv, "--momentum", "0.5", "--lr-decay", "0.8", "--theta-lr", "0.1", "--theta-steps", "2",
+            "--pfedme-lambda", "2.5", "--pfedme-beta", "1.6"]  # fmt: skip
+    _, state = go("pfedme", argv, tmp_path)
+    close(state["w"], w)
+    close(state["theta"], theta)
+    close(torch.stack(seen.models), expected)
+
+
+def test_per_fedavg_by_hand(toy_argv, tmp_path, seen):
+    """Two pairs of full batches a round, and a fifth that is not used. All clients' personal models, of which alpha stays."""
+    S, data, n, w = world(toy_argv)
+    for t, clients in enumerate(S):
+        ends = []
+        for k in clients:
+            def meta(w):
+                return softmax_gradient(w - 0.4 * softmax_gradient(w, *data[k]), *data[k])
+
+            ends.append(descend(w, meta, steps=2, eta=0.3 * 0.8**t, momentum=0.5))
+        w = np.average(ends, axis=0, weights=n[clients])
+    argv = [*toy_argv, "--epochs", "5", "--momentum", "0.5", "--lr-decay", "0.8", "--per-fedavg-alpha", "0.4"]
+    _, state = go("per-fedavg", argv, tmp_path)
+    close(state["w"], w)
+    close(seen.models[-1], [w - 0.4 * softmax_gradient(w, *own) for own in data])
+
+
 # Personal layers
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "lg-fedavg"])
 def test_without_personal_layers_it_is_fedavg(method, tmp_path, seen):
-    """fedrep's head epochs then train nothing. lg-fedavg's mean is uniform, as is FedAvg's here, where clients are of one size."""
+    """fedrep's head epochs then train nothing. lg-fedavg's mean is uniform, as is FedAvg's here, where sizes are equal."""
     argv = [*SMALL, "--epochs", "2"]
     theirs, w = run(fedavg, argv, tmp_path / "fedavg")
     record, state = go(method, [*argv, "--personal", "0", "--body-epochs", "2"], tmp_path / method)
@@ -384,7 +490,7 @@ def network(w, x, y, trained):
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "lg-fedavg"])
 def test_personal_layers_by_hand(method, toy_argv, tmp_path, seen):
-    """One hidden layer: 500 numbers below, 303 above. Three epochs of all, or fedrep's three of the head and two of the body."""
+    """One hidden layer: 500 numbers below, 303 above. Three epochs of all; fedrep's are three of the head, two of the body."""
     argv = [*toy_argv, "--model", "mnistnet"]
     S, data, n, w = world(argv)
     above = np.arange(803) >= 500
@@ -402,18 +508,19 @@ def test_personal_layers_by_hand(method, toy_argv, tmp_path, seen):
             W[k] = np.where(own, ends.get(k, W[k]), mean)
     record, state = go(method, [*argv, "--body-epochs", "2"], tmp_path)
     close(seen.models[-1], W)
-    close(state["w"][torch.from_numpy(own)], w[own])  # what clients keep never comes to the server
+    close(state["V"], W[:, own])
     assert record["bytes_up"] == record["bytes_down"] == 3 * 2 * 4 * (~own).sum()
     assert np.abs(W[0] - W[1])[own].max() > 1e-3
 
 
 def test_which_layers_are_personal():
-    """facts.md A4.7: of FedSLR's ResNet-18, FedRep's head and LG-FedAvg's shared layer are 512 x 10; of the CNN, 512 x 10 + 10 and the
-    three convolutions, Table 4's."""
+    """facts.md A4.7: of FedSLR's ResNet-18, FedRep's head and LG-FedAvg's shared layer are 512 x 10; of the CNN, 512 x 10 + 10
+    and the three convolutions, Table 4's."""
     def sizes(*argv):
         args = baselines.arguments(["--method", *argv])
-        own = baselines.own_layers(common.Net(args.model, (3, 32, 32), 10), args)
-        return int(own.sum()), own.nonzero()[0].item(), len(own)
+        own, others = baselines.own_layers(common.Net(args.model, (3, 32, 32), 10), args)
+        assert torch.equal(torch.cat([own, others]).sort()[0], torch.arange(len(own) + len(others)))
+        return len(own), int(own[0]), len(own) + len(others)
 
     for method in ("fedper", "fedrep"):
         assert sizes(method, "--model", "resnet18") == (5120, 11_173_952 - 5120, 11_173_952)
@@ -425,7 +532,8 @@ def test_which_layers_are_personal():
     assert sizes("fedper", "--personal", "2") == (94_186 - convolutions, convolutions, 94_186)
 
 
-@pytest.mark.parametrize("argv", [["--method", "fedper", "--personal", "3"], ["--method", "fedavgm"], [], ["--method", "feddyn", "--feddyn-alpha", "0"],
+@pytest.mark.parametrize("argv", [["--method", "fedper", "--personal", "3"], ["--method", "fedavgm"], [],
+                                  ["--method", "feddyn", "--feddyn-alpha", "0"],
                                   ["--method", "apfl", "--apfl-alpha", "1.1"]])  # fmt: skip
 def test_bad_input_is_refused_in_one_line(argv, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
