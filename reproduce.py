@@ -1276,7 +1276,8 @@ def main(argv=None):
         measure(commands)
     found = [result(command, seed, args.scale) for seed in range(args.seeds) for command in commands]
     if args.list or args.measure:
-        show(found)
+        with contextlib.suppress(BrokenPipeError):  # | head
+            show(found)
         return 0
     code = 0 if args.tables or args.accept else reproduce(found, args.budget, args.dry_run)
     if not args.dry_run:

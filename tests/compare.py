@@ -20,8 +20,8 @@ SAME = ("--dataset shapes --limit 5000 --split shards --clients 20 --per-client 
         "--fraction 0.5 --rounds 30 --epochs 1 --batch-size 20 --lr 0.02 --momentum 0.9 --weight-decay 0 --lr-decay 1 "
         "--model cnn --transform scale --eval-every 30")  # fmt: skip
 MORE = {  # no momentum and larger rates where the papers have no momentum; all users in half the rounds for persfl
-    "fedavgm": "--momentum 0 --beta 0.9", "fedslr": "--momentum 0 --lr 0.1", "scaffold": "--momentum 0 --lr 0.1",
-    "feddyn": "--momentum 0 --lr 0.1", "pfedme": "--momentum 0 --lr 0.1 --theta-lr 0.05",
+    "fedavgm": "--momentum 0 --beta 0.9", "fedslr": "--momentum 0 --lr 0.1", "scaffold": "--momentum 0 --lr 0.05",
+    "feddyn": "--momentum 0 --lr 0.05", "pfedme": "--momentum 0 --lr 0.1 --theta-lr 0.05",
     "per-fedavg": "--momentum 0 --lr 0.1", "persfl": "--fraction 1 --rounds 15 --eval-every 15",
 }  # fmt: skip
 FILES = {"fedavg": "fedavg", "fedavgm": "fedavgm", "superfed-mm": "superfed --mix model", "superfed-lm": "superfed --mix layer",
@@ -34,17 +34,20 @@ def record(name):
     out, (file, *own) = HERE / "runs" / "compare" / name, METHODS[name].split()
     argv = [f"{file}.py", *own, *SAME.split(), *MORE.get(name, "").split(), "--out", str(out), "--resume"]
     print(f"python {' '.join(argv[:-3])}", flush=True)
-    subprocess.run([sys.executable, *argv], cwd=HERE, check=True, stdout=subprocess.DEVNULL)
+    code = subprocess.run([sys.executable, *argv], cwd=HERE, stdout=subprocess.DEVNULL).returncode
+    if code not in (0, 3):  # 3: diverged, which is a result
+        sys.exit(f"exit code {code}")
     return json.loads((out / "result.json").read_text())
 
 
 def row(name, record):
     """What the table says of a run."""
     final = record["final"]
-    personal = final["personal"]
-    return {"method": name, "global": final["global"]["top1"] if "global" in final else None, "personal": personal["mean"],
-            "std": personal["std"], "worst_decile": personal["worst_decile"], "seconds_per_round": record["seconds_per_round"],
-            "mb_per_round": (record["bytes_up"] + record["bytes_down"]) / len(record["rounds"]) / 1e6}  # fmt: skip
+    personal = final.get("personal", {"mean": 0.0, "std": 0.0, "worst_decile": 0.0})  # diverged
+    return {"method": name + " (diverged)" * record["diverged"], "global": final.get("global", {}).get("top1"),
+            "personal": personal["mean"], "std": personal["std"], "worst_decile": personal["worst_decile"],
+            "mb_per_round": (record["bytes_up"] + record["bytes_down"]) / len(record["rounds"]) / 1e6,
+            "seconds_per_round": record["seconds_per_round"]}  # fmt: skip
 
 
 def lines(rows):
@@ -66,10 +69,10 @@ def main():
               "split": some["split"]["fingerprint"], "rows": rows}  # fmt: skip
     (HERE / "results" / "compare.json").write_text(json.dumps(result, indent=1) + "\n")
     with common.drawing(HERE / "results" / "compare.png", size=(7, 6)) as axis:
-        names = [r["method"] for r in rows][::-1]
+        names = [r["method"] for r in rows if r["personal"]][::-1]
         axis.boxplot([records[name]["final"]["personal"]["per_client"] for name in names], orientation="horizontal")
         axis.set_yticks(range(1, len(names) + 1), names)
-        seen = [(i + 1, r["global"]) for i, r in enumerate(rows[::-1]) if r["global"] is not None]
+        seen = [(i + 1, r["global"]) for i, r in enumerate(r for r in rows[::-1] if r["personal"]) if r["global"] is not None]
         axis.plot([top1 for _, top1 in seen], [i for i, _ in seen], "x", color="black", label="global, on central test images")
         axis.set(xlabel="accuracy: boxes over the clients' own test images", xlim=(0, 1))
         axis.legend()
