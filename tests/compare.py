@@ -6,8 +6,10 @@ A smoke comparison, not a benchmark: one seed, 30 rounds, nothing tuned. Rates a
 MORE says otherwise. Writes results/compare.json and results/compare.png; the README's table is a copy of what it prints.
 """
 
+import hashlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -32,6 +34,10 @@ METHODS = {**FILES, **{name: f"baselines --method {name}" for name in baselines.
 def record(name):
     """The record of a method's run, which is done if it isn't there yet."""
     out, (file, *own) = HERE / "runs" / "compare" / name, METHODS[name].split()
+    if (out / "result.json").exists():  # by today's files, or not at all
+        made = json.loads((out / "result.json").read_text())["environment"]["sources"]
+        if any(hashlib.sha256((HERE / path).read_bytes()).hexdigest() != digest for path, digest in made.items()):
+            shutil.rmtree(out)
     argv = [f"{file}.py", *own, *SAME.split(), *MORE.get(name, "").split(), "--out", str(out), "--resume"]
     print(f"python {' '.join(argv[:-3])}", flush=True)
     code = subprocess.run([sys.executable, *argv], cwd=HERE, stdout=subprocess.DEVNULL).returncode
