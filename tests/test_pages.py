@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 import common
+import compare
 import fedavg
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -69,6 +70,11 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
 
     monkeypatch.setattr(common, "Federation", stop)
     module = __import__(name)
+    if name == "reproduce":
+        for work in ("show", "reproduce", "rebuild", "quick", "measure", "accept"):
+            monkeypatch.setattr(module, work, lambda *_: 0)
+        assert module.main(shlex.split(argv)) == 0
+        return
     with pytest.raises(Parsed):
         module.main(shlex.split(argv))
 
@@ -93,6 +99,19 @@ def test_numbers_in_the_readme_are_those_of_the_committed_results():
         known = quotable(re.search(r"\(([^)]*result\.json)\)", line).group(1))
         quoted = re.findall(r"(?<![\w./-])(?:0\.\d{4}|\d+(?:\.\d)?(?= s\b)|\d+(?= min))", line)
         assert quoted and set(quoted) <= known, (line, known)
+
+
+def test_the_table_of_all_methods_is_that_of_its_record():
+    rows = json.loads((HERE / "results" / "compare.json").read_text())["rows"]
+    assert {row["method"].split()[0] for row in rows} == set(compare.METHODS)
+    readme = (HERE / "README.md").read_text().splitlines()
+    assert [line for line in readme if line in set(compare.lines(rows))] == list(compare.lines(rows))
+
+
+@pytest.mark.parametrize("name", compare.METHODS)
+def test_the_commands_of_the_comparison_parse(name, monkeypatch):
+    file, *own = compare.METHODS[name].split()
+    test_commands_in_the_text_parse(file, " ".join([*own, compare.SAME, compare.MORE.get(name, "")]), monkeypatch)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
