@@ -10,7 +10,7 @@ from torch.func import grad
 import common
 import fedavg
 import fedslr
-from conftest import QUICK, pixels, run, softmax_gradient
+from conftest import QUICK, paths, pixels, run, softmax_gradient
 
 SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1", "--parallel", "1"]
 VARIANTS = ["fedslr", "lpgd", "gpgd", "s+s"]
@@ -411,19 +411,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loop_equals_vmap(variant, toy_argv):
+def test_all_paths_agree(variant, toy_argv):
     argv = [*toy_argv, "--variant", variant, "--batch-size", "7", "--lambda", "0.02", "--epochs", "2", "--mu", "0.02"]
     fed = federation(argv)
     S, w = np.array([0, 1, 2]), fed.initial_weights()
     assert len(set(fed.n.tolist())) == 3
     gamma = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, 15))).float()
     eta, ends = torch.tensor(0.3), []
-    for fed.vmap in (False, True):
+    for _ in paths(fed):
         w_i, same = fed.train(fedslr.phase_one(fed.net, fed.args), (w.expand(3, -1), gamma), S, 0, eta, w)
         assert torch.equal(same, gamma)
         ends.append((w_i, fed.train(fedslr.phase_two(fed.net, fed.args), gamma, S, 0, eta, w, epochs=1, phase=1)))
-    for a, b in zip(*ends):
-        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+    for a, *others in zip(*ends):
+        for b in others:
+            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
     assert (ends[0][1] == 0).any() and not torch.equal(ends[0][0], w.expand(3, -1))
 
 
