@@ -709,7 +709,7 @@ def result(command, seed, scale=1.0):
 def results(command, scale):
     """Every seed that is there."""
     folder = result(command, 0, scale).path.parent
-    return [result(command, seed, scale) for seed in sorted(int(p.parent.name) for p in folder.glob("*/result.json"))]
+    return [result(command, seed, scale) for seed in sorted(int(p.parent.name) for p in folder.glob("[0-9]*/result.json"))]
 
 
 def scales():
