@@ -2,7 +2,7 @@
 # make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (20 minutes on two cores)
 # make compare all 23 methods for a short while on the embedded data set: one table, one plot (15 minutes on two cores)
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
-# make reproduce-quick  who beats whom, on the embedded data set (about ten minutes on two cores)
+# make reproduce-quick  who beats whom, on the embedded data set (22 minutes beside other work)
 # make test    all tests (no network but for the first set-up, no GPU needed)
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 

@@ -356,7 +356,7 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
     """Real training of three nodes, the second pruned and with its groups in another order; then the average by the map."""
     args = psinet.arguments([*SMALL, "--clients", "3", "--split", "dirichlet-classes", "--alpha", "5", "--batch-size", "40"])
     fed = common.Federation(args)
-    fed.transform, fed.dtype = lambda x, u=None: common.scale(x).double(), torch.double
+    fed.transform = lambda x, u=None: common.scale(x).double()
     net, other, name_w, name_b = permuted(norm)
     w, b = start(net)
     has = torch.ones(3, 6, dtype=torch.bool)
