@@ -1,5 +1,5 @@
 # make demo    about two minutes of SuPerFed on the embedded data set, with tables and plots
-# make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (20 minutes on two cores)
+# make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (about ten minutes on two cores)
 # make compare all 23 methods for a short while on the embedded data set: one table, one plot (15 minutes on two cores)
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
 # make reproduce-quick  who beats whom, on the embedded data set (22 minutes beside other work)
