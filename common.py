@@ -2,14 +2,14 @@
 
 Read from top to bottom, or jump:
 
-    1. Messages and random streams      refuse, stream
-    2. Arguments                        parser, parse
-    3. Data sets                        load_data, shapes
-    4. Splits                           split_clients and one function per scheme
-    5. Models                           Net, MODELS: functions of one flat vector w of d numbers
-    6. Transforms                       TRANSFORMS: uint8 images -> what a model sees
-    7. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
-    8. Runs                             Run: the rounds, the record, the state, resuming, plots
+    1. Arguments and random streams     parser, parse, stream
+    2. Splits                           split_clients and one function per scheme
+    3. Models                           Net, MODELS: functions of one flat vector w of d numbers
+    4. Transforms                       TRANSFORMS: uint8 images -> what a model sees
+    5. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
+
+Images come from datasets.py, the loop over the rounds and the record from records.py, and what makes training fast from
+engine.py; none of the three is needed to follow an algorithm.
 
 Shapes in comments: d numbers in a model, K clients, m of them sampled in a round, N images, B images in a minibatch,
 H x W pixels, C channels. Global measures are taken on the data set's central test images; personal ones on each
@@ -17,23 +17,10 @@ client's own test images.
 """
 
 import argparse
-import contextlib
 import copy
-import ctypes
 import functools
 import hashlib
-import json
 import os
-import pathlib
-import platform
-import re
-import resource
-import signal
-import statistics
-import subprocess
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -41,42 +28,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
-from PIL import Image
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves, tree_map
-from tqdm import tqdm
+from torch.utils._pytree import tree_map
+
+import engine
+from datasets import DATASETS, limit_images, load_data
+from engine import leads, refuse  # noqa: F401 (leads, Run and drawing are for the algorithms' files)
+from records import Run, drawing  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. Messages and random streams
-
-
-def refuse(message):
-    """Ends the program because of its input: one line on stderr, exit code 2."""
-    if leads():
-        print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def leads():
-    """Whether this is the only process, or the one among torchrun's that prints and writes the record."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
-
-
-def stream(seed, purpose, round=0, client=0, phase=0):
-    """A numpy Generator for one purpose, so that what a client draws depends on nothing else that is drawn.
-
-    purpose: one of STREAMS. phase tells apart several passes in one round. The same numbers give the same stream on every
-    device and for every --parallel.
-    """
-    return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * phase, round, client])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Arguments
+# 1. Arguments and random streams
 
 
 class Parser(argparse.ArgumentParser):
@@ -166,184 +127,20 @@ def parse(p, by_dataset, argv=None):
     return args
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Data sets
+STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
 
 
-class Data(NamedTuple):
-    """images [N,H,W,C] uint8 and labels [N] int64; the first `train` are for training, the others the central test."""
+def stream(seed, purpose, round=0, client=0, phase=0):
+    """A numpy Generator for one purpose, so that what a client draws depends on nothing else that is drawn.
 
-    name: str
-    images: np.ndarray
-    labels: np.ndarray
-    train: int
-    classes: int
-
-    def fingerprint(self):
-        digest = hashlib.sha256(np.ascontiguousarray(self.images))
-        digest.update(np.ascontiguousarray(self.labels))
-        return digest.hexdigest()[:16]
-
-
-DATASETS = ("cifar10", "cifar100", "mnist", "emnist", "tinyimagenet", "shapes")
-
-
-def load_data(name, folder="data"):
-    """A data set by its name (see DATASETS) or by the path of a .npz.
-
-    FOLDER/NAME.npz is used if it exists; otherwise torchvision downloads into FOLDER. `shapes` needs no file.
-    Refuses what is missing, broken or inconsistent.
+    purpose: one of STREAMS. phase tells apart several passes in one round. The same numbers give the same stream on every
+    device and for every --parallel.
     """
-    path = pathlib.Path(name if name.endswith(".npz") else pathlib.Path(folder) / f"{name}.npz")
-    if path.exists() or name.endswith(".npz"):
-        arrays = read_npz(path)
-    elif name == "shapes":
-        arrays = shapes()
-    elif name in DATASETS:
-        try:
-            arrays = read_tiny_imagenet(pathlib.Path(folder)) if name == "tinyimagenet" else read_torchvision(name, folder)
-        except Exception as problem:  # torchvision's readers raise nearly anything on broken files
-            why = (str(problem) or type(problem).__name__).splitlines()[0]
-            refuse(f"could not get the data set {name}: {why}. Check the network and {folder}/, or make {path} with x_train, "
-                   "y_train, x_test, y_test")
-    else:
-        refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, or the path of a .npz")
-    return check_data(path.stem, path if path.exists() else name, *arrays)
-
-
-def check_data(name, source, x_train, y_train, x_test, y_test):
-    """Joins four arrays to a Data; refuses shapes, types and labels that can't be trained on."""
-    joined = {}
-    for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if x.dtype != np.uint8:
-            refuse(f"{source}: x_{part} holds {x.dtype}; save the images as uint8 from 0 to 255")
-        if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
-            refuse(f"{source}: x_{part} has the shape {x.shape}; it must be [n, height, width] or [n, height, width, 1 or 3]")
-        if not x.size:
-            refuse(f"{source}: x_{part} is empty")
-        if y.dtype.kind not in "iu":
-            refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - 1")
-        if y.shape != x.shape[:1]:
-            refuse(f"{source}: x_{part} has {len(x)} images, y_{part} the shape {y.shape}; there must be one label per image")
-        joined[part] = (x.reshape(*x.shape[:3], -1), y.astype(np.int64))
-    (x, y), (u, v) = joined["train"], joined["test"]
-    if x.shape[1:] != u.shape[1:]:
-        refuse(f"{source}: training images are {x.shape[1:]}, test images {u.shape[1:]}; they must have one size")
-    if min(y.min(), v.min()) < 0:
-        refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1")
-    classes = int(y.max()) + 1
-    if v.max() >= classes:
-        refuse(f"{source}: the test set has the label {v.max()}, the training set none above {classes - 1}")
-    used = np.unique(y)
-    if len(used) < classes:
-        gap = np.flatnonzero(used != np.arange(len(used)))[0]
-        refuse(f"{source}: labels go up to {classes - 1}, but no training image has the label {gap}; number the classes from 0")
-    return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes)
-
-
-def read_npz(path):
-    """x_train, y_train, x_test, y_test of a .npz file."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in file]
-            if missing:
-                refuse(f"{path} has no array {missing[0]}; it needs x_train, y_train, x_test and y_test")
-            return [file[key] for key in ("x_train", "y_train", "x_test", "y_test")]
-    except FileNotFoundError:
-        refuse(f"there is no file {path}")
-    except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file
-        refuse(f"{path} can't be read as a .npz ({type(problem).__name__}); copy or make it again")
-
-
-def read_torchvision(name, folder):
-    """A data set of torchvision, downloaded into `folder` if it is not there. EMNIST is split by class, as stored."""
-    kind = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "mnist": "MNIST", "emnist": "EMNIST"}[name]
-    more = {"split": "byclass"} if name == "emnist" else {}
-    parts = [getattr(torchvision.datasets, kind)(folder, train=train, download=True, **more) for train in (True, False)]
-    return [np.asarray(array) for part in parts for array in (part.data, part.targets)]
-
-
-def read_tiny_imagenet(folder):
-    """Tiny ImageNet in its official layout under `folder`/tiny-imagenet-200; its validation images are the test set.
-
-    The decoded images are kept as tinyimagenet.npz, so that the 110,000 files are read only once.
-    """
-    root = folder / "tiny-imagenet-200"
-    if not root.exists():
-        torchvision.datasets.utils.download_and_extract_archive(
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip", str(folder), md5="90528d7ca1a48142e341f4ef8d21d0de")
-
-    def decode(path):
-        return np.asarray(Image.open(path).convert("RGB"))
-
-    label = {wnid: i for i, wnid in enumerate(sorted((root / "wnids.txt").read_text().split()))}
-    train = [(path, label[wnid]) for wnid in label for path in sorted((root / "train" / wnid / "images").glob("*.JPEG"))]
-    notes = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines()]
-    test = [(root / "val" / "images" / note[0], label[note[1]]) for note in notes]
-    if not test or len(set(np.bincount([y for _, y in train], minlength=len(label)))) != 1:
-        raise ValueError(f"{root} is incomplete; remove it to download it again")
-    arrays = []
-    for name, part in (("training", train), ("test", test)):
-        arrays += [np.stack([decode(path) for path, _ in tqdm(part, f"decoding {name} images", leave=False)]),
-                   np.array([y for _, y in part])]
-    with open(folder / "tinyimagenet.npz.part", "wb") as file:
-        np.savez(file, **dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays)))
-    os.replace(folder / "tinyimagenet.npz.part", folder / "tinyimagenet.npz")
-    return arrays
-
-
-@functools.cache
-def shapes(train=10_000, test=2_000, size=32, seed=0):
-    """Ten classes of drawn shapes whose place, size, turn, colours, background and noise vary; no file needed.
-
-    Disc, ring, square, triangle, plus, star, crescent, two discs, bars, half disc. Colour says nothing about the class.
-    Of the test images, a linear classifier gets .577 right, the CNN of `--model cnn` .979 (tests/measure_shapes.py).
-    """
-    rng = np.random.default_rng([seed, 2026])
-    n = train + test
-    label = np.concatenate([rng.permutation(np.arange(train) % 10), rng.permutation(np.arange(test) % 10)])
-
-    def uniform(low, high, *shape):
-        return rng.uniform(low, high, (n, *shape)).astype(np.float32)
-
-    axis = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
-    radius, angle = uniform(0.5, 0.8, 1, 1), uniform(-0.5, 0.5, 1, 1)
-    x, y = axis[None, None, :] - uniform(-0.25, 0.25, 1, 1), axis[None, :, None] - uniform(-0.25, 0.25, 1, 1)
-    u = (x * np.cos(angle) + y * np.sin(angle)) / radius  # the shape's own axes, in which it has about the size 1
-    v = (y * np.cos(angle) - x * np.sin(angle)) / radius
-
-    def disc(u, v, r):
-        return r - np.sqrt(u * u + v * v)
-
-    def box(u, v, a, b):
-        return np.minimum(a - np.abs(u), b - np.abs(v))
-
-    inside = (  # positive inside of the shape, about a distance to its outline
-        lambda u, v: disc(u, v, 0.9),
-        lambda u, v: 0.2 - np.abs(disc(u, v, 0.75)),
-        lambda u, v: box(u, v, 0.75, 0.75),
-        lambda u, v: 0.5 - np.maximum(-v, np.abs(u) * 0.866 + v * 0.5),
-        lambda u, v: np.maximum(box(u, v, 0.28, 0.95), box(u, v, 0.95, 0.28)),
-        lambda u, v: 0.65 + 0.3 * np.cos(5 * np.arctan2(v, u)) - np.sqrt(u * u + v * v),
-        lambda u, v: np.minimum(disc(u, v, 0.95), -disc(u - 0.45, v, 0.75)),
-        lambda u, v: np.maximum(disc(u - 0.5, v, 0.42), disc(u + 0.5, v, 0.42)),
-        lambda u, v: np.maximum(np.maximum(box(u - 0.62, v, 0.17, 0.8), box(u + 0.62, v, 0.17, 0.8)), box(u, v, 0.17, 0.8)),
-        lambda u, v: np.minimum(disc(u, v + 0.4, 0.95), v + 0.4),
-    )
-    depth = np.empty((n, size, size), np.float32)
-    for c, shape in enumerate(inside):
-        depth[label == c] = shape(u[label == c], v[label == c])
-    cover = np.clip(depth * radius * size / 2 + 0.5, 0, 1)[..., None]  # soft outline, one pixel wide
-    ground, tilt = uniform(0.0, 0.6, 1, 1, 3), uniform(-0.2, 0.2, 2, 3)
-    ground = ground + axis[None, :, None, None] * tilt[:, None, None, 0] + axis[None, None, :, None] * tilt[:, None, None, 1]
-    colour = ground.mean((1, 2), keepdims=True) + uniform(0.0, 0.6, 1, 1, 3)  # of any hue, lighter than the ground
-    noise = rng.standard_normal((n, size, size, 3), dtype=np.float32) * uniform(0.02, 0.15, 1, 1, 1)
-    images = (np.clip(ground + cover * (colour - ground) + noise, 0, 1) * 255).astype(np.uint8)
-    return images[:train], label[:train], images[train:], label[train:]
+    return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * phase, round, client])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Splits
+# 2. Splits
 #
 # A scheme takes (labels [n] of the training images, classes, rng, args) and returns one array of image numbers per
 # client, in random order. split_clients then cuts each client's images into training, validation and test images.
@@ -596,23 +393,8 @@ SPLITS = {
 }  # fmt: skip
 
 
-def limit_images(data, limit):
-    """The data set with only `limit` training images, as many of each class as of the others while they last."""
-    if limit > data.train:
-        refuse(f"--limit {limit}: {data.name} has only {data.train} training images")
-    if limit < data.classes:
-        refuse(f"--limit {limit} leaves some of the {data.classes} classes empty")
-    labels = data.labels[: data.train]
-    rank = np.empty(data.train, int)  # of an image among those of its class
-    for c in range(data.classes):
-        own = np.flatnonzero(labels == c)
-        rank[own] = np.arange(len(own))
-    keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.train, len(data.images))])
-    return data._replace(images=data.images[keep], labels=data.labels[keep], train=limit)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Models
+# 3. Models
 #
 # A model is written once, as a function model(m, x, classes) -> logits that asks m for its layers in the order in which
 # x [B,C,H,W] passes them. Net reads off its table of tensors, and evaluates it for any flat vector w. No model here has
@@ -642,7 +424,7 @@ class Weights:
         weight, offset = init or default_init(shape)
         weight, offset = self.take(name + ".weight", shape, weight), self.take(name + ".bias", (out,), offset) if bias else None
         if self.route == "patches" and groups == 1:
-            return conv_by_patches(x, weight, offset, stride, padding)
+            return engine.conv_by_patches(x, weight, offset, stride, padding)
         return F.conv2d(x, weight, offset, stride, padding, 1, groups)
 
     def linear(self, name, x, out, init=None, bias=True):
@@ -654,37 +436,6 @@ class Weights:
     def groupnorm(self, name, x, groups=2):
         scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
         return F.group_norm(x, groups, scale, self.take(name + ".bias", x.shape[1:2], ("constant", 0.0)))
-
-
-def conv_by_patches(x, weight, bias, stride, padding):
-    """F.conv2d as one matrix product: where every client has its own weights, it is batched over the clients under vmap, and
-    a convolution is not (it becomes one with a group per client)."""
-    out, kernel = weight.shape[0], weight.shape[2]
-    x = Patches.apply(F.pad(x, (padding,) * 4), kernel, stride)
-    y = x.flatten(0, 2) @ weight.flatten(1).T  # [B*h*w, out]
-    return (y if bias is None else y + bias).view(*x.shape[:3], out).permute(0, 3, 1, 2)
-
-
-class Patches(torch.autograd.Function):
-    """x [B,C,H,W] -> [B, h, w, C*kernel*kernel], the pixels under the kernel at each place.
-
-    Its own function since the backward of Tensor.unfold runs client by client under vmap.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, kernel, stride):
-        return x.unfold(2, kernel, stride).unfold(3, kernel, stride).permute(0, 2, 3, 1, 4, 5).flatten(3)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.kernel, ctx.stride = inputs
-        ctx.size = x.shape[2:]
-
-    @staticmethod
-    def backward(ctx, g):
-        return F.fold(g.flatten(1, 2).transpose(1, 2), ctx.size, ctx.kernel, stride=ctx.stride), None, None
 
 
 def default_init(shape):
@@ -879,7 +630,7 @@ MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,5] in [0,1) per image -> floats [n,C,h,w]
+# 4. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,5] in [0,1) per image -> floats [n,C,h,w]
 #
 # TRANSFORMS[name](data) gives the function for a data set.
 #
@@ -948,7 +699,7 @@ DRAWS = {"scale": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per trainin
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 7. Training and evaluation
+# 5. Training and evaluation
 
 
 class Batch(NamedTuple):
@@ -985,7 +736,7 @@ class Federation:
 
     def __init__(self, args):
         self.args = args
-        self.device, self.rank, self.processes = find_device(args.device)
+        self.device, self.rank, self.processes = engine.find_device(args.device)
         if self.processes > 1 and int(os.environ["LOCAL_RANK"]):
             dist.barrier()  # the first process of each machine downloads and decodes, the others wait
         self.data = load_data(args.dataset, args.data_dir)
@@ -1007,10 +758,10 @@ class Federation:
         self.net = Net(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
-        self.parallel = args.parallel or (None if self.vmap else cores())  # None: all
+        self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
         self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0
         self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
-        keep_memory()
+        engine.keep_memory()
 
     def take(self, numbers):
         """Makes this the federation of the clients with these numbers (in ascending order)."""
@@ -1035,7 +786,7 @@ class Federation:
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}")
         print(f"split   {self.args.split}: {len(sizes)} clients, training images {spread(sizes)}, own test images "
               f"{spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint {self.whole.fingerprint()}")
-        print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {device_name(self.device)}"
+        print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
               + ("" if self.vmap else f", {self.parallel} clients at once"))
 
@@ -1080,48 +831,11 @@ class Federation:
         plans = [self.schedule(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
         if not plans:
             return state
-        if not self.vmap:
-            states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
-            over = map if self.pool is None else self.pool.map
-            return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
-        # like with like: those who have most minibatches first
-        order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
-        usual = self.net.route  # of evaluation
-        with tf32(self.args.precision == "tf32"):
-            most = min(self.parallel or len(order), len(order))
-            if self.graphs and step not in self.ways:
-                self.tune(step, tree_map(lambda z: z[order], state), [plans[i] for i in order], shared)
-
-            def work(these):
-                return self.train_together(step, tree_map(lambda z: z[these], state), [plans[i] for i in these], shared)
-
-            self.net.route, one_by_one = self.ways.get(step, (usual, False))
-            parts, fitting = self.in_parts(work, order, 1 if one_by_one else most)
-            self.net.route = usual
-        if fitting < most and not one_by_one:
-            self.parallel = fitting
-        back = torch.from_numpy(np.argsort(order)).to(self.device)
-        return tree_map(lambda *z: torch.cat(z)[back], *parts)
-
-    def in_parts(self, work, items, most):
-        """The results of work(part) for parts of items with `most` at most, and that number: halved when memory runs out."""
-        results, start = [], 0
-        while start < len(items):
-            full = False
-            try:
-                results.append(work(items[start : start + most]))
-                start += most
-            except torch.cuda.OutOfMemoryError:
-                full = True  # what the failed call holds is free only after this block
-            if full and most == 1:
-                refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model")
-            if full:
-                most = -(-most // 2)
-                self.replays.clear()
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                print(f"memory  the GPU's is too small: {most} clients at once from here on")
-        return results, most
+        if self.vmap:
+            return engine.train(self, step, state, plans, shared)
+        states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
+        over = map if self.pool is None else self.pool.map
+        return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
 
     def schedule(self, k, t, epochs, draw=None, phase=0):
         """The Schedule of the client in row k in round t, from the client's own random streams."""
@@ -1139,103 +853,19 @@ class Federation:
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
         return Schedule(index.reshape(steps, size), real.reshape(steps, size), u, own_draw.astype(np.float32))
 
-    def see(self, index, u):
-        """The images numbered index [n] with the draws u [n, DRAWS], as the model sees them in training: [n,C,h,w]."""
-        x = self.transform(self.images[index], u)
-        return x.bfloat16() if self.args.precision == "bf16" else x
+    def batch(self, index, real, u, draw):
+        """The Batch of the images numbered index [B], seen with the draws u [B,DRAWS]; or those of m clients, [m,B] each."""
+        x = self.transform(self.images[index.flatten()], u.flatten(0, -2)).unflatten(0, index.shape)
+        return Batch(x.bfloat16() if self.args.precision == "bf16" else x, self.labels[index], real, draw)
 
     def train_alone(self, step, state, plan, shared):
-        """One client, minibatch after minibatch: the specification of train_together."""
+        """One client, minibatch after minibatch."""
         for index, real, u, draw in zip(*plan):
             if self.stop:
                 raise KeyboardInterrupt
-            n = real.sum()
-            index, u, draw = (torch.as_tensor(z, device=self.device) for z in (index[:n], u[:n], draw))
-            x = self.see(index, u)
-            state = step(state, Batch(x, self.labels[index], torch.ones(n, device=self.device), draw), *shared)
+            index, u, draw = (torch.as_tensor(z, device=self.device) for z in (index[real], u[real], draw))
+            state = step(state, self.batch(index, torch.ones(len(index), device=self.device), u, draw), *shared)
         return state
-
-    def train_together(self, step, state, plans, shared):
-        """All clients in one vmapped step per minibatch; plans: the longest first.
-
-        A client whose minibatches are used up keeps its state. When only half of the clients are left, only they go on.
-        """
-        steps = np.array([len(plan.index) for plan in plans])
-        size = plans[0].index.shape[1]
-
-        def stacked(name, *shape):
-            """[steps, m, *shape], with zeros behind the last step of a client and behind its last image."""
-            parts = [getattr(plan, name) for plan in plans]
-            whole = np.zeros((steps[0], len(plans), *shape), parts[0].dtype)
-            for i, part in enumerate(parts):
-                whole[(slice(len(part)), i, *map(slice, part.shape[1:]))] = part
-            return torch.from_numpy(whole).to(self.device)
-
-        real = stacked("real", size)
-        inputs = (stacked("index", size), real.float(), stacked("u", size, plans[0].u.shape[2]),
-                  stacked("draw", *plans[0].draw.shape[1:]), real.any(2))  # [steps, m, ...] each; the last: who trains
-        done, s, m = [], 0, len(plans)
-        while True:
-            until = steps[m // 2]  # until then more than half of the m clients are training
-            now = tuple(z[s:until, :m] for z in inputs)
-            state = self.runner(step, state, now, shared)(state, now, shared)
-            self.slots += int(until - s) * m * size
-            self.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
-            s, m = until, int((steps > until).sum())
-            if not m:
-                return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
-            done.append(tree_map(lambda z: z[m:], state))
-            state = tree_map(lambda z: z[:m], state)
-
-    def step_together(self, step, state, index, real, u, draw, *shared):
-        """One minibatch of m clients: index and real [m,B], u [m,B,DRAWS], draw [m,...]."""
-        x = self.see(index.flatten(), u.flatten(0, 1)).unflatten(0, index.shape)
-        return vmap(step, in_dims=(0, 0) + (None,) * len(shared))(state, Batch(x, self.labels[index], real, draw), *shared)
-
-    def runner(self, step, state, inputs, shared):
-        """What runs many steps together: a Replay where CUDA graphs are used, made once for these shapes, or steps_together."""
-        every = functools.partial(self.step_together, step)
-        if not self.graphs:
-            return functools.partial(steps_together, every)
-        key = step, self.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
-        if key not in self.replays:
-            if len(self.replays) == 16:
-                self.replays.clear()
-            try:
-                self.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except RuntimeError as problem:
-                print(f"graphs  none, slower: this step can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
-                self.graphs = False
-                return functools.partial(steps_together, every)
-        return self.replays[key]
-
-    def tune(self, step, state, plans, shared):
-        """Tries the ways to take these clients through this step on a few of their minibatches, and keeps the fastest:
-        together or one by one (unless --parallel says), convolutions as such or as products with patches."""
-        plans, times = [Schedule(*(z[:4] for z in plan)) for plan in plans], {}
-        ways = [("conv", False), ("patches", False)] + [("conv", True)] * (self.args.parallel is None)
-        for self.net.route, one_by_one in ways:
-            way, n = (self.net.route, one_by_one), 1 if one_by_one else self.parallel or len(plans)
-            try:
-                for _ in range(3):  # the last one counts
-                    start = self.now()
-                    for i in range(0, len(plans), n):
-                        part = tree_map(lambda z: z[i : i + n], state)
-                        self.train_together(step, part, plans[i : i + n], shared)
-                    times[way] = self.now() - start
-            except torch.cuda.OutOfMemoryError:
-                times[way] = float("inf")
-            self.replays.clear()
-        self.ways[step] = min(times, key=times.get)
-        self.slots = self.filled = 0
-
-    def now(self):
-        """Seconds, when all that was asked of the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     # Evaluation
 
@@ -1258,7 +888,7 @@ class Federation:
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
             return vmap(self.net)(W[rows], x)[torch.from_numpy(real[rows]).to(self.device)]
 
-        return torch.cat(self.in_parts(work, np.arange(len(own)), max(1, 20_000 // longest))[0])
+        return torch.cat(engine.in_parts(self, work, np.arange(len(own)), max(1, 20_000 // longest))[0])
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
@@ -1297,63 +927,6 @@ class Federation:
         }  # fmt: skip
 
 
-def steps_together(function, state, inputs, shared):
-    """state after function(state, *inputs[:-1] of a step, *shared) for every step; inputs: [steps, m, ...] each, the last one
-    bool: where it is False, a client keeps its state."""
-    for *now, live in zip(*inputs):
-        new = function(state, *now, *shared)
-        state = tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
-    return state
-
-
-class Replay:
-    """steps_together for one function and one set of shapes as a CUDA graph: captured here, replayed for every step.
-
-    A graph reads and writes the same memory in every replay; so state, inputs and shared are copied there. On a CPU, where the
-    tests use it, the function itself is called instead.
-    """
-
-    def __init__(self, function, state, inputs, shared):
-        self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
-        self.go = self.once
-        if self.inputs[0].device.type == "cuda":
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # libraries choose and set up their kernels before the capture
-                for _ in range(3):
-                    self.once()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.once()
-            self.go = graph.replay
-
-    def once(self):
-        *now, live = self.inputs
-        new = self.function(self.state, *now, *self.shared)
-        tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state)
-
-    def __call__(self, state, inputs, shared):
-        tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))
-        for now in zip(*inputs):
-            for a, b in zip(self.inputs, now):
-                a.copy_(b)
-            self.go()
-        return copied(self.state)
-
-
-def copied(tree):
-    return tree_map(lambda z: z.clone(memory_format=torch.contiguous_format), tree)
-
-
-@contextlib.contextmanager
-def tf32(allowed):
-    """Whether matrix products and convolutions in fp32 may use TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-
 def score(logits, y, group, groups, bins=15):
     """Measures per group: logits [n, classes], y [n] and group [n] of 0..groups-1 -> name -> [groups], in float64.
 
@@ -1381,378 +954,3 @@ def score(logits, y, group, groups, bins=15):
 def spread(values):
     """least/mean/most, shortly."""
     return f"{min(values)}/{np.mean(values):.1f}/{max(values)}".replace(".0/", "/")
-
-
-def find_device(name):
-    """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process.
-    Refuses a device that isn't there."""
-    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and processes > 1 else name)
-        torch.zeros(1, device=device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-    except (RuntimeError, AssertionError) as problem:
-        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if processes > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        if rank:
-            sys.stdout = open(os.devnull, "w")
-    return device, rank, processes
-
-
-def keep_memory():
-    """Has glibc keep freed memory for the next tensor. Otherwise large ones go back to the system and are zeroed page by page
-    when they are asked for again: a tenth of a small model's step on a CPU."""
-    with contextlib.suppress(OSError, AttributeError):  # another system's C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its largest value
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
-def cores():
-    """CPU cores that this process may use, its share of them where torchrun started several."""
-    all_ = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, all_ // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def device_name(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return f"{found.group(1) if found else platform.processor() or 'CPU'} ({cores()} cores)"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 8. Runs
-
-FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # what a run may change when it is resumed
-
-
-class Run:
-    """The rounds of one run: its loop, its record, its state on disk.
-
-        run = Run(__file__, args, federation)
-        for t, S in run.rounds(state):          # restores the state if --resume
-            state.w = ...                       # the round; fields are replaced, never changed in place
-            run.sent(up=..., down=...)
-            if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
-                run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
-
-    state: any object whose attributes are the tensors that survive a round, and nothing else. `rounds` ends the program
-    when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
-    """
-
-    def __init__(self, file, args, federation):
-        self.algorithm = pathlib.Path(file).stem
-        self.args, self.federation = args, federation
-        self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            if leads():
-                (self.out / "result.json.part").write_text("")
-                (self.out / "result.json.part").unlink()
-        except OSError as problem:
-            refuse(f"--out {self.out} can't be written to: {problem.strerror}")
-        rank, processes = federation.rank, federation.processes
-        self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
-        sources = [pathlib.Path(file), pathlib.Path(__file__)]
-        self.identity = {  # what a state must share with the run that resumes it
-            "args": {**vars(args), "device": str(federation.device)},
-            "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
-            "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
-        }  # fmt: skip
-        self.environment = {
-            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "device": device_name(federation.device), "processes": processes, "commit": commit(),
-            "sources": self.identity["sources"],
-        }  # fmt: skip
-        self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
-        federation.describe()
-
-    # The loop
-
-    def rounds(self, state):
-        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record."""
-        self.state, history, per_client = state, [], None
-        federation = self.federation
-        if self.args.resume:
-            history, per_client = self.restore()
-            if federation.sum(torch.tensor(len(history), device=federation.device)) != len(history) * federation.processes:
-                refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
-        elif (self.out / "result.json").exists():
-            for path in (self.out / "result.json", self.state_file):
-                if path.exists() and (leads() or path == self.state_file):
-                    os.replace(path, path.with_suffix(".previous" + path.suffix))
-            print(f"kept    the earlier record in {self.out} as result.previous.json")
-        self.kept = dict(vars(state)), history, per_client  # of the last complete round
-        self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", dynamic_ncols=True,
-                        leave=False, disable=None if leads() else True)
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            for t in range(len(history), self.args.rounds):
-                self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept[2]
-                self.clock = federation.now()
-                yield t, federation.sample(t)
-                self.stop_clock()
-                self.add_up()
-                self.check_finite()
-                self.kept = dict(vars(state)), self.kept[1] + [self.row], self.per_client
-                if "global" in self.row or "personal" in self.row:
-                    self.save()
-                self.bar.update()
-            self.finish("finished")
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-
-    def stop_clock(self):
-        if self.row["seconds"] is None:
-            self.row["seconds"] = round(self.federation.now() - self.clock, 4)
-
-    def add_up(self):
-        """The round's bytes over all processes, and which share of what they trained together was padding."""
-        federation, names = self.federation, ("bytes_up", "bytes_down")
-        counts = torch.tensor([*(self.row[name] for name in names), federation.slots, federation.filled],
-                              dtype=torch.double, device=federation.device)  # fmt: skip
-        *sent, slots, filled = federation.sum(counts).tolist()
-        self.row.update({name: int(value) for name, value in zip(names, sent)})
-        if slots:
-            self.row["padding"] = round(1 - filled / slots, 4)
-        federation.slots = federation.filled = 0
-
-    def sent(self, up, down):
-        """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
-        self.row["bytes_up"] += 4 * up
-        self.row["bytes_down"] += 4 * down
-
-    def evaluates(self):
-        """Stops the round's clock, and says whether this round is evaluated."""
-        self.stop_clock()
-        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.args.rounds
-
-    def log(self, global_=None, personal=None, **more):
-        """Takes this round's measures (evaluate's, evaluate_clients', and others by name) and prints them."""
-        if global_:
-            self.row["global"] = global_
-        if personal:
-            self.per_client = personal["per_client"]
-            self.row["personal"] = {name: value for name, value in personal.items() if name != "per_client"}
-        self.row.update(more)
-        words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
-        if global_:
-            words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
-        if personal:
-            words.append("personal {mean:.4f} +- {std:.4f} worst tenth {worst_decile:.4f}".format(**personal))
-        self.bar.write("  |  ".join(words + [f"{self.row['seconds']:.2f} s"]))
-        newest = {"global": global_ and global_["top1"], "personal": personal and personal["mean"]}
-        self.bar.set_postfix({name: f"{value:.3f}" for name, value in newest.items() if value is not None})
-
-    def check_finite(self):
-        """Ends the run as diverged if a number in the state or a loss of this round is not finite."""
-        tensors = [z for z in vars(self.state).values() if torch.is_tensor(z)]
-        losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
-        sound = all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all()
-        if not self.federation.sum(torch.tensor(float(not sound), device=self.federation.device)):
-            return
-        self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
-        for part in ("global", "personal"):
-            self.row.pop(part, None)
-        self.finish("diverged", [{**self.row, "diverged": True}])
-        raise SystemExit(3)
-
-    def interrupt(self, number, frame):
-        """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program. Of several processes only the
-        record is written, since they need not be in the same round: the states of the last evaluation stay."""
-        if self.saving:  # not now: save comes back to it
-            self.pending = number
-            return
-        self.federation.stop = True  # the workers give up at their next minibatch
-        self.finish("interrupted")
-        raise SystemExit(128 + number)
-
-    # The record and the state
-
-    def save(self, failed=()):
-        """Writes the state and result.json, each at once or not at all. failed: the row of a round that diverged."""
-        self.saving = True  # so that an interruption waits
-        if self.federation.processes == 1 or self.status != "interrupted":
-            self.save_state()
-        if leads():
-            (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
-            os.replace(self.out / "result.json.part", self.out / "result.json")
-        self.saving = False
-        if self.pending:
-            self.interrupt(self.pending, None)
-
-    def save_state(self):
-        fields, history, per_client = self.kept
-        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
-        whole = {"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity}
-        part = self.state_file.with_suffix(".pt.part")
-        torch.save(whole, part)
-        if self.federation.processes > 1:
-            dist.barrier()  # so that all replace theirs, or none does
-        os.replace(part, self.state_file)
-
-    def restore(self):
-        """Puts the state from disk back; returns its history and accuracies per client, or none if there is no state."""
-        path = self.state_file
-        others = [file for file in self.out.glob("state*.pt") if "previous" not in file.name]
-        if not path.exists() and others:
-            kind = others[0].stem.partition("-of-")[2] or "1"
-            refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
-                   f"{self.federation.processes}; use as many, or another --out")
-        if not path.exists():
-            print(f"resume  nothing to resume in {self.out}; starting at round 1")
-            return [], None
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            then = {"args": saved["args"], "sources": saved["sources"], "data": saved["data"], "split": saved["split"]}
-        except Exception as problem:  # torch.load raises nearly anything on a broken file
-            refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew")
-        for name in {**then["args"], **self.identity["args"]}:
-            a, b = then["args"].get(name), self.identity["args"].get(name)
-            if a != b and name not in FREE:
-                flag = "--" + name.strip("_").replace("_", "-")
-                refuse(f"{path} belongs to {flag} {a}, this run has {b}; use the same or another --out")
-        for name, digest in self.identity["sources"].items():
-            if then["sources"].get(name) != digest:
-                refuse(f"{path} was made by another version of {name}; use that version or another --out")
-        for name in ("data", "split"):
-            if then[name] != self.identity[name]:
-                refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")
-        for name, z in saved["state"].items():
-            setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
-        print(f"resume  {path}: {len(saved['history'])} of {self.args.rounds} rounds are done")
-        if saved["torch"] != torch.__version__:
-            print(f"resume  they were done by torch {saved['torch']}; the last bits of the others may differ")
-        return saved["history"], saved["per_client"]
-
-    def record(self, failed=()):
-        """result.json's content; the README says what each field means."""
-        federation = self.federation
-        _, history, per_client = self.kept
-        final, best = {}, {}
-        for part, key in (("global", "top1"), ("personal", "mean")):
-            seen = [{**row[part], "round": row["round"]} for row in history if part in row]
-            if seen:
-                final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
-        if "personal" in final:
-            final["personal"] = {**final["personal"], "per_client": per_client}
-        own = ("round", "seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
-        last = next((row for row in reversed(history) if "global" in row or "personal" in row), {})
-        final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
-        history = [*history, *failed]
-        if federation.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(federation.device)
-            self.environment.update(ways=list(federation.ways.values()), graphs=federation.graphs)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {
-            "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged",
-            "args": self.identity["args"], "environment": self.environment,
-            "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
-            "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
-                      "sizes": [len(index) for index in federation.whole.train]},
-            "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
-            "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
-            "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
-            "peak_memory_mb": round(peak / 2**20, 1),
-        }  # fmt: skip
-
-    def finish(self, status, failed=()):
-        """Writes the record, prints the table of it, and draws the plots if they are wanted; not to be interrupted."""
-        for number in self.handlers:
-            signal.signal(number, signal.SIG_IGN)
-        self.status, self.pending = status, None
-        self.bar.close()
-        self.save(failed)
-        record = self.record(failed)
-        minutes = sum(row["seconds"] for row in record["rounds"]) / 60
-        done = f"{len(record['rounds'])} of {self.args.rounds} rounds"
-        print(f"\n{self.algorithm} on {self.federation.data.name}, {status} after {done}: {minutes:.1f} min of training, "
-              f"{record['bytes_up'] / 1e6:.1f} MB up, {record['bytes_down'] / 1e6:.1f} MB down")
-        for part, columns in (("global", ("top1", "top5", "loss", "ece", "mce")),
-                              ("personal", ("mean", "weighted_mean", "std", "worst_decile", "loss", "ece", "mce"))):
-            if part in record["final"]:
-                print(f"{part:>10}" + "".join(f"{name:>14}" for name in ("round", *columns)))
-                for when in ("final", "best"):
-                    measures = record[when][part]
-                    print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
-        print(f"record  {self.out}/result.json")
-        if self.args.plot and status == "finished" and leads():
-            plot(record, self.federation, self.out)
-
-
-def finite(tree):
-    """JSON has no NaN: null instead."""
-    return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
-
-
-def commit():
-    """The git commit of this checkout, with + if tracked files differ from it; None outside of one."""
-    here = pathlib.Path(__file__).parent
-
-    def git(*words):
-        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-@contextlib.contextmanager
-def drawing(path, rows=1, columns=1, size=(6, 3.5)):
-    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` afterwards. size: inches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, figsize=size)
-    yield axes
-    if leads():
-        figure.savefig(path, dpi=120, bbox_inches="tight")
-        print(f"plot    {path}")
-    pyplot.close(figure)
-
-
-def plot(record, federation, out):
-    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
-    title = f"{record['algorithm']}, {record['data']['name']}, seed {record['args']['seed']}"
-    with drawing(out / "curves.png", 1, 2, (10, 3.5)) as (left, right):
-        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
-            rows = [row for row in record["rounds"] if part in row]
-            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
-            line = left.plot(x, y, label=f"{part}, {where}")[0]
-            if part == "personal":
-                std = np.array([row[part]["std"] for row in rows])
-                left.fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
-            right.plot(x, [row[part]["loss"] for row in rows], label=part)
-        left.set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
-        right.set(xlabel="round", ylabel="loss")
-        left.legend()
-
-    accuracies = np.sort(record["final"]["personal"]["per_client"])
-    with drawing(out / "clients.png") as axis:
-        axis.bar(range(len(accuracies)), accuracies, width=1)
-        axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
-        axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
-        axis.legend()
-
-    classes, labels = federation.data.classes, federation.data.labels
-    shown = np.sort(stream(0, "split").permutation(len(federation.whole.train))[:30])
-    counts = np.array([np.bincount(labels[federation.whole.train[k]], minlength=classes) for k in shown])
-    start = counts.cumsum(1) - counts
-    with drawing(out / "split.png", size=(6, 6)) as axis:
-        for c in range(classes):
-            colour = f"C{c}" if classes <= 10 else None  # more than ten repeat
-            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], color=colour, height=0.9)
-        axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}")
-        axis.set_yticks(range(len(shown)), shown, fontsize=6)

@@ -38,6 +38,8 @@ import time
 from typing import NamedTuple
 from unittest import mock
 
+from records import SHARED
+
 HERE = pathlib.Path(__file__).parent
 RESULTS, RUNS = HERE / "results", HERE / "runs"
 
@@ -462,13 +464,14 @@ PER_FEDAVG = {"CIFAR-10 DS-1": (0.001, 0.001), "CIFAR-10 DS-2": (0.01, 0.0025), 
 
 
 def persfl_run(method, where, more=""):
-    """where: data set and split. FedAvg's column is PersFL's Stage 1, where both have as many rounds."""
+    """where: data set and split. FedAvg's column is PersFL's Stage 1 where both have as many rounds, else a run of its own."""
     name, part = where.split()
     rounds = ROUNDS[method.replace("-GD", "")][where]
-    if method in ("FedAvg", "PersFL", "PersFL-GD"):
-        longer = f" --rounds {rounds}" if rounds != ROUNDS["PersFL"][where] else ""
-        return f"persfl.py --dataset {DATA[name]} --split {SPLIT[part]}{longer}{more}"
+    if method.startswith("PersFL") or (method == "FedAvg" and rounds == ROUNDS["PersFL"][where]):
+        return f"persfl.py --dataset {DATA[name]} --split {SPLIT[part]}{more}"
     net = "@mnistnet" + " @600-images" * (part == "DS-1") if name == "MNIST" else "@cifarnet"
+    if method == "FedAvg":
+        return f"fedavg.py --dataset {DATA[name]} @{part} @persfl --batch-size 20 {net} --rounds {rounds}"
     own = {"pFedMe": " --lr {} --theta-lr {} --pfedme-beta {} --pfedme-lambda {} --batch-size {}".format(*PFEDME[where]),
            "Per-FedAvg": " --per-fedavg-alpha {} --lr {} --batch-size 128".format(*PER_FEDAVG[where])}.get(method, "")
     return f"baselines.py --method {method.lower()} --dataset {DATA[name]} @{part} @persfl {net} --rounds {rounds}{own}"
@@ -479,8 +482,9 @@ def of_user(row):
 
 
 def persfl_cell(where, method, row):
-    vector = f"users/{method}" if method in ("FedAvg", "PersFL") else "personal/per_client"
-    return persfl_run(method, where), f"{vector}/{of_user(row)}"
+    command = persfl_run(method, where)
+    vector = f"users/{method}" if command.startswith("persfl.py") else "personal/per_client"
+    return command, f"{vector}/{of_user(row)}"
 
 
 FIVE = pairs("FedAvg|PersFL|FedPer|pFedMe|Per-FedAvg", "DS-1|DS-2|DS-3")
@@ -649,9 +653,9 @@ def device():
     """The device at hand, as records name it."""
     import torch
 
-    import common
+    import engine
 
-    return common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return engine.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @functools.cache
@@ -701,7 +705,7 @@ def result(command, seed, scale=1.0):
     if any(record["args"].get(name, value) != value for name, value in args.items()):
         return r._replace(state="other arguments")
     sources = record["environment"]["sources"]
-    today, key = {name: digest(name) for name in sources}, str(path.relative_to(RESULTS))
+    today, key = {name: digest(name) for name in (*sources, *SHARED)}, str(path.relative_to(RESULTS))
     stands = any(entry["results"].get(key) == mark and today.items() <= entry["sources"].items() for entry in accepted())
     return r._replace(state=r.ended if sources == today or stands else "stale")
 
@@ -725,7 +729,7 @@ def accept(why, found):
     """Lets stale results stand for today's files: an entry in accepted.json, to be reviewed like any change."""
     stale = [r for r in found if r.state == "stale" and r.ended != "interrupted"]  # these can't be resumed by today's files
     marks = {str(r.path.relative_to(RESULTS)): r.mark for r in stale}
-    sources = {name: digest(name) for r in stale for name in r.record["environment"]["sources"]}
+    sources = {name: digest(name) for r in stale for name in (*r.record["environment"]["sources"], *SHARED)}
     if marks:
         kept = [{**e, "results": {k: v for k, v in e["results"].items() if k not in marks}} for e in accepted()]
         entries = [e for e in kept if e["results"]] + [{"why": why, "sources": sources, "results": marks}]
@@ -1202,7 +1206,7 @@ def quick():
     def record(command):
         out = RUNS / "quick" / short(command)
         words = expand(command, out, seed=0, split_seed=0)
-        path, sources = out / "result.json", {name: digest(name) for name in (words[0], "common.py")}
+        path, sources = out / "result.json", {name: digest(name) for name in (words[0], *SHARED)}
         kept = json.loads(path.read_text()) if path.exists() else None
         if kept and kept["status"] == "finished" and kept["environment"]["sources"] == sources:
             return kept

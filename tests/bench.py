@@ -26,7 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
+import engine  # noqa: E402
 import fedavg  # noqa: E402
+import records  # noqa: E402
 from conftest import Conv  # noqa: E402
 
 
@@ -87,7 +89,7 @@ def plain(args, tidy=False):
         images = images.contiguous()  # as torchvision's ToTensor gives them
 
     def one_round(t):
-        torch.set_num_threads(1 if tidy else common.cores())
+        torch.set_num_threads(1 if tidy else engine.cores())
         models, sizes = [], []
         for k in federation.sample(t):
             local = copy.deepcopy(model)
@@ -147,12 +149,12 @@ def interleaved(entrants, device, repetitions):
 def peak(device, precision):
     """Floating-point operations per second of a large matrix product."""
     n, dtype = (8192 if device == "cuda" else 2048), torch.bfloat16 if precision == "bf16" else torch.float32
-    torch.set_num_threads(common.cores())
+    torch.set_num_threads(engine.cores())
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(7):
         start = clock(device)
-        with common.tf32(precision == "tf32"):
+        with engine.tf32(precision == "tf32"):
             a @ b
         times.append(clock(device) - start)
     return 2 * n**3 / min(times)
@@ -239,9 +241,9 @@ def main():
     p.add_argument("--repetitions", type=int, default=5)
     p.add_argument("--out", type=pathlib.Path, help="the JSON (default: runs/bench-DEVICE.json)")
     args = p.parse_args()
-    name = common.device_name(torch.device(args.device))
+    name = engine.device_name(torch.device(args.device))
     print(f"{name}, torch {torch.__version__}")
-    result = {"device": name, "torch": torch.__version__, "commit": common.commit(), "repetitions": args.repetitions}
+    result = {"device": name, "torch": torch.__version__, "commit": records.commit(), "repetitions": args.repetitions}
     result["workloads"] = [workload(w, args.device, args.repetitions) for w in WORKLOADS if args.only in (None, w)]
     if args.only in (None, "growth"):
         result["growth"] = growth(args.device, args.repetitions)

@@ -1,4 +1,4 @@
-"""What the docstring of common.shapes quotes: test accuracy of a linear classifier and of the CNN, trained on all its images.
+"""What the docstring of datasets.shapes quotes: test accuracy of a linear classifier and of the CNN, trained on all its images.
 
     python tests/measure_shapes.py
 """
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import common  # noqa: E402
+import datasets  # noqa: E402
 
 
 def linear(m, x, classes):
@@ -19,7 +20,7 @@ def linear(m, x, classes):
 
 
 common.MODELS["linear"] = linear
-x, y, u, v = map(torch.from_numpy, common.shapes())
+x, y, u, v = map(torch.from_numpy, datasets.shapes())
 for name in ("linear", "cnn"):
     net = common.Net(name, (3, 32, 32), 10)
     w = net.init(common.stream(0, "initialisation")).requires_grad_()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import baselines
 import common
+import datasets
 import fedavg
 import fedslr
 from conftest import QUICK, pixels, run, softmax_gradient
@@ -29,7 +30,7 @@ def small_images(monkeypatch):
     rng = np.random.default_rng(4)
     labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
     images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
-    monkeypatch.setattr(common, "shapes", lambda: (images[:400], labels[:400], images[400:], labels[400:]))
+    monkeypatch.setattr(datasets, "shapes", lambda: (images[:400], labels[:400], images[400:], labels[400:]))
 
 
 def federation(method, argv):

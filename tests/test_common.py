@@ -11,6 +11,7 @@ import torchvision
 from PIL import Image
 
 import common
+import datasets
 import fedavg
 from conftest import federation
 
@@ -21,10 +22,10 @@ CPU = ["--device", "cpu"]
 
 
 def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
-    x, y, u, v = common.shapes()
+    x, y, u, v = datasets.shapes()
     assert x.shape == (10_000, 32, 32, 3) and u.shape == (2_000, 32, 32, 3) and x.dtype == np.uint8
     assert set(np.bincount(y)) == {1000} and set(np.bincount(v)) == {200}
-    again = common.shapes.__wrapped__()  # past the cache
+    again = datasets.shapes.__wrapped__()  # past the cache
     assert all(np.array_equal(a, b) for a, b in zip((x, y, u, v), again))
     # the mean colour of an image, the best that a classifier blind to form could use, says next to nothing of its class
     mean, other = x.mean((1, 2)), u.mean((1, 2))
@@ -44,16 +45,16 @@ def test_npz_by_path_and_by_name(tmp_path):
     np.savez(tmp_path / "mine.npz", **given)
     np.savez(tmp_path / "cifar10.npz", **given)
     for name in (str(tmp_path / "mine.npz"), "cifar10"):
-        data = common.load_data(name, tmp_path)
+        data = datasets.load_data(name, tmp_path)
         assert (data.train, data.classes, data.images.shape) == (40, 4, (60, 8, 8, 3))
         assert np.array_equal(data.images[:40], given["x_train"]) and np.array_equal(data.labels[40:], given["y_test"])
-    assert common.load_data(str(tmp_path / "mine.npz")).name == "mine"
+    assert datasets.load_data(str(tmp_path / "mine.npz")).name == "mine"
 
 
 def test_grey_images_get_a_channel(tmp_path):
     given = arrays()
     np.savez(tmp_path / "grey.npz", **{**given, "x_train": given["x_train"][..., 0], "x_test": given["x_test"][..., 0]})
-    assert common.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
+    assert datasets.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
 
 
 def write_idx(path, array, compress=False):
@@ -76,7 +77,7 @@ def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classe
         short = {"train": "train", "test": "test" if name == "emnist" else "t10k"}[part]
         write_idx(raw / pattern.format(short, "images", 3), x)
         write_idx(raw / pattern.format(short, "labels", 1), y)
-    data = common.load_data(name, tmp_path)
+    data = datasets.load_data(name, tmp_path)
     assert (data.train, data.classes) == (4 * classes, classes)
     assert np.array_equal(data.images[: data.train, :, :, 0], wanted["train"][0])  # as stored: EMNIST stays transposed
     assert np.array_equal(data.labels[data.train :], wanted["test"][1])
@@ -96,14 +97,14 @@ def test_tiny_imagenet_in_its_official_layout(tmp_path):
         Image.new("L", (64, 64), 40 * i).save(root / "val" / "images" / f"val_{i}.JPEG")  # grey, as some of them are
         notes.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t62\t62")
     (root / "val" / "val_annotations.txt").write_text("\n".join(notes) + "\n")
-    data = common.load_data("tinyimagenet", tmp_path)
+    data = datasets.load_data("tinyimagenet", tmp_path)
     assert data.images.shape == (9, 64, 64, 3) and data.train == 6 and data.classes == 3
     brightness = data.images.mean((1, 2, 3)).round()
     assert brightness.tolist() == [40, 50, 0, 10, 80, 90, 0, 40, 80]  # classes in the order of their names: n01, n02, n03
     assert data.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 0, 2]
     for file in root.rglob("*.JPEG"):
         file.unlink()
-    assert common.load_data("tinyimagenet", tmp_path).fingerprint() == data.fingerprint()
+    assert datasets.load_data("tinyimagenet", tmp_path).fingerprint() == data.fingerprint()
 
 
 def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
@@ -124,8 +125,8 @@ def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
 
 
 def test_limit_takes_equally_many_of_each_class(tmp_path):
-    data = common.Data("x", np.zeros((50, 2, 2, 1), np.uint8), np.array([0] * 30 + [1] * 8 + [2] * 2 + [0, 1] * 5), 40, 3)
-    small = common.limit_images(data, 12)
+    data = datasets.Data("x", np.zeros((50, 2, 2, 1), np.uint8), np.array([0] * 30 + [1] * 8 + [2] * 2 + [0, 1] * 5), 40, 3)
+    small = datasets.limit_images(data, 12)
     assert small.train == 12 and np.bincount(small.labels[:12]).tolist() == [5, 5, 2] and len(small.images) == 22
 
 
@@ -515,7 +516,7 @@ def test_fedslr_transform():
     """Standardised channels; a flip below .5; below .5 a window of the image padded with zeros, after normalisation."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (50, 8, 8, 3), dtype=np.uint8)
-    data = common.Data("x", images, np.arange(50) % 2, 40, 2)
+    data = datasets.Data("x", images, np.arange(50) % 2, 40, 2)
     transform = common.fedslr(data)
     z = transform(torch.from_numpy(images[:40])).numpy()
     assert np.abs(z.mean((0, 2, 3))).max() < 1e-5 and np.abs(z.std((0, 2, 3)) - 1).max() < 1e-5

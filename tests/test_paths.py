@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import common
+import engine
 import fedavg
 from conftest import QUICK, Conv, federation, run
 
@@ -19,7 +20,7 @@ def test_patches_are_a_convolution_in_value_and_gradients(kernel, stride, paddin
     make = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=make, dtype=torch.double) for shape in ((3, 2, 4, 9, 9), (3, 6, 4, kernel, kernel)))
     b = torch.randn(3, 6, generator=make, dtype=torch.double)
-    patches = lambda x, w, b: common.conv_by_patches(x, w, b if bias else None, stride, padding)  # noqa: E731
+    patches = lambda x, w, b: engine.conv_by_patches(x, w, b if bias else None, stride, padding)  # noqa: E731
     conv = lambda x, w, b: F.conv2d(x, w, b if bias else None, stride, padding)  # noqa: E731
     for f, g in ((patches, conv), *((grad(lambda *a, f=f: f(*a).sin().sum(), argnums=(0, 1)), grad(lambda *a, g=g: g(*a).sin().sum(), argnums=(0, 1)))
                                     for f, g in ((patches, conv),))):  # fmt: skip
@@ -39,15 +40,15 @@ def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
     fed.vmap, fed.parallel, sizes = True, None, []
-    together = common.Federation.train_together
+    together = engine.train_together
 
-    def small(self, step, state, plans, shared):
+    def small(fed, step, state, plans, shared):
         sizes.append(len(plans))
         if len(plans) > 3:
             raise torch.cuda.OutOfMemoryError
-        return together(self, step, state, plans, shared)
+        return together(fed, step, state, plans, shared)
 
-    monkeypatch.setattr(common.Federation, "train_together", small)
+    monkeypatch.setattr(engine, "train_together", small)
     torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
     assert sizes == [8, 4, 2, 2, 2, 2] and fed.parallel == 2
     assert capsys.readouterr().out.splitlines() == [f"memory  the GPU's is too small: {m} clients at once from here on" for m in (4, 2)]
@@ -57,10 +58,10 @@ def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
     fed = federation(UNEQUAL)
     fed.vmap = True
 
-    def none(self, *_):
+    def none(*_):
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(common.Federation, "train_together", none)
+    monkeypatch.setattr(engine, "train_together", none)
     with pytest.raises(SystemExit) as stop:
         trained(fed, np.arange(8))
     assert stop.value.code == 2 and "out of GPU memory with one client at a time" in capsys.readouterr().err
@@ -73,14 +74,14 @@ def test_only_the_clients_with_minibatches_left_go_on():
     fed.clients, fed.n = np.arange(4), torch.tensor([30.0, 70, 5, 20])
     want = trained(fed, np.arange(4))
     fed.vmap, fed.parallel, seen = True, None, []
-    together = common.Federation.step_together
+    together = engine.step_together
 
-    def watched(self, step, state, index, *rest):
+    def watched(fed, step, state, index, *rest):
         seen.append(len(index))
-        return together(self, step, state, index, *rest)
+        return together(fed, step, state, index, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Federation, "step_together", watched)
+        patch.setattr(engine, "step_together", watched)
         torch.testing.assert_close(trained(fed, np.arange(4)), want, atol=1e-5, rtol=1e-4)
     assert seen == [4, 4, 2, 1, 1, 1, 1]
     assert (fed.slots, fed.filled) == (10 * (4 + 4 + 2 + 4), 30 + 70 + 5 + 20)
@@ -103,8 +104,8 @@ def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
     fed.vmap = fed.graphs = True
     fed.ways = Conv()
     fed.parallel = None
-    made, init = [], common.Replay.__init__
-    monkeypatch.setattr(common.Replay, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
+    made, init = [], engine.Replay.__init__
+    monkeypatch.setattr(engine.Replay, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
     step, w = fedavg.client_step(fed.net, fed.args), fed.initial_weights()
     results = []
     for m, eta in ((8, 0.1), (8, 0.2), (4, 0.2), (8, 0.1)):
@@ -123,7 +124,7 @@ def test_a_step_that_cannot_be_captured_runs_without(capsys, monkeypatch):
     def fail(self, *_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(common.Replay, "__init__", fail)
+    monkeypatch.setattr(engine.Replay, "__init__", fail)
     torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
     assert "can't be captured as a CUDA graph (operation not permitted" in capsys.readouterr().out and not fed.graphs
 
@@ -134,16 +135,16 @@ def test_the_fastest_way_is_taken(monkeypatch):
     want = trained(fed, np.arange(8))
     for fastest in (("conv", False), ("patches", False), ("conv", True)):
         fed.vmap, fed.graphs, fed.ways, fed.parallel, seconds = True, True, {}, None, [0.0]
-        together = common.Federation.train_together
+        together = engine.train_together
 
-        def timed(self, step, state, plans, shared):
-            way = self.net.route, len(plans) == 1
+        def timed(fed, step, state, plans, shared):
+            way = fed.net.route, len(plans) == 1
             seconds[0] += (0.5 if way == fastest else 1.0) * len(plans)
-            return together(self, step, state, plans, shared)
+            return together(fed, step, state, plans, shared)
 
         with monkeypatch.context() as patch:
-            patch.setattr(common.Federation, "train_together", timed)
-            patch.setattr(common.Federation, "now", lambda self: seconds[0])
+            patch.setattr(engine, "train_together", timed)
+            patch.setattr(engine, "now", lambda device: seconds[0])
             result = trained(fed, np.arange(8))
         torch.testing.assert_close(result, want, atol=1e-4, rtol=1e-3)
         assert list(fed.ways.values()) == [fastest] and fed.net.route == "conv"  # evaluation stays as it was
@@ -179,6 +180,6 @@ def test_tf32_is_refused_on_a_cpu(capsys):
 
 def test_tf32_is_allowed_only_while_training():
     assert not torch.backends.cuda.matmul.allow_tf32
-    with common.tf32(True):
+    with engine.tf32(True):
         assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32

@@ -15,6 +15,7 @@ import torch
 
 import baselines
 import common
+import engine
 import fedavg
 from conftest import QUICK, run
 
@@ -122,7 +123,7 @@ def test_two_processes_resume_where_they_stopped(tmp_path):
 
 
 def test_more_processes_than_clients_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(common, "find_device", lambda name: (torch.device("cpu"), 0, 9))
+    monkeypatch.setattr(engine, "find_device", lambda name: (torch.device("cpu"), 0, 9))
     monkeypatch.setattr(common.dist, "barrier", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):

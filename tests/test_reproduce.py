@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-import common
+import datasets
 import reproduce
 
 COMMANDS = list(reproduce.runs())
@@ -171,7 +171,7 @@ def test_commands_say_what_their_cells_are():
     args, _ = run("fedslr-6", "epochs=3", "GKR acc")
     assert (args["epochs"], args["dataset"], args["split"]) == (3, "cifar100", "fedslr")
     args, measure = run("persfl-2", "User 7", "FedAvg DS-3")
-    assert (args["rounds"], args["split"], args["per_client"], measure) == (100, "lognormal", 2, "users/FedAvg/7")
+    assert (args["rounds"], args["split"], args["per_client"], measure) == (100, "lognormal", 2, "personal/per_client/7")
     args, measure = run("persfl-3", "SD", "PersFL DS-1")
     assert (args["rounds"], args["model"], args["limit"], measure) == (100, "mnistnet", 6000, "users/PersFL/SD")
     commands, _ = reproduce.TABLES["fedavgm-figure-5"].cell("FedAvgM E=5 C=0.1", "alpha=0.05")
@@ -181,8 +181,8 @@ def test_commands_say_what_their_cells_are():
 
 def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
     """One of each file and method, then others by a seeded draw until the time is up: two rounds, everything made small."""
-    images = common.shapes(200, 100)
-    monkeypatch.setattr(common, "shapes", lambda: images)
+    images = datasets.shapes(200, 100)
+    monkeypatch.setattr(datasets, "shapes", lambda: images)
     smaller = ["--dataset", "shapes", "--limit", "200", "--clients", "10", "--per-client", "2", "--rounds", "2", "--epochs",
                "1", "--batch-size", "5", "--eval-every", "2", "--device", "cpu"]  # fmt: skip
     drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))
@@ -222,7 +222,8 @@ with open(here / "log", "a") as log:
 def write(status):
     top1 = (args.seed + 40 + done) / 100
     rows = [{"round": t + 1, "seconds": 6.0, "global": {"top1": top1}} for t in range(done)]
-    sources = {n: hashlib.sha256((here / n).read_bytes()).hexdigest() for n in ("stand_in.py", "common.py")}
+    names = ("stand_in.py", "common.py", "datasets.py", "engine.py", "records.py")
+    sources = {n: hashlib.sha256((here / n).read_bytes()).hexdigest() for n in names}
     (out / "state.pt").write_text(str(done))
     (out / "result.json").write_text(json.dumps({
         "status": status, "args": vars(args), "environment": {"device": "a device", "sources": sources}, "rounds": rows,
@@ -242,7 +243,8 @@ write("finished")
 def small(tmp_path, monkeypatch):
     """A project with one table of two runs; the folder that it lies in."""
     (tmp_path / "stand_in.py").write_text(STAND_IN.replace("DELAY", "0"))
-    (tmp_path / "common.py").write_text("")
+    for name in reproduce.SHARED:
+        (tmp_path / name).write_text("")
     for name in ("HERE", "RESULTS", "RUNS"):
         monkeypatch.setattr(reproduce, name, tmp_path / {"HERE": "", "RESULTS": "results", "RUNS": "runs"}[name])
     (tmp_path / "results").mkdir()

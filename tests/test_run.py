@@ -1,4 +1,4 @@
-"""The record, the state on disk, resuming, interruption, divergence, plots: what common.Run promises."""
+"""The record, the state on disk, resuming, interruption, divergence, plots: what records.Run promises."""
 
 import json
 import os
@@ -16,6 +16,7 @@ import torch
 import common
 import fedavg
 import fedavgm
+import records
 from conftest import QUICK, federation, run
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -43,7 +44,7 @@ def test_the_record(tmp_path):
     assert np.mean(record["final"]["personal"]["per_client"]) == pytest.approx(record["final"]["personal"]["mean"])
     assert 0 <= record["final"]["global"]["top1"] <= record["final"]["global"]["top5"] <= 1
     environment = record["environment"]
-    assert environment["torch"] == torch.__version__ and set(environment["sources"]) == {"fedavg.py", "common.py"}
+    assert environment["torch"] == torch.__version__ and set(environment["sources"]) == {"fedavg.py", *records.SHARED}
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in environment["sources"].values())
     assert not list(tmp_path.glob("*.part"))
 
@@ -55,7 +56,7 @@ def same(a, b):
             row.pop("seconds")
         for name in ("seconds_per_round", "peak_memory_mb", "environment"):
             record.pop(name)
-        for name in common.FREE:
+        for name in records.FREE:
             record["args"].pop(name, None)
     return a == b
 
@@ -236,5 +237,5 @@ def test_the_commit_is_recorded():
     if not (HERE / ".git").exists():
         pytest.skip("not a git checkout")
     head = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert common.commit().rstrip("+") == head
+    assert records.commit().rstrip("+") == head
     assert os.access(HERE / "common.py", os.R_OK)

@@ -1,0 +1,320 @@
+"""How the work is spread over devices: threads on a CPU, one vmapped step for many clients on a GPU, several processes.
+
+Nothing here changes what is computed, up to rounding: `Federation.train_alone` in common.py is the specification of `train`
+below, and tests compare the two for every algorithm.
+
+    1. Processes and devices            refuse, leads, find_device, cores
+    2. Many clients in one step         train, train_together, tune
+    3. CUDA graphs                      Replay
+    4. Convolutions as products         conv_by_patches
+
+fed is common.py's Federation.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import pathlib
+import platform
+import re
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Processes and devices
+
+
+def refuse(message):
+    """Ends the program because of its input: one line on stderr, exit code 2."""
+    if leads():
+        print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def leads():
+    """Whether this is the only process, or the one among torchrun's that prints and writes the record."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def find_device(name):
+    """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process.
+    Refuses a device that isn't there."""
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and processes > 1 else name)
+        torch.zeros(1, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are supported")
+    except (RuntimeError, AssertionError) as problem:
+        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if processes > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if rank:
+            sys.stdout = open(os.devnull, "w")
+    return device, rank, processes
+
+
+def cores():
+    """CPU cores that this process may use, its share of them where torchrun started several."""
+    all_ = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, all_ // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = pathlib.Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return f"{found.group(1) if found else platform.processor() or 'CPU'} ({cores()} cores)"
+
+
+def keep_memory():
+    """Has glibc keep freed memory for the next tensor. Otherwise large ones go back to the system and are zeroed page by page
+    when they are asked for again: a tenth of a small model's step on a CPU."""
+    with contextlib.suppress(OSError, AttributeError):  # another system's C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its largest value
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+
+
+def now(device):
+    """Seconds, when all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def tf32(allowed):
+    """Whether matrix products and convolutions in fp32 may use TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Many clients in one step
+
+
+def train(fed, step, state, plans, shared):
+    """Federation.train on a GPU: many clients go through a step at once, as many as is fastest and fits.
+
+    plans: the Schedule of each client; state, shared and what is returned are those of Federation.train.
+    """
+    # like with like: those who have most minibatches first
+    order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
+    most, usual = min(fed.parallel or len(order), len(order)), fed.net.route  # usual: of evaluation
+    with tf32(fed.args.precision == "tf32"):
+        if fed.graphs and step not in fed.ways:
+            tune(fed, step, tree_map(lambda z: z[order], state), [plans[i] for i in order], shared)
+
+        def work(these):
+            return train_together(fed, step, tree_map(lambda z: z[these], state), [plans[i] for i in these], shared)
+
+        fed.net.route, one_by_one = fed.ways.get(step, (usual, False))
+        parts, fitting = in_parts(fed, work, order, 1 if one_by_one else most)
+        fed.net.route = usual
+    if fitting < most and not one_by_one:
+        fed.parallel = fitting
+    back = torch.from_numpy(np.argsort(order)).to(fed.device)
+    return tree_map(lambda *z: torch.cat(z)[back], *parts)
+
+
+def in_parts(fed, work, items, most):
+    """The results of work(part) for parts of items with `most` at most, and that number: halved when memory runs out."""
+    results, start = [], 0
+    while start < len(items):
+        full = False
+        try:
+            results.append(work(items[start : start + most]))
+            start += most
+        except torch.cuda.OutOfMemoryError:
+            full = True  # what the failed call holds is free only after this block
+        if full and most == 1:
+            refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model")
+        if full:
+            most = -(-most // 2)
+            fed.replays.clear()
+            if fed.device.type == "cuda":
+                torch.cuda.empty_cache()
+            print(f"memory  the GPU's is too small: {most} clients at once from here on")
+    return results, most
+
+
+def train_together(fed, step, state, plans, shared):
+    """All clients in one vmapped step per minibatch; plans: the longest first.
+
+    A client whose minibatches are used up keeps its state. When only half of the clients are left, only they go on.
+    """
+    steps = np.array([len(plan.index) for plan in plans])
+    size = plans[0].index.shape[1]
+
+    def stacked(name, *shape):
+        """[steps, m, *shape], with zeros behind the last step of a client and behind its last image."""
+        parts = [getattr(plan, name) for plan in plans]
+        whole = np.zeros((steps[0], len(plans), *shape), parts[0].dtype)
+        for i, part in enumerate(parts):
+            whole[(slice(len(part)), i, *map(slice, part.shape[1:]))] = part
+        return torch.from_numpy(whole).to(fed.device)
+
+    real = stacked("real", size)
+    inputs = (stacked("index", size), real.float(), stacked("u", size, plans[0].u.shape[2]),
+              stacked("draw", *plans[0].draw.shape[1:]), real.any(2))  # [steps, m, ...] each; the last: who trains
+    done, s, m = [], 0, len(plans)
+    while True:
+        until = steps[m // 2]  # until then more than half of the m clients are training
+        these = tuple(z[s:until, :m] for z in inputs)
+        state = runner(fed, step, state, these, shared)(state, these, shared)
+        fed.slots += int(until - s) * m * size
+        fed.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
+        s, m = until, int((steps > until).sum())
+        if not m:
+            return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
+        done.append(tree_map(lambda z: z[m:], state))
+        state = tree_map(lambda z: z[:m], state)
+
+
+def step_together(fed, step, state, index, real, u, draw, *shared):
+    """One minibatch of m clients: index and real [m,B], u [m,B,DRAWS], draw [m,...]."""
+    return vmap(step, in_dims=(0, 0) + (None,) * len(shared))(state, fed.batch(index, real, u, draw), *shared)
+
+
+def steps_together(function, state, inputs, shared):
+    """state after function(state, *inputs[:-1] of a step, *shared) for every step; inputs: [steps, m, ...] each, the last one
+    bool: where it is False, a client keeps its state."""
+    for *now, live in zip(*inputs):
+        new = function(state, *now, *shared)
+        state = tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
+    return state
+
+
+def tune(fed, step, state, plans, shared):
+    """Tries the ways to take these clients through this step on a few of their minibatches, and keeps the fastest:
+    together or one by one (unless --parallel says), convolutions as such or as products with patches."""
+    plans, times = [plan._make(z[:4] for z in plan) for plan in plans], {}
+    ways = [("conv", False), ("patches", False)] + [("conv", True)] * (fed.args.parallel is None)
+    for fed.net.route, one_by_one in ways:
+        way, n = (fed.net.route, one_by_one), 1 if one_by_one else fed.parallel or len(plans)
+        try:
+            for _ in range(3):  # the last one counts
+                start = now(fed.device)
+                for i in range(0, len(plans), n):
+                    part = tree_map(lambda z: z[i : i + n], state)
+                    train_together(fed, step, part, plans[i : i + n], shared)
+                times[way] = now(fed.device) - start
+        except torch.cuda.OutOfMemoryError:
+            times[way] = float("inf")
+        fed.replays.clear()
+    fed.ways[step] = min(times, key=times.get)
+    fed.slots = fed.filled = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. CUDA graphs
+
+
+def runner(fed, step, state, inputs, shared):
+    """What runs many steps together: a Replay where CUDA graphs are used, made once for these shapes, or steps_together."""
+    every = functools.partial(step_together, fed, step)
+    if not fed.graphs:
+        return functools.partial(steps_together, every)
+    key = step, fed.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
+    if key not in fed.replays:
+        if len(fed.replays) == 16:
+            fed.replays.clear()
+        try:
+            fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            print(f"graphs  none, slower: this step can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
+            fed.graphs = False
+            return functools.partial(steps_together, every)
+    return fed.replays[key]
+
+
+class Replay:
+    """steps_together for one function and one set of shapes as a CUDA graph: captured here, replayed for every step.
+
+    A graph reads and writes the same memory in every replay; so state, inputs and shared are copied there. On a CPU, where the
+    tests use it, the function itself is called instead.
+    """
+
+    def __init__(self, function, state, inputs, shared):
+        self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
+        self.go = self.once
+        if self.inputs[0].device.type == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries choose and set up their kernels before the capture
+                for _ in range(3):
+                    self.once()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.once()
+            self.go = graph.replay
+
+    def once(self):
+        *now, live = self.inputs
+        new = self.function(self.state, *now, *self.shared)
+        tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state)
+
+    def __call__(self, state, inputs, shared):
+        tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))
+        for now in zip(*inputs):
+            for a, b in zip(self.inputs, now):
+                a.copy_(b)
+            self.go()
+        return copied(self.state)
+
+
+def copied(tree):
+    return tree_map(lambda z: z.clone(memory_format=torch.contiguous_format), tree)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Convolutions as products
+
+
+def conv_by_patches(x, weight, bias, stride, padding):
+    """F.conv2d as one matrix product: where every client has its own weights, it is batched over the clients under vmap, and
+    a convolution is not (it becomes one with a group per client)."""
+    out, kernel = weight.shape[0], weight.shape[2]
+    x = Patches.apply(F.pad(x, (padding,) * 4), kernel, stride)
+    y = x.flatten(0, 2) @ weight.flatten(1).T  # [B*h*w, out]
+    return (y if bias is None else y + bias).view(*x.shape[:3], out).permute(0, 3, 1, 2)
+
+
+class Patches(torch.autograd.Function):
+    """x [B,C,H,W] -> [B, h, w, C*kernel*kernel], the pixels under the kernel at each place.
+
+    Its own function since the backward of Tensor.unfold runs client by client under vmap.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, kernel, stride):
+        return x.unfold(2, kernel, stride).unfold(3, kernel, stride).permute(0, 2, 3, 1, 4, 5).flatten(3)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.kernel, ctx.stride = inputs
+        ctx.size = x.shape[2:]
+
+    @staticmethod
+    def backward(ctx, g):
+        return F.fold(g.flatten(1, 2).transpose(1, 2), ctx.size, ctx.kernel, stride=ctx.stride), None, None

@@ -1,0 +1,352 @@
+"""Runs: the loop over the rounds, the record (result.json), the state on disk, resuming, interruption, plots."""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+import engine
+from engine import device_name, leads, refuse
+
+SHARED = ("common.py", "datasets.py", "engine.py", "records.py")  # what, beside the algorithm's file, a result depends on
+FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # what a run may change when it is resumed
+
+
+class Run:
+    """The rounds of one run: its loop, its record, its state on disk.
+
+        run = Run(__file__, args, federation)
+        for t, S in run.rounds(state):          # restores the state if --resume
+            state.w = ...                       # the round; fields are replaced, never changed in place
+            run.sent(up=..., down=...)
+            if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
+                run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
+
+    state: any object whose attributes are the tensors that survive a round, and nothing else. `rounds` ends the program
+    when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
+    """
+
+    def __init__(self, file, args, federation):
+        self.algorithm = pathlib.Path(file).stem
+        self.args, self.federation = args, federation
+        self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            if leads():
+                (self.out / "result.json.part").write_text("")
+                (self.out / "result.json.part").unlink()
+        except OSError as problem:
+            refuse(f"--out {self.out} can't be written to: {problem.strerror}")
+        rank, processes = federation.rank, federation.processes
+        self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
+        sources = [pathlib.Path(file), *(pathlib.Path(__file__).parent / name for name in SHARED)]
+        self.identity = {  # what a state must share with the run that resumes it
+            "args": {**vars(args), "device": str(federation.device)},
+            "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
+            "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
+        }  # fmt: skip
+        self.environment = {
+            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "device": device_name(federation.device), "processes": processes, "commit": commit(),
+            "sources": self.identity["sources"],
+        }  # fmt: skip
+        self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
+        federation.describe()
+
+    # The loop
+
+    def rounds(self, state):
+        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record."""
+        self.state, history, per_client = state, [], None
+        federation = self.federation
+        if self.args.resume:
+            history, per_client = self.restore()
+            if federation.sum(torch.tensor(len(history), device=federation.device)) != len(history) * federation.processes:
+                refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
+        elif (self.out / "result.json").exists():
+            for path in (self.out / "result.json", self.state_file):
+                if path.exists() and (leads() or path == self.state_file):
+                    os.replace(path, path.with_suffix(".previous" + path.suffix))
+            print(f"kept    the earlier record in {self.out} as result.previous.json")
+        self.kept = dict(vars(state)), history, per_client  # of the last complete round
+        self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", dynamic_ncols=True,
+                        leave=False, disable=None if leads() else True)
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for t in range(len(history), self.args.rounds):
+                self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept[2]
+                self.clock = engine.now(federation.device)
+                yield t, federation.sample(t)
+                self.stop_clock()
+                self.add_up()
+                self.check_finite()
+                self.kept = dict(vars(state)), self.kept[1] + [self.row], self.per_client
+                if "global" in self.row or "personal" in self.row:
+                    self.save()
+                self.bar.update()
+            self.finish("finished")
+        finally:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def stop_clock(self):
+        if self.row["seconds"] is None:
+            self.row["seconds"] = round(engine.now(self.federation.device) - self.clock, 4)
+
+    def add_up(self):
+        """The round's bytes over all processes, and which share of what they trained together was padding."""
+        federation, names = self.federation, ("bytes_up", "bytes_down")
+        counts = torch.tensor([*(self.row[name] for name in names), federation.slots, federation.filled],
+                              dtype=torch.double, device=federation.device)  # fmt: skip
+        *sent, slots, filled = federation.sum(counts).tolist()
+        self.row.update({name: int(value) for name, value in zip(names, sent)})
+        if slots:
+            self.row["padding"] = round(1 - filled / slots, 4)
+        federation.slots = federation.filled = 0
+
+    def sent(self, up, down):
+        """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
+        self.row["bytes_up"] += 4 * up
+        self.row["bytes_down"] += 4 * down
+
+    def evaluates(self):
+        """Stops the round's clock, and says whether this round is evaluated."""
+        self.stop_clock()
+        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.args.rounds
+
+    def log(self, global_=None, personal=None, **more):
+        """Takes this round's measures (evaluate's, evaluate_clients', and others by name) and prints them."""
+        if global_:
+            self.row["global"] = global_
+        if personal:
+            self.per_client = personal["per_client"]
+            self.row["personal"] = {name: value for name, value in personal.items() if name != "per_client"}
+        self.row.update(more)
+        words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
+        if global_:
+            words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
+        if personal:
+            words.append("personal {mean:.4f} +- {std:.4f} worst tenth {worst_decile:.4f}".format(**personal))
+        self.bar.write("  |  ".join(words + [f"{self.row['seconds']:.2f} s"]))
+        newest = {"global": global_ and global_["top1"], "personal": personal and personal["mean"]}
+        self.bar.set_postfix({name: f"{value:.3f}" for name, value in newest.items() if value is not None})
+
+    def check_finite(self):
+        """Ends the run as diverged if a number in the state or a loss of this round is not finite."""
+        tensors = [z for z in vars(self.state).values() if torch.is_tensor(z)]
+        losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
+        sound = all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all()
+        if not self.federation.sum(torch.tensor(float(not sound), device=self.federation.device)):
+            return
+        self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
+        for part in ("global", "personal"):
+            self.row.pop(part, None)
+        self.finish("diverged", [{**self.row, "diverged": True}])
+        raise SystemExit(3)
+
+    def interrupt(self, number, frame):
+        """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program. Of several processes only the
+        record is written, since they need not be in the same round: the states of the last evaluation stay."""
+        if self.saving:  # not now: save comes back to it
+            self.pending = number
+            return
+        self.federation.stop = True  # the workers give up at their next minibatch
+        self.finish("interrupted")
+        raise SystemExit(128 + number)
+
+    # The record and the state
+
+    def save(self, failed=()):
+        """Writes the state and result.json, each at once or not at all. failed: the row of a round that diverged."""
+        self.saving = True  # so that an interruption waits
+        if self.federation.processes == 1 or self.status != "interrupted":
+            self.save_state()
+        if leads():
+            (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
+            os.replace(self.out / "result.json.part", self.out / "result.json")
+        self.saving = False
+        if self.pending:
+            self.interrupt(self.pending, None)
+
+    def save_state(self):
+        fields, history, per_client = self.kept
+        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
+        whole = {"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity}
+        part = self.state_file.with_suffix(".pt.part")
+        torch.save(whole, part)
+        if self.federation.processes > 1:
+            dist.barrier()  # so that all replace theirs, or none does
+        os.replace(part, self.state_file)
+
+    def restore(self):
+        """Puts the state from disk back; returns its history and accuracies per client, or none if there is no state."""
+        path = self.state_file
+        others = [file for file in self.out.glob("state*.pt") if "previous" not in file.name]
+        if not path.exists() and others:
+            kind = others[0].stem.partition("-of-")[2] or "1"
+            refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
+                   f"{self.federation.processes}; use as many, or another --out")
+        if not path.exists():
+            print(f"resume  nothing to resume in {self.out}; starting at round 1")
+            return [], None
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            then = {"args": saved["args"], "sources": saved["sources"], "data": saved["data"], "split": saved["split"]}
+        except Exception as problem:  # torch.load raises nearly anything on a broken file
+            refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew")
+        for name in {**then["args"], **self.identity["args"]}:
+            a, b = then["args"].get(name), self.identity["args"].get(name)
+            if a != b and name not in FREE:
+                flag = "--" + name.strip("_").replace("_", "-")
+                refuse(f"{path} belongs to {flag} {a}, this run has {b}; use the same or another --out")
+        for name, digest in self.identity["sources"].items():
+            if then["sources"].get(name) != digest:
+                refuse(f"{path} was made by another version of {name}; use that version or another --out")
+        for name in ("data", "split"):
+            if then[name] != self.identity[name]:
+                refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")
+        for name, z in saved["state"].items():
+            setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
+        print(f"resume  {path}: {len(saved['history'])} of {self.args.rounds} rounds are done")
+        if saved["torch"] != torch.__version__:
+            print(f"resume  they were done by torch {saved['torch']}; the last bits of the others may differ")
+        return saved["history"], saved["per_client"]
+
+    def record(self, failed=()):
+        """result.json's content; the README says what each field means."""
+        federation = self.federation
+        _, history, per_client = self.kept
+        final, best = {}, {}
+        for part, key in (("global", "top1"), ("personal", "mean")):
+            seen = [{**row[part], "round": row["round"]} for row in history if part in row]
+            if seen:
+                final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
+        if "personal" in final:
+            final["personal"] = {**final["personal"], "per_client": per_client}
+        own = ("round", "seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
+        last = next((row for row in reversed(history) if "global" in row or "personal" in row), {})
+        final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
+        history = [*history, *failed]
+        if federation.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(federation.device)
+            self.environment.update(ways=list(federation.ways.values()), graphs=federation.graphs)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {
+            "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged",
+            "args": self.identity["args"], "environment": self.environment,
+            "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
+            "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
+                      "sizes": [len(index) for index in federation.whole.train]},
+            "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
+            "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
+            "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
+            "peak_memory_mb": round(peak / 2**20, 1),
+        }  # fmt: skip
+
+    def finish(self, status, failed=()):
+        """Writes the record, prints the table of it, and draws the plots if they are wanted; not to be interrupted."""
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)
+        self.status, self.pending = status, None
+        self.bar.close()
+        self.save(failed)
+        record = self.record(failed)
+        minutes = sum(row["seconds"] for row in record["rounds"]) / 60
+        done = f"{len(record['rounds'])} of {self.args.rounds} rounds"
+        print(f"\n{self.algorithm} on {self.federation.data.name}, {status} after {done}: {minutes:.1f} min of training, "
+              f"{record['bytes_up'] / 1e6:.1f} MB up, {record['bytes_down'] / 1e6:.1f} MB down")
+        for part, columns in (("global", ("top1", "top5", "loss", "ece", "mce")),
+                              ("personal", ("mean", "weighted_mean", "std", "worst_decile", "loss", "ece", "mce"))):
+            if part in record["final"]:
+                print(f"{part:>10}" + "".join(f"{name:>14}" for name in ("round", *columns)))
+                for when in ("final", "best"):
+                    measures = record[when][part]
+                    print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
+        print(f"record  {self.out}/result.json")
+        if self.args.plot and status == "finished" and leads():
+            plot(record, self.federation, self.out)
+
+
+def finite(tree):
+    """JSON has no NaN: null instead."""
+    return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
+
+
+def commit():
+    """The git commit of this checkout, with + if tracked files differ from it; None outside of one."""
+    here = pathlib.Path(__file__).parent
+
+    def git(*words):
+        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@contextlib.contextmanager
+def drawing(path, rows=1, columns=1, size=(6, 3.5)):
+    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` afterwards. size: inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=size)
+    yield axes
+    if leads():
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+        print(f"plot    {path}")
+    pyplot.close(figure)
+
+
+def plot(record, federation, out):
+    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
+    title = f"{record['algorithm']}, {record['data']['name']}, seed {record['args']['seed']}"
+    with drawing(out / "curves.png", 1, 2, (10, 3.5)) as (left, right):
+        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
+            rows = [row for row in record["rounds"] if part in row]
+            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
+            line = left.plot(x, y, label=f"{part}, {where}")[0]
+            if part == "personal":
+                std = np.array([row[part]["std"] for row in rows])
+                left.fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
+            right.plot(x, [row[part]["loss"] for row in rows], label=part)
+        left.set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
+        right.set(xlabel="round", ylabel="loss")
+        left.legend()
+
+    accuracies = np.sort(record["final"]["personal"]["per_client"])
+    with drawing(out / "clients.png") as axis:
+        axis.bar(range(len(accuracies)), accuracies, width=1)
+        axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
+        axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
+        axis.legend()
+
+    classes, labels = federation.data.classes, federation.data.labels
+    shown = np.sort(np.random.default_rng(0).permutation(len(federation.whole.train))[:30])
+    counts = np.array([np.bincount(labels[federation.whole.train[k]], minlength=classes) for k in shown])
+    start = counts.cumsum(1) - counts
+    with drawing(out / "split.png", size=(6, 6)) as axis:
+        for c in range(classes):
+            colour = f"C{c}" if classes <= 10 else None  # more than ten repeat
+            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], color=colour, height=0.9)
+        axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}")
+        axis.set_yticks(range(len(shown)), shown, fontsize=6)
