@@ -204,6 +204,7 @@ def scaffold(federation, run, args):
     D2  Line 6: the paper has no momentum. With it y_k goes further than steps * eta * the mean of its gradients; `reach` takes
         the place of steps: as far as y_k would go if eta and all gradients were 1. With --momentum 0, as FedSLR has it, reach
         is the number of steps.
+    D3  Line 5: one more pass over the client's images, augmented where --transform does so.
     """
     gradient, descend = sgd(federation.net, args)
 
@@ -226,7 +227,7 @@ def scaffold(federation, run, args):
         y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.3-4
         if args.option == "I":
             g, n = federation.train(add, (zero, none), S, t, state.x, epochs=1, phase=1)
-            new = g / n[:, None]  # l.5: [m, d]
+            new = g / n[:, None]  # l.5 (D3): [m, d]
         else:
             new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D2)
         state.x = state.x + args.global_lr * federation.sum((y_k - state.x).sum(0)) / m  # l.7

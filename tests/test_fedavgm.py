@@ -8,7 +8,7 @@ import torch
 import common
 import fedavg
 import fedavgm
-from conftest import QUICK, federation, pixels, run, softmax_gradient
+from conftest import QUICK, federation, paths, pixels, run, softmax_gradient
 
 SAME = [*QUICK, "--model", "cnn", "--transform", "scale", "--split", "dirichlet", "--alpha", "1", "--weight-decay", "0", "--momentum", "0",
         "--batch-size", "20", "--lr", "0.05", "--client-test", "0"]  # fmt: skip
@@ -41,6 +41,18 @@ def test_two_rounds_by_hand(form, toy, tmp_path):
     _, state = run(fedavgm, [*argv, "--beta", "0.9", "--server-momentum", form], tmp_path / "out")
     np.testing.assert_allclose(state["w"].numpy(), w, atol=2e-6)
     np.testing.assert_allclose(state["v"].numpy(), v, atol=2e-6)
+
+
+def test_all_paths_agree():
+    """The tutorial's network on augmented images of clients of different sizes, with its weight decay."""
+    fed = federation([*QUICK, "--limit", "100", "--clients", "4", "--split", "dirichlet-classes", "--alpha", "1", "--batch-size", "10",
+                      "--weight-decay", "0.004", "--model", "tfcnn", "--transform", "tensorflow"])  # fmt: skip
+    assert len(set(fed.n.tolist())) > 2
+    step, w = fedavgm.client_step(fed.net, fed.args), fed.initial_weights().expand(4, -1)
+    loop, *others = [fed.train(step, (w, torch.zeros_like(w)), np.arange(4), 0, torch.tensor(0.01))[0] for _ in paths(fed)]
+    for other in others:
+        torch.testing.assert_close(other, loop, atol=1e-5, rtol=1e-4)
+    assert (loop - w).norm() > 0.05
 
 
 def test_first_step_is_one_plus_beta_times_as_long(tmp_path):
