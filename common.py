@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_map
 
 import engine
 from datasets import DATASETS, limit_images, load_data
-from engine import leads, refuse  # noqa: F401 (leads, Run and drawing are for the algorithms' files)
-from records import Run, drawing  # noqa: F401
+from engine import leads, refuse  # noqa: F401 (these two lines are also for the algorithms' files)
+from records import Run, drawing, finite  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -630,7 +630,7 @@ MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,5] in [0,1) per image -> floats [n,C,h,w]
+# 4. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,DRAWS] in [0,1) per image -> floats [n,C,h,w]
 #
 # TRANSFORMS[name](data) gives the function for a data set.
 #
@@ -759,7 +759,8 @@ class Federation:
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
-        self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0
+        self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0  # engine.py's
+        self.images_at_once = 20_000  # of evaluation under vmap
         self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
         engine.keep_memory()
 
@@ -829,7 +830,7 @@ class Federation:
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
         """
         plans = [self.schedule(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
-        if not plans:
+        if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
         if self.vmap:
             return engine.train(self, step, state, plans, shared)
@@ -877,8 +878,9 @@ class Federation:
 
     @torch.no_grad()
     def logits_together(self, W, own):
-        """logits(W[k], own[k]) of all k, one below the other, by vmap on about 20,000 images at a time."""
+        """logits(W[k], own[k]) of all k, one below the other, by vmap on images_at_once at most."""
         longest = max(map(len, own))
+        most = max(1, self.images_at_once // longest)
         index, real = np.zeros((len(own), longest), np.int64), np.zeros((len(own), longest), bool)
         for k, mine in enumerate(own):
             index[k, : len(mine)], real[k, : len(mine)] = mine, True
@@ -888,7 +890,10 @@ class Federation:
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
             return vmap(self.net)(W[rows], x)[torch.from_numpy(real[rows]).to(self.device)]
 
-        return torch.cat(engine.in_parts(self, work, np.arange(len(own)), max(1, 20_000 // longest))[0])
+        parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
+        if fitting < most:
+            self.images_at_once = fitting * longest
+        return torch.cat(parts)
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""

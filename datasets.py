@@ -186,8 +186,6 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
     return images[:train], label[:train], images[train:], label[train:]
 
 
-
-
 def limit_images(data, limit):
     """The data set with only `limit` training images, as many of each class as of the others while they last."""
     if limit > data.train:

@@ -1,4 +1,4 @@
-"""How the work is spread over devices: threads on a CPU, one vmapped step for many clients on a GPU, several processes.
+"""How the work is spread over devices: one vmapped step for many clients on a GPU, several processes.
 
 Nothing here changes what is computed, up to rounding: `Federation.train_alone` in common.py is the specification of `train`
 below, and tests compare the two for every algorithm.
@@ -8,7 +8,9 @@ below, and tests compare the two for every algorithm.
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
 
-fed is common.py's Federation.
+fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
+clients go at once, None for all: the fastest), replays (the CUDA graphs made so far), slots and filled (images computed in this
+round, and how many of them were no padding).
 """
 
 import contextlib
@@ -32,9 +34,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 # 1. Processes and devices
 
 
-def refuse(message):
-    """Ends the program because of its input: one line on stderr, exit code 2."""
-    if leads():
+def refuse(message, alone=False):
+    """Ends the program because of its input: one line on stderr, exit code 2. alone: other processes don't say the same."""
+    if leads() or alone:
         print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -50,13 +52,14 @@ def find_device(name):
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and processes > 1 else name)
-        torch.zeros(1, device=device)
+        device = torch.zeros(1, device=device).device  # with its number
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as problem:
         refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # as of products: see tf32
     if processes > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if rank:
@@ -96,7 +99,7 @@ def now(device):
 
 @contextlib.contextmanager
 def tf32(allowed):
-    """Whether matrix products and convolutions in fp32 may use TF32."""
+    """Whether matrix products and convolutions in fp32 may use TF32; outside of this they don't."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
@@ -115,48 +118,52 @@ def train(fed, step, state, plans, shared):
     """
     # like with like: those who have most minibatches first
     order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
-    most, usual = min(fed.parallel or len(order), len(order)), fed.net.route  # usual: of evaluation
+    usual = fed.net.route  # of evaluation
+
+    def work(these, steps=None):
+        few = [plans[i]._make(z[:steps] for z in plans[i]) for i in these]
+        return train_together(fed, step, tree_map(lambda z: z[these], state), few, shared)
+
     with tf32(fed.args.precision == "tf32"):
-        if fed.graphs and step not in fed.ways:
-            tune(fed, step, tree_map(lambda z: z[order], state), [plans[i] for i in order], shared)
-
-        def work(these):
-            return train_together(fed, step, tree_map(lambda z: z[these], state), [plans[i] for i in these], shared)
-
-        fed.net.route, one_by_one = fed.ways.get(step, (usual, False))
-        parts, fitting = in_parts(fed, work, order, 1 if one_by_one else most)
-        fed.net.route = usual
-    if fitting < most and not one_by_one:
-        fed.parallel = fitting
+        try:
+            if fed.graphs and step not in fed.ways:
+                fed.ways[step] = tune(fed, lambda these: work(these, 4), order)
+            fed.net.route, most = fed.ways.get(step, (usual, fed.parallel))
+            parts, fitting = in_parts(fed, work, order, most)
+        except torch.cuda.OutOfMemoryError:
+            refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model", alone=True)
+    if fitting != most:
+        print(f"memory  the GPU's is too small: {fitting} clients at once from here on")
+    fed.ways[step], fed.net.route = (fed.net.route, fitting), usual
     back = torch.from_numpy(np.argsort(order)).to(fed.device)
     return tree_map(lambda *z: torch.cat(z)[back], *parts)
 
 
-def in_parts(fed, work, items, most):
-    """The results of work(part) for parts of items with `most` at most, and that number: halved when memory runs out."""
+def in_parts(fed, work, items, most=None):
+    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved when memory runs
+    out."""
     results, start = [], 0
     while start < len(items):
-        full = False
+        at_once, full = min(most or len(items), len(items)), False
         try:
-            results.append(work(items[start : start + most]))
-            start += most
+            results.append(work(items[start : start + at_once]))
+            start += at_once
         except torch.cuda.OutOfMemoryError:
+            if at_once == 1:
+                raise
             full = True  # what the failed call holds is free only after this block
-        if full and most == 1:
-            refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model")
         if full:
-            most = -(-most // 2)
+            most = -(-at_once // 2)
             fed.replays.clear()
             if fed.device.type == "cuda":
                 torch.cuda.empty_cache()
-            print(f"memory  the GPU's is too small: {most} clients at once from here on")
     return results, most
 
 
 def train_together(fed, step, state, plans, shared):
     """All clients in one vmapped step per minibatch; plans: the longest first.
 
-    A client whose minibatches are used up keeps its state. When only half of the clients are left, only they go on.
+    A client whose minibatches are used up keeps its state. When only half of the clients are left, only that half goes on.
     """
     steps = np.array([len(plan.index) for plan in plans])
     size = plans[0].index.shape[1]
@@ -173,17 +180,18 @@ def train_together(fed, step, state, plans, shared):
     inputs = (stacked("index", size), real.float(), stacked("u", size, plans[0].u.shape[2]),
               stacked("draw", *plans[0].draw.shape[1:]), real.any(2))  # [steps, m, ...] each; the last: who trains
     done, s, m = [], 0, len(plans)
-    while True:
-        until = steps[m // 2]  # until then more than half of the m clients are training
-        these = tuple(z[s:until, :m] for z in inputs)
-        state = runner(fed, step, state, these, shared)(state, these, shared)
-        fed.slots += int(until - s) * m * size
-        fed.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
-        s, m = until, int((steps > until).sum())
-        if not m:
-            return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
-        done.append(tree_map(lambda z: z[m:], state))
-        state = tree_map(lambda z: z[:m], state)
+    while s < steps[0]:
+        half = m // 2
+        until = steps[half]  # behind it at most half of the m clients have minibatches left
+        if s < until:
+            these = tuple(z[s:until, :m] for z in inputs)
+            state = runner(fed, step, state, these, shared)(state, these, shared)
+            fed.slots += int(until - s) * m * size
+            fed.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
+        done.append(tree_map(lambda z: z[half:], state))
+        state = tree_map(lambda z: z[:half], state)
+        s, m = until, half
+    return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
 
 
 def step_together(fed, step, state, index, real, u, draw, *shared):
@@ -200,25 +208,23 @@ def steps_together(function, state, inputs, shared):
     return state
 
 
-def tune(fed, step, state, plans, shared):
-    """Tries the ways to take these clients through this step on a few of their minibatches, and keeps the fastest:
-    together or one by one (unless --parallel says), convolutions as such or as products with patches."""
-    plans, times = [plan._make(z[:4] for z in plan) for plan in plans], {}
-    ways = [("conv", False), ("patches", False)] + [("conv", True)] * (fed.args.parallel is None)
-    for fed.net.route, one_by_one in ways:
-        way, n = (fed.net.route, one_by_one), 1 if one_by_one else fed.parallel or len(plans)
+def tune(fed, work, order):
+    """The fastest way to do work(part) for all clients in `order`, and how many of them at once: together or one by one (unless
+    --parallel says), convolutions as such or as products with patches."""
+    ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
+    times = {}
+    for fed.net.route, most in ways:
         try:
             for _ in range(3):  # the last one counts
                 start = now(fed.device)
-                for i in range(0, len(plans), n):
-                    part = tree_map(lambda z: z[i : i + n], state)
-                    train_together(fed, step, part, plans[i : i + n], shared)
-                times[way] = now(fed.device) - start
+                _, most = in_parts(fed, work, order, most)
+                seconds = now(fed.device) - start
+            times[fed.net.route, most] = seconds
         except torch.cuda.OutOfMemoryError:
-            times[way] = float("inf")
+            pass
         fed.replays.clear()
-    fed.ways[step] = min(times, key=times.get)
     fed.slots = fed.filled = 0
+    return min(times, key=times.get) if times else ("conv", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,7 +241,8 @@ def runner(fed, step, state, inputs, shared):
         if len(fed.replays) == 16:
             fed.replays.clear()
         try:
-            fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared)
+            pool = next((replay.pool for replay in fed.replays.values()), None)  # they never run at once, so they share memory
+            fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared, pool)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as problem:
@@ -252,9 +259,9 @@ class Replay:
     tests use it, the function itself is called instead.
     """
 
-    def __init__(self, function, state, inputs, shared):
+    def __init__(self, function, state, inputs, shared, pool=None):
         self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
-        self.go = self.once
+        self.go, self.pool = self.once, pool
         if self.inputs[0].device.type == "cuda":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -263,9 +270,9 @@ class Replay:
                     self.once()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that may do more
                 self.once()
-            self.go = graph.replay
+            self.go, self.pool = graph.replay, graph.pool()
 
     def once(self):
         *now, live = self.inputs

@@ -8,7 +8,8 @@ Models of one shape: w, the server's, the paper's "global knowledge representati
 rank; p_i, the sparse personal component of client i, which never leaves it; and their sum w + p_i, the mixed model. "global"
 is w on the central test images; "gkr" the same w on each client's own test images, which is what the paper's tables call GKR;
 "personal" is the mixed model w + p_i on client i's own test images. With the default --client-test 0 these are drawn from the
-central ones with the client's class shares. Rounds count from 0 here, from 1 in what the program prints.
+central ones with the client's class shares. `numbers` counts what the two models take, `ranks` are those of w's matrices,
+`latency` is Table 9's. Rounds count from 0 here, from 1 in what the program prints.
 
 The paper's Algorithm 2, which is Algorithm 1 with a random sample of the clients in each round, in our words; our copy of the
 paper has lost the listings and the formulas, which are restored from its text and the authors' code. M clients (K in the
@@ -54,9 +55,10 @@ say" means: in what is left of our copy.
         In the paper's Table 2 the uplink and 893.92 GB are those of ResNet-18 for 10 classes (11,173,952 weights) for every
         data set, the downlink seems to be each network's own; here both are each network's own.
     D7  A client's test images are floor(100 * share) of each class, as officially, so fewer than the paper's 100 (about 98 on
-        CIFAR-10). With --split iid that leaves Tiny ImageNet's clients too few: --client-test .2; officially they have up to
-        500. Its pixels are standardised by the training images' values, officially by .5 and .5. Whether published numbers
-        are of the last or of the best round is not known: `best` is for personal, the last table also has it for GKR.
+        CIFAR-10). With --split iid that leaves Tiny ImageNet's clients too few: --client-test .2, with which they train on
+        .8 of their images; officially they are tested on up to 500. Its pixels are standardised by the training images'
+        values, officially by .5 and .5. Whether published numbers are of the last or of the best round is not known: `best`
+        is for personal, the last table also has it for GKR.
     D8  Appendix A.2, both without gamma_i and the quadratic term. lpgd: line 8's argmin with lambda*eta after every step of
         line 10, then the plain mean; the mean of low-rank matrices isn't one, so that ranks and bytes are counted dense. gpgd:
         the plain mean, then line 8's argmin with lambda*eta_g; the paper's step size is lost.
@@ -93,20 +95,20 @@ def soft(x, tau):
 
 
 def pi(kernel):
-    """[n, m, k1, k2] -> [n*k1, m*k2]; a matrix [n, m] stays."""
-    n, m, k1, k2 = (*kernel.shape, 1, 1)[:4]
-    return kernel.reshape(n, m, k1, k2).transpose(1, 2).reshape(n * k1, m * k2)
+    """[n, c, k1, k2] -> [n*k1, c*k2]; a matrix [n, c] stays."""
+    n, c, k1, k2 = (*kernel.shape, 1, 1)[:4]
+    return kernel.reshape(n, c, k1, k2).transpose(1, 2).reshape(n * k1, c * k2)
 
 
 def pi_inverse(matrix, shape):
-    n, m, k1, k2 = (*shape, 1, 1)[:4]
-    return matrix.reshape(n, k1, m, k2).transpose(1, 2).reshape(shape)
+    n, c, k1, k2 = (*shape, 1, 1)[:4]
+    return matrix.reshape(n, k1, c, k2).transpose(1, 2).reshape(shape)
 
 
 def matrices(net):
     """(number of the tensor, rows, columns of its pi) for everything that line 8 shrinks: L matrices."""
     shapes = [(i, (*shape, 1, 1)) for i, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]  # D5
-    return [(i, n * k1, m * k2) for i, (n, m, k1, k2, *_) in shapes]
+    return [(i, n * k1, c * k2) for i, (n, c, k1, k2, *_) in shapes]
 
 
 def in_matrices(net):
@@ -136,7 +138,8 @@ def prox_nuclear(net, v, tau):
         A = torch.stack([pi(parts[i].view(net.tensors[i][2])) for i in group])  # [b, rows, columns]
         U, s, Vh = torch.linalg.svd(torch.nan_to_num(A, 0, 0, 0), full_matrices=False)
         s = soft(s, tau)  # l.8: [b, rank]
-        A = (U * s[:, None]) @ Vh + (A - A)  # A - A is 0 or, where a run diverges, not a number: svd would refuse it
+        product = ((U * s[:, None]).double() @ Vh.double()).to(A)  # --precision tf32 is not for weights (lpgd's D8)
+        A = product + (A - A)  # A - A is 0 or, where a run diverges, not a number: svd would refuse it
         for i, matrix, kept in zip(group, A, s > 0):
             parts[i], ranks[i] = pi_inverse(matrix, net.tensors[i][2]).flatten(), kept.sum()
     return torch.cat(parts), torch.stack([ranks[i] for i in sorted(ranks)])
@@ -193,15 +196,15 @@ def server_step(net, args, v):
 
 
 def export(path, net, w, ranks):
-    """Writes w [d] to a file: a matrix whose factors are smaller as these, as kernels [n, r, k1, 1] and [r, m, 1, k2]."""
+    """Writes w [d] to a file: a matrix whose factors are smaller as these, as kernels [n, r, k1, 1] and [r, c, 1, k2]."""
     parts = {name: w[where].view(shape).clone() for name, where, shape in net.tensors}
     for (i, rows, columns), r in zip(matrices(net), ranks.tolist()):
         name, _, shape = net.tensors[i]
-        n, m, k1, k2 = (*shape, 1, 1)[:4]
+        n, c, k1, k2 = (*shape, 1, 1)[:4]
         if r * (rows + columns) < rows * columns:
             U, s, Vh = torch.linalg.svd(pi(parts[name]), full_matrices=False)
-            tall, wide = U[:, :r] * s[:r].sqrt(), s[:r, None].sqrt() * Vh[:r]  # [n*k1, r], [r, m*k2]
-            parts[name] = [tall.view(n, k1, r).transpose(1, 2)[..., None].contiguous(), wide.reshape(r, m, 1, k2)]
+            tall, wide = U[:, :r] * s[:r].sqrt(), s[:r, None].sqrt() * Vh[:r]  # [n*k1, r], [r, c*k2]
+            parts[name] = [tall.view(n, k1, r).transpose(1, 2)[..., None].contiguous(), wide.reshape(r, c, 1, k2)]
     torch.save({"model": net.name, "classes": net.classes, "tensors": parts}, path)
 
 
@@ -217,7 +220,7 @@ class Factorised(common.Weights):
 
     def take(self, name, shape, init):
         part = self.file["tensors"][name]
-        return part if torch.is_tensor(part) else torch.einsum("nrax,rmyb->nmab", *part).reshape(shape)
+        return part if torch.is_tensor(part) else torch.einsum("nrax,rcyb->ncab", *part).reshape(shape)
 
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
         part = self.file["tensors"][name + ".weight"]
@@ -315,7 +318,7 @@ def arguments(argv):
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
                      help="lpgd: (6) in every local step; gpgd: FedAvg, then (6); s+s: a sparse w (A.2, A.3; D8, D9)")
     own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps the mean of gamma alone")
-    own.add_argument("--export", metavar="FILE", help="write the last w as factors, and measure its latency")
+    own.add_argument("--export", metavar="FILE", help="write the last w as factors; the last round also times it")
     args = common.parse(parser, BY_DATASET, argv)
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")

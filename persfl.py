@@ -11,8 +11,9 @@ means and spreads are over users.
 Models of one shape: G, the global one of FedAvg; O_k, the G of some round that is user k's teacher; A_k, user k's own, the
 student. "global" is G on the central test images. In the last row "personal" is A_k on user k's own test images; in earlier
 rows it is G. The last row also has personal@fedavg, which is G, personal@lambda=0, which is O_k fine-tuned without
-distillation, and personal@val and personal@test, the A_k that --select val and --select test choose. T is the temperature
-here and E_G the number of rounds, --rounds. The last round contains Stage 2; a run stopped there does that whole round anew.
+distillation, and personal@val and personal@test, the A_k that --select val and --select test choose; `users` has a line per
+user, `students` their accuracies for every pair of `grid`, `unseen` all of this for new users. T is the temperature and E_G
+the number of rounds, --rounds. The last round contains Stage 2; a run stopped there does that whole round anew.
 
 The paper's Algorithm 1, in our words (K users, n_k training images of user k):
 
@@ -41,10 +42,10 @@ Effects are not measured unless stated.
         chosen by accuracy; the algorithm and (2) say by loss, and so does this file.
     D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
     D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, E_L, E and any momentum are unknown, in both stages (the algorithm
-        calls both numbers of epochs E_L, the costs in 4.3 the second E); B is 20 or 128 in the authors' code for the
-        baselines. Chosen here: B=20, eta=.05, E_L=1, E=10, no momentum, no weight decay (with which D7 wouldn't hold). They
-        are from a few short runs, without records, by accuracies on validation images: FedAvg on CIFAR-10, DS-2 had .39
-        after 9 rounds (with B=128, eta=.1: .30 after 15); on MNIST, DS-1 it had .89 after 50 rounds. None of the settings
+        calls Stage 2's number of epochs E_L, the costs in 4.3 E; there E_L is Stage 1's); B is 20 or 128 in the authors'
+        code for the baselines. Chosen here: B=20, eta=.05, E_L=1, E=10, no momentum, no weight decay (with which D7 wouldn't
+        hold). They are from a few short runs, without records, by accuracies on validation images: FedAvg on CIFAR-10, DS-2
+        had .39 after 9 rounds (B=128, eta=.1: .30 after 15); on MNIST, DS-1 it had .89 after 50 rounds. None of the settings
         tried gives all of FedAvg's published columns.
     D4  Lines 10 and 12: images are shuffled again in every epoch. The loss of a minibatch is a mean over its images and a sum
         over classes; the authors' reduction is unknown, and PyTorch's default would make the soft loss ten times smaller.
@@ -265,7 +266,7 @@ def repeat(args, argv):
     print(f"\naverages of {args.runs} runs")
     averages = show(rows, out, args)
     if common.leads():
-        (out / "average.json").write_text(json.dumps(averages, indent=1) + "\n")
+        (out / "average.json").write_text(json.dumps(common.finite(averages), indent=1) + "\n")
 
 
 def main(argv=None):
@@ -303,14 +304,14 @@ def main(argv=None):
             e = state.e if args.teacher == "optimal" else torch.full_like(state.e, args.rounds + 1)
             run.sent(up=0, down=rows * net.d * (args.teacher == "final"))  # D1
             A = distil(federation, student_step(net, args), O, args)  # l.8-14: [K, 15, d]
-        if run.evaluates() and last:
-            measures, state.A = measure(federation, seen, A, state.G, e, args.select)
-            if args.unseen:
+        if run.evaluates():
+            measures = {"personal": taking_part.evaluate_clients(state.G)}
+            if last:
+                measures, state.A = measure(federation, seen, A, state.G, e, args.select)
+            if last and args.unseen:
                 measures["unseen"], own = measure(federation, unseen, A, state.G, e, args.select)
                 state.A = torch.cat([state.A, own])  # l.15: [K, d]
             run.log(federation.evaluate(state.G), **measures)
-        elif run.evaluates():
-            run.log(federation.evaluate(state.G), taking_part.evaluate_clients(state.G))
     row = run.record()["rounds"][-1]
     show([row], run.out, args)
     return row

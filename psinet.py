@@ -245,15 +245,16 @@ def client_step(net, args):
     return step
 
 
-def local_updates(federation, steps, state, S, t, eta, has):
+def local_updates(federation, parts, state, S, t, eta, has):
     """Lines 8 and 9: omega^i for i in S as w [m, d] and b [m, d_b]; what a node doesn't have is the server's.
 
-    has [K, G+1]: whether a node has a group; the last column stands for what is shared, whose number is -1.
+    parts: number of groups -> (network, step). has [K, G+1]: whether a node has a group; the last column stands for what is
+    shared, whose number is -1.
     """
     net, has = federation.net, has[S]
     W, B = state.w.repeat(len(S), 1), state.b.repeat(len(S), 1)
     counts = has[:, :-1].sum(1)
-    for n, step in steps.items():
+    for n, (part, step) in parts.items():
         i = (counts == n).nonzero()[:, 0]  # nodes with equally many groups have networks of one shape
         if not len(i):
             continue
@@ -261,7 +262,9 @@ def local_updates(federation, steps, state, S, t, eta, has):
         w, b = W[i][own_w].view(len(i), -1), B[i][own_b].view(len(i), -1)  # l.9
         keep = has[i, :-1].nonzero()[:, 1].view(len(i), n)
         start = w, b, torch.zeros_like(w), keep
+        federation.net = part
         w, b, _, _ = federation.train(step, start, S[i.cpu().numpy()], t, eta)  # l.8, l.12 (D11)
+        federation.net = net
         W[i], B[i] = W[i].masked_scatter(own_w, w), B[i].masked_scatter(own_b, b)
     return W, B
 
@@ -322,7 +325,7 @@ def arguments(argv):
         common.refuse("--tv chooses where to group a network without groups (D10); use --groups 0")
     if args.groups and not args.depth and args.model not in DEPTH:
         common.refuse(f"--model {args.model} has no default depth; give --depth LAYER")
-    if args.groups and args.model in ("resnet18", "tfcnn"):  # shortcuts, or normalisation across channels, join groups
+    if (args.groups or args.tv) and args.model in ("resnet18", "tfcnn"):  # shortcuts or normalisation join groups
         common.refuse(f"--model {args.model} can't be grouped; use one of {', '.join(DEPTH)}")
     return args
 
@@ -341,7 +344,7 @@ def main(argv=None):
             has[i, :-1] = torch.isin(net.M, federation.labels[index]).any(1)  # l.6 (D6)
     counts = federation.gather(has[:, :-1].sum(1)).tolist()  # of all nodes
     nets = {n: net if n == net.n else PsiNet(args, shape, data.classes, device, n) for n in sorted(set(counts))}
-    steps = {n: client_step(part, args) for n, part in nets.items()}
+    parts = {n: (part, client_step(part, args)) for n, part in nets.items()}
     macs = torch.tensor([nets[n].macs for n in counts], dtype=torch.double, device=device)  # of all nodes
     if args.groups:
         print("M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())))
@@ -352,7 +355,7 @@ def main(argv=None):
     state = State(w=federation.initial_weights(), b=net.init_b(), macs=0.0)  # l.5: [d], [d_b]; the run's multiplications
     for t, S in run.rounds(state):  # l.7 (D8)
         eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
-        W, B = local_updates(federation, steps, state, S, t, eta, has)  # l.8-9, l.12: [m, d], [m, d_b]
+        W, B = local_updates(federation, parts, state, S, t, eta, has)  # l.8-9, l.12: [m, d], [m, d_b]
         own_w, own_b = has[S][:, net.group], has[S][:, net.group_b]  # [m, d], [m, d_b]
         n_k = federation.n[S]  # [m]
         state.w = aligned_average(federation, W, own_w, n_k, state.w)  # l.10-11: [d]

@@ -2,8 +2,8 @@
 
     python tests/compare.py                  (make compare: 23 runs; those that are finished are not run again)
 
-A smoke comparison, not a benchmark: one seed, 30 rounds, nothing tuned. Rates and momentum are the same for all but where
-MORE says otherwise. Writes results/compare.json and results/compare.png; the README's table is a copy of what it prints.
+A smoke comparison, not a benchmark: one seed, 30 rounds (persfl: 15, in which all users take part), nothing tuned. Rates and
+momentum are the same for all but where MORE says otherwise. Writes results/compare.json and results/compare.png; the README's table is a copy of what it prints.
 """
 
 import hashlib

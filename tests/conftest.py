@@ -43,9 +43,6 @@ class Conv(dict):
     def __contains__(self, step):
         return True
 
-    def get(self, step, default):
-        return default
-
 
 def paths(fed):
     """Sets a federation to each way of training, the loop, which is the specification, first."""
