@@ -84,7 +84,7 @@ from types import SimpleNamespace as State
 
 import numpy as np
 import torch
-from torch.func import grad
+from torch.func import grad, vmap
 
 import common
 
@@ -119,24 +119,25 @@ def client_step(net, args):
     return step
 
 
-def student_step(net, args):
-    """Stage 2's body, for one student and one minibatch."""
+def student_step(net, args, grid=GRID):
+    """Stage 2's body, for the students of one user, one for each pair (T, lambda) of the grid, and one minibatch."""
     decay = args.weight_decay * net.decayed  # [d]
+    T, lam = torch.tensor(grid, dtype=torch.float, device=decay.device).T  # [pairs] each
 
-    def step(student, batch, eta):
-        A, u, O, T, lam = student  # [d] weights, [d] momentum, [d] its teacher, its temperature, its lambda
-        log_s = (net(O, batch.x) / T).log_softmax(1)  # l.11: log s_b, [B, classes]
+    def step(user, batch, eta):
+        A, u, O = user  # [pairs, d] weights, [pairs, d] momentum, [d] their teacher
+        v = net(O, batch.x)  # [B, classes]: the teacher sees a minibatch once
 
-        def objective(A):
+        def loss(A, T, lam):
             z = net(A, batch.x)  # [B, classes]
-            log_a = (z / T).log_softmax(1)
+            log_s, log_a = (v / T).log_softmax(1), (z / T).log_softmax(1)  # l.11: log s_b
             hard = common.cross_entropy(z, batch)  # l.12
             soft = (log_s.exp() * (log_s * (args.soft == "kl") - log_a)).sum(1)  # l.12: [B] (D5)
             soft = (soft * batch.mask).sum() / batch.mask.sum().clamp(min=1)  # D4
             return (1 - lam) * hard + lam * T**2 * soft  # l.13
 
-        u = args.momentum * u + grad(objective)(A) + decay * A
-        return A - eta * u, u, O, T, lam  # l.14
+        u = args.momentum * u + vmap(grad(loss))(A, T, lam) + decay * A
+        return A - eta * u, u, O  # l.14
 
     return step
 
@@ -151,14 +152,11 @@ def validation_losses(federation, w):
 
 def distil(federation, step, O, args):
     """Stage 2: the students of all users and all pairs of GRID, side by side; O [K, d] -> A [K, 15, d]."""
-    K = len(O)
-    T, lam = torch.tensor(GRID, device=federation.device).repeat(K, 1).T  # [K*15] each, in the order of A
-    O = O.repeat_interleave(len(GRID), 0)  # [K*15, d]
-    start = (O, torch.zeros_like(O), O, T, lam)  # l.8
-    S = np.repeat(np.arange(K), len(GRID))  # whose students they are; those of one user see the same minibatches
+    A = O[:, None].repeat(1, len(GRID), 1)  # l.8
     eta = torch.tensor(args.distill_lr, device=federation.device)
-    A, *_ = federation.train(step, start, S, args.rounds, eta, epochs=args.distill_epochs)  # l.9-10
-    return A.unflatten(0, (K, len(GRID)))
+    S = np.arange(len(O))
+    A, *_ = federation.train(step, (A, torch.zeros_like(A), O), S, args.rounds, eta, epochs=args.distill_epochs)  # l.9-10
+    return A
 
 
 def choose(accuracy):

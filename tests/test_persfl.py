@@ -43,10 +43,10 @@ def student(soft, T, lam, momentum=0.0, masked=0):
     A, O = (torch.tensor(rng.normal(0, 2, 12)) for _ in range(2))
     x, y = torch.tensor(rng.normal(0, 1, (6 + masked, 4))), torch.tensor(rng.integers(0, 3, 6 + masked))
     mask = torch.tensor([1.0] * 6 + [0.0] * masked).double()
-    step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=momentum, weight_decay=0.0))
-    before = (A, torch.zeros(12).double(), O, torch.tensor(T).double(), torch.tensor(lam).double())
-    batch = common.Batch(x, y, mask, torch.zeros(0))
-    return before, batch, step(before, batch, torch.tensor(1.0).double())
+    step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=momentum, weight_decay=0.0), [(T, lam)])
+    batch, u = common.Batch(x, y, mask, torch.zeros(0)), torch.zeros(12).double()
+    (after,), (u_after,), _ = step((A[None], u[None], O), batch, torch.tensor(1.0).double())
+    return (A, u, O), batch, (after, u_after)
 
 
 def loss_by_hand(A, O, x, y, T, lam, soft):
@@ -62,7 +62,7 @@ def loss_by_hand(A, O, x, y, T, lam, soft):
 @pytest.mark.parametrize("T, lam", persfl.GRID)
 def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
     """Central differences of a loss written in numpy; the step is A - gradient. Rows behind the mask count for nothing."""
-    (A, _, O, *_), batch, after = student(soft, float(T), lam, masked=2)
+    (A, _, O), batch, after = student(soft, T, lam, masked=2)
     A, O, x, y = A.numpy(), O.numpy(), batch.x[:6].numpy(), batch.y[:6].numpy()
     h, slope = 1e-5, np.zeros(12)
     for i in range(12):
@@ -74,7 +74,8 @@ def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
 def objective(monkeypatch, soft, T=3.0, lam=0.4):
     """The value of the loss that student_step differentiates."""
     values = []
-    monkeypatch.setattr(persfl, "grad", lambda f: lambda A: values.append(f(A)) or torch.zeros_like(A))
+    monkeypatch.setattr(persfl, "grad", lambda f: lambda *z: values.append(f(*z)) or torch.zeros_like(z[0]))
+    monkeypatch.setattr(persfl, "vmap", lambda f: lambda *z: f(*(part[0] for part in z))[None])
     before, batch, _ = student(soft, T, lam)
     return float(values[0]), before, batch
 
@@ -93,7 +94,7 @@ def test_the_two_soft_losses_differ_by_the_teachers_entropy_and_have_one_gradien
 @pytest.mark.parametrize("T", [1e3, 1e4])
 def test_with_t_squared_the_gradient_has_a_limit_as_t_grows(T):
     """T^2 KL's derivative by the logits tends to ((z - mean z) - (v - mean v)) / classes: half a squared distance of logits."""
-    (A, _, O, *_), batch, after = student("kl", T, 1.0)
+    (A, _, O), batch, after = student("kl", T, 1.0)
     x = batch.x.numpy()
     gap = x @ (A - O).numpy().reshape(3, 4).T
     by_logits = (gap - gap.mean(1, keepdims=True)) / 3 / len(x)
@@ -112,10 +113,11 @@ def test_lambda_zero_is_fedavgs_step_whatever_the_teacher_and_the_temperature():
 
 
 def test_with_lambda_one_a_student_stays_at_its_teacher():
-    (_, u, O, T, lam), batch, _ = student("ce", 5.0, 1.0)
+    (_, u, O), batch, _ = student("ce", 5.0, 1.0)
     for soft in ("kl", "ce"):
-        step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=0.0, weight_decay=0.0))
-        torch.testing.assert_close(step((O, u, O, T, lam), batch, torch.tensor(1.0).double())[0], O, atol=1e-14, rtol=0)
+        step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=0.0, weight_decay=0.0), [(5, 1)])
+        (A,), *_ = step((O[None], u[None], O), batch, torch.tensor(1.0).double())
+        torch.testing.assert_close(A, O, atol=1e-14, rtol=0)
 
 
 # Stage 2: all students
@@ -141,15 +143,15 @@ def test_students_side_by_side_are_each_trained_on_their_users_images():
             torch.testing.assert_close(A[k, i], O[k], atol=1e-5, rtol=0)
         T, lam = persfl.GRID[8]
         assert (T, lam) == (5, 0.75)
-        alone = (O[k : k + 1], torch.zeros_like(O[:1]), O[k : k + 1], torch.tensor([5.0]), torch.tensor([0.75]))
-        w = fed.train(step, alone, [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
-        assert torch.equal(A[k, 8], w[0][0]) and torch.equal(w[2][0], O[k])
+        alone, own = persfl.student_step(fed.net, fed.args, [(5, 0.75)]), O[k : k + 1]
+        w = fed.train(alone, (own[:, None], torch.zeros_like(own)[:, None], own), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
+        torch.testing.assert_close(A[k, 8], w[0][0, 0], atol=1e-6, rtol=0)
         assert len({float(A[k, i].norm()) for i in (1, 2, 3, 6, 7, 8, 11, 12, 13)}) == 9
 
 
 @pytest.mark.parametrize("soft", ["kl", "ce"])
 def test_all_paths_agree(soft):
-    """All 45 students at once, and 3 by 3."""
+    """The students of all three users at once, and user by user."""
     fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2", "--clients", "3", "--distill-epochs", "1", "--soft", soft])
     assert len(set(fed.n.tolist())) == 3  # clients that end at different steps, and smaller last minibatches
     O, step = random_teachers(fed), persfl.student_step(fed.net, fed.args)
