@@ -59,7 +59,7 @@ def find_device(name):
         refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False  # as of products: see tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see tf32
     if processes > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if rank:
@@ -127,7 +127,7 @@ def train(fed, step, state, plans, shared):
     with tf32(fed.args.precision == "tf32"):
         try:
             if fed.graphs and step not in fed.ways:
-                fed.ways[step] = tune(fed, lambda these: work(these, 4), order)
+                fed.ways[step] = tune(fed, lambda these: work(these, 32), order)
             fed.net.route, most = fed.ways.get(step, (usual, fed.parallel))
             parts, fitting = in_parts(fed, work, order, most)
         except torch.cuda.OutOfMemoryError:
@@ -212,19 +212,20 @@ def tune(fed, work, order):
     """The fastest way to do work(part) for all clients in `order`, and how many of them at once: together or one by one (unless
     --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
-    times = {}
+    counts, times = (fed.slots, fed.filled), {}
     for fed.net.route, most in ways:
+        seconds = float("inf")
         try:
-            for _ in range(3):  # the last one counts
+            for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
                 _, most = in_parts(fed, work, order, most)
-                seconds = now(fed.device) - start
-            times[fed.net.route, most] = seconds
-        except torch.cuda.OutOfMemoryError:
-            pass
+                seconds = min(seconds, now(fed.device) - start)
+        except RuntimeError:  # too little memory, or no such convolution on this device
+            seconds = float("inf")
+        times[fed.net.route, most] = seconds
         fed.replays.clear()
-    fed.slots = fed.filled = 0
-    return min(times, key=times.get) if times else ("conv", 1)
+    fed.slots, fed.filled = counts
+    return min(times, key=times.get)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,24 +233,34 @@ def tune(fed, work, order):
 
 
 def runner(fed, step, state, inputs, shared):
-    """What runs many steps together: a Replay where CUDA graphs are used, made once for these shapes, or steps_together."""
+    """What runs many steps together: a Replay where CUDA graphs are used and these shapes came before, or steps_together."""
     every = functools.partial(step_together, fed, step)
+    eager = functools.partial(steps_together, every)
     if not fed.graphs:
-        return functools.partial(steps_together, every)
+        return eager
     key = step, fed.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
     if key not in fed.replays:
-        if len(fed.replays) == 16:
-            fed.replays.clear()
+        if len(fed.replays) == 32:
+            del fed.replays[next(iter(fed.replays))]  # the oldest
+        fed.replays[key] = None
+        return eager
+    if fed.replays[key] is None:
         try:
-            pool = next((replay.pool for replay in fed.replays.values()), None)  # they never run at once, so they share memory
+            pool = next((replay.pool for replay in fed.replays.values() if replay), None)  # one at a time: they share memory
             fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared, pool)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as problem:
             print(f"graphs  none, slower: this step can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
             fed.graphs = False
-            return functools.partial(steps_together, every)
+            return eager
     return fed.replays[key]
+
+
+@functools.cache
+def side_stream(device):
+    """The stream on which graphs are captured."""
+    return torch.cuda.Stream(device)
 
 
 class Replay:
@@ -263,16 +274,21 @@ class Replay:
         self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
         self.go, self.pool = self.once, pool
         if self.inputs[0].device.type == "cuda":
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # libraries choose and set up their kernels before the capture
-                for _ in range(3):
+            main, side, graph = torch.cuda.current_stream(), side_stream(self.inputs[0].device), torch.cuda.CUDAGraph()
+            side.wait_stream(main)
+            try:
+                with torch.cuda.stream(side):  # libraries choose and set up their kernels before the capture
+                    for synchronisation in ("default", "default", "error"):  # a step that synchronises can't be captured
+                        torch.cuda.set_sync_debug_mode(synchronisation)
+                        self.once()
+                torch.cuda.set_sync_debug_mode("default")
+                main.wait_stream(side)
+                with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):  # NCCL's thread may do more
                     self.once()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that may do more
-                self.once()
-            self.go, self.pool = graph.replay, graph.pool()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.set_stream(main)  # torch 2.11 stays on the other one after a failed capture
+            self.go, self.pool, self.function = graph.replay, graph.pool(), None
 
     def once(self):
         *now, live = self.inputs

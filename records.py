@@ -98,6 +98,8 @@ class Run:
                 self.kept = dict(vars(state)), self.kept[1] + [self.row], self.per_client
                 if "global" in self.row or "personal" in self.row:
                     self.save()
+                if self.pending:
+                    self.interrupt(self.pending, None)
                 self.bar.update()
             self.finish("finished")
         finally:
@@ -162,7 +164,8 @@ class Run:
     def interrupt(self, number, frame):
         """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program. Of several processes only the
         record is written, since they need not be in the same round: the states of the last evaluation stay."""
-        if self.saving:  # not now: save comes back to it
+        on_gpu = self.federation.device.type == "cuda"
+        if self.saving or (on_gpu and torch.cuda.is_current_stream_capturing()):  # not now: save or rounds comes back to it
             self.pending = number
             return
         self.federation.stop = True  # the workers give up at their next minibatch

@@ -118,7 +118,8 @@ def ours(args, **settings):
         nonlocal w
         S = federation.sample(t)
         start = w.expand(len(S), -1)
-        w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, eta)
+        with engine.tf32(args.precision == "tf32"):  # for the loop, too
+            w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, eta)
         w = federation.n[S] @ w_k / federation.n[S].sum()
 
     one_round.federation = federation
@@ -132,17 +133,18 @@ def clock(device):
 
 
 def interleaved(entrants, device, repetitions):
-    """Median seconds of each entrant's round, and peak GPU memory in MiB (0 on a CPU)."""
-    seconds, memory = {name: [] for name in entrants}, {}
-    for t in range(-1, repetitions):  # the first is a warm-up
+    """Median seconds of each entrant's round, and the GPU memory in MiB that its rounds took at most (0 on a CPU)."""
+    seconds, memory = {name: [] for name in entrants}, dict.fromkeys(entrants, 0)
+    for t in range(-2, repetitions):  # the first two are warm-ups: graphs are captured in the second
         for name, one_round in entrants.items():
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            start = clock(device)
-            one_round(t + 1)
+            before, start = torch.cuda.memory_allocated() if device == "cuda" else 0, clock(device)
+            one_round(t + 2)
             if t >= 0:
                 seconds[name].append(clock(device) - start)
-            memory[name] = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0
+            if device == "cuda":
+                memory[name] = max(memory[name], (torch.cuda.max_memory_allocated() - before) / 2**20)
     return {name: statistics.median(s) for name, s in seconds.items()}, memory
 
 
