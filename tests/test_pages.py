@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 
+import numpy as np
 import pytest
 
 import common
@@ -99,6 +100,17 @@ def test_numbers_in_the_readme_are_those_of_the_committed_results():
         known = quotable(re.search(r"\(([^)]*result\.json)\)", line).group(1))
         quoted = re.findall(r"(?<![\w./-])(?:0\.\d{4}|\d+(?:\.\d)?(?= s\b)|\d+(?= min))", line)
         assert quoted and set(quoted) <= known, (line, known)
+
+
+def test_persfls_table_in_the_readme_is_that_of_its_records():
+    """Runs, FedAvg, fine-tuned and PersFL in per cent: means over users and runs."""
+    rows = re.findall(r"^\| \[.*\]\((results/persfl-.*)\) \|(.*)\|$", (HERE / "README.md").read_text(), re.M)
+    assert len(rows) == 6
+    for folder, numbers in rows:
+        users = [json.loads(path.read_text())["final"]["users"] for path in (HERE / folder).glob("*/result.json")]
+        runs, fedavg_, _, tuned, ours, _ = map(float, numbers.split("|"))
+        means = [100 * np.mean([run[name] for run in users]) for name in ("FedAvg", "fine-tuned", "PersFL")]
+        assert runs == len(users) and [fedavg_, tuned, ours] == [round(mean, 1) for mean in means]
 
 
 def test_the_table_of_all_methods_is_that_of_its_record():
