@@ -364,9 +364,11 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
 
     def updates(net, w, b, has):
         fed.net = net
-        steps = {n: psinet.client_step(psi(norm=norm, n=n, M=net.M), args) for n in (3, 5)}
+        nets = {n: psi(norm=norm, n=n, M=net.M) for n in (3, 5)}
+        parts = {n: (part, psinet.client_step(part, args)) for n, part in nets.items()}
         state, eta = SimpleNamespace(w=w, b=b), torch.tensor(0.05).double()
-        W, B = psinet.local_updates(fed, steps, state, np.arange(3), 0, eta, has)
+        W, B = psinet.local_updates(fed, parts, state, np.arange(3), 0, eta, has)
+        assert fed.net is net  # evaluation is the whole network's
         return W, B, has[:, net.group], has[:, net.group_b]
 
     W, B, own_w, own_b = updates(net, w, b, has)
