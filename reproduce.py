@@ -587,7 +587,7 @@ WHY = {
     "persfl-2": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). Users' sizes in DS-3 are "
                 "far more uneven here than in the authors' logs (D9).",
     "persfl-3": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). In DS-1 a user has 360 "
-                "training images, from which kernel ridge regression gets 96.3 (LOG.md): 98.6 is not a matter of training. "
+                "training images, from which kernel ridge regression gets 96.3 (LOG.md): 98.6 is hardly a matter of training. "
                 "That DS-2 is far easier here is unexplained. Users' sizes in DS-3 are far more uneven here than in the "
                 "authors' logs (D9).",
 }
