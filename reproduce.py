@@ -584,12 +584,12 @@ table("persfl-figure-2", "PersFL, Figure 2: the rounds of the users' teachers", 
 WHY = {
     "superfed-figure-2/LM mu=0.01/nu=2": "L of Layer Mixing is not known here. With .8, about one client in eight is never "
                                          "sampled in Phase II and is evaluated with a random local model.",
-    "persfl-2": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). Users' sizes in DS-3 are "
-                "far more uneven here than in the authors' logs (D9).",
+    "persfl-2": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). Users' sizes in DS-3 "
+                "are far more uneven here than in the authors' logs (D9).",
     "persfl-3": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). In DS-1 a user has 360 "
-                "training images, from which kernel ridge regression gets 96.3 (LOG.md): 98.6 is hardly a matter of training. "
-                "That DS-2 is far easier here is unexplained. Users' sizes in DS-3 are far more uneven here than in the "
-                "authors' logs (D9).",
+                "training images, from which kernel ridge regression gets 96.3 (LOG.md): 98.6 is hardly a matter of "
+                "training. That DS-2 is far easier here is unexplained. Users' sizes in DS-3 are far more uneven here than "
+                "in the authors' logs (D9).",
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
