@@ -21,7 +21,6 @@ from types import SimpleNamespace as State
 
 import numpy as np
 import torch
-from torch.func import grad
 
 import common
 
@@ -44,7 +43,7 @@ def sgd(net, args):
     decay = args.weight_decay * net.decayed  # [d]
 
     def gradient(w, batch):
-        return grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w) + decay * w
+        return common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w) + decay * w
 
     def descend(w, u, g, eta):
         u = args.momentum * u + g

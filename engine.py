@@ -7,6 +7,7 @@ below, and tests compare the two for every algorithm.
     2. Many clients in one step         train, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
+    5. Gradients                        grad
 
 fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
 clients go at once, None for all: the fastest), replays (the CUDA graphs made so far), slots and filled (images computed in this
@@ -341,3 +342,25 @@ class Patches(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return F.fold(g.flatten(1, 2).transpose(1, 2), ctx.size, ctx.kernel, stride=ctx.stride), None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Gradients
+
+
+def grad(function, argnums=0, has_aux=False):
+    """torch.func.grad of a function of tensors, with less overhead where nothing is vmapped: a sixth of a small CNN's step."""
+
+    def gradient(*args):
+        if torch._C._functorch.maybe_current_level() is not None:  # inside vmap, or another grad
+            return torch.func.grad(function, argnums, has_aux)(*args)
+        args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
+        for i in wanted:
+            args[i] = args[i].detach().requires_grad_()
+        with torch.enable_grad():
+            value, aux = function(*args) if has_aux else (function(*args), None)
+        found = torch.autograd.grad(value, [args[i] for i in wanted], allow_unused=True, materialize_grads=True)
+        found = found[0] if isinstance(argnums, int) else found
+        return (found, tree_map(torch.Tensor.detach, aux)) if has_aux else found
+
+    return gradient

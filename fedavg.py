@@ -43,7 +43,6 @@ Deviations
 from types import SimpleNamespace as State
 
 import torch
-from torch.func import grad
 
 import common
 
@@ -64,7 +63,7 @@ def client_step(net, args):
 
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
-        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # l.11: gradient of l(w; b), [d]
+        g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # l.11: gradient of l(w; b), [d]
         u = args.momentum * u + g + decay * w  # D3
         return w - eta * u, u  # l.11
 

@@ -79,7 +79,6 @@ from types import SimpleNamespace as State
 
 import torch
 import torch.nn.functional as F
-from torch.func import grad
 
 import common
 
@@ -165,7 +164,7 @@ def phase_one(net, args):
 
     def step(client, batch, eta, w_t):
         w, gamma = client  # [d] each
-        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
+        g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
         w = w - eta * (g - gamma + pull * (w - w_t) + decay * w)  # l.10
         if args.variant == "lpgd":
             w, _ = prox_nuclear(net, w, args.lambda_ * eta)  # D8
@@ -179,7 +178,7 @@ def phase_two(net, args):
     decay = args.weight_decay * net.decayed  # [d] (D3)
 
     def step(p, batch, eta, w_t):
-        g = grad(lambda p: common.cross_entropy(net(w_t + p, batch.x), batch))(p)  # [d] (D4)
+        g = common.grad(lambda p: common.cross_entropy(net(w_t + p, batch.x), batch))(p)  # [d] (D4)
         return soft(p - eta * (g + decay * p), eta * args.mu)  # l.13 (D5)
 
     return step

@@ -88,7 +88,7 @@ from types import SimpleNamespace as State
 
 import numpy as np
 import torch
-from torch.func import grad, vmap
+from torch.func import vmap
 
 import common
 
@@ -116,7 +116,7 @@ def client_step(net, args):
 
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
-        g = grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
+        g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
         u = args.momentum * u + g + decay * w
         return w - eta * u, u  # l.7
 
@@ -140,7 +140,7 @@ def student_step(net, args, grid=GRID):
             soft = (soft * batch.mask).sum() / batch.mask.sum().clamp(min=1)  # D4
             return (1 - lam) * hard + lam * T**2 * soft  # l.13
 
-        u = args.momentum * u + vmap(grad(loss))(A, T, lam) + decay * A
+        u = args.momentum * u + vmap(common.grad(loss))(A, T, lam) + decay * A
         return A - eta * u, u, O  # l.14
 
     return step

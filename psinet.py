@@ -77,7 +77,6 @@ import functools
 from types import SimpleNamespace as State
 
 import torch
-from torch.func import grad
 
 import common
 
@@ -238,7 +237,7 @@ def client_step(net, args):
             logits, new_b = net.forward(w, b, batch.x, keep, batch.mask)
             return common.cross_entropy(logits, batch), new_b
 
-        g, b = grad(loss, has_aux=True)(w)  # l.13: [d]
+        g, b = common.grad(loss, has_aux=True)(w)  # l.13: [d]
         u = args.momentum * u + g + decay * w  # D7
         return w - eta * u, b, u, keep  # l.13
 

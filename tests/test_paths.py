@@ -22,11 +22,35 @@ def test_patches_are_a_convolution_in_value_and_gradients(kernel, stride, paddin
     b = torch.randn(3, 6, generator=make, dtype=torch.double)
     patches = lambda x, w, b: engine.conv_by_patches(x, w, b if bias else None, stride, padding)  # noqa: E731
     conv = lambda x, w, b: F.conv2d(x, w, b if bias else None, stride, padding)  # noqa: E731
-    for f, g in ((patches, conv), *((grad(lambda *a, f=f: f(*a).sin().sum(), argnums=(0, 1)), grad(lambda *a, g=g: g(*a).sin().sum(), argnums=(0, 1)))
-                                    for f, g in ((patches, conv),))):  # fmt: skip
-        torch.testing.assert_close(f(x[0], weight[0], b[0]), g(x[0], weight[0], b[0]))
-        torch.testing.assert_close(vmap(f)(x, weight, b), tuple(map(torch.stack, zip(*map(g, x, weight, b)))) if f is not patches else
-                                   torch.stack(list(map(g, x, weight, b))))  # fmt: skip
+    d_patches, d_conv = (grad(lambda *a, f=f: f(*a).sin().sum(), argnums=(0, 1)) for f in (patches, conv))
+    for ours, theirs in ((patches, conv), (d_patches, d_conv)):
+        want = [theirs(*client) for client in zip(x, weight, b)]
+        torch.testing.assert_close(ours(x[0], weight[0], b[0]), want[0])
+        stacked = torch.stack(want) if theirs is conv else tuple(map(torch.stack, zip(*want)))
+        torch.testing.assert_close(vmap(ours)(x, weight, b), stacked)
+
+
+def test_grad_is_that_of_torch_func():
+    """Of one argument and of two, beside a second result, of an argument that is not used, inside vmap and inside itself."""
+    a, b = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+
+    def f(a, b, c=None):
+        return (a.sin() * b**2).sum()
+
+    def with_aux(a, b):
+        return f(a, b), (a * b, b)
+
+    same = lambda x, y: torch.testing.assert_close(x, y, atol=0, rtol=0)  # noqa: E731
+    same(engine.grad(f)(a, b), a.cos() * b**2)
+    same(engine.grad(f, argnums=(1, 0))(a, b), grad(f, argnums=(1, 0))(a, b))
+    same(engine.grad(f, argnums=(0, 2))(a, b, a), (a.cos() * b**2, torch.zeros_like(a)))
+    g, aux = engine.grad(with_aux, has_aux=True)(a, b)
+    same((g, aux), grad(with_aux, has_aux=True)(a, b))
+    assert not any(z.requires_grad for z in (a, b, g, *aux))  # a state that held on to its history would fill the memory
+    same(vmap(engine.grad(f))(a, b), vmap(grad(f))(a, b))
+    same(grad(lambda a: engine.grad(f)(a, b).sum())(a), -a.sin() * b**2)
+    with torch.no_grad():
+        same(engine.grad(f)(a, b), grad(f)(a, b))
 
 
 def trained(fed, S):
