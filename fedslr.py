@@ -201,7 +201,7 @@ def server_step(net, args, v):
 
 def export(path, net, w, ranks):
     """Writes w [d] to a file: a matrix whose factors are smaller as these, as kernels [n, r, k1, 1] and [r, c, 1, k2]."""
-    parts = {name: w[where].view(shape).clone() for name, where, shape in net.tensors}
+    parts = {name: w[where].view(shape).cpu().clone() for name, where, shape in net.tensors}
     for (i, rows, columns), r in zip(matrices(net), ranks.tolist()):
         name, _, shape = net.tensors[i]
         n, c, k1, k2 = (*shape, 1, 1)[:4]
