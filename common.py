@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 import engine
 from datasets import DATASETS, limit_images, load_data
-from engine import grad, leads, refuse  # noqa: F401 (these two lines are also for the algorithms' files)
+from engine import alone, grad, leads, refuse  # noqa: F401 (these two lines are also for the algorithms' files)
 from records import Run, drawing, finite  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ below, and tests compare the two for every algorithm.
     2. Many clients in one step         train, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
-    5. Gradients                        grad
+    5. Where nothing is vmapped         alone, grad
 
 fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
 clients go at once, None for all: the fastest), replays (the CUDA graphs made so far), slots and filled (images computed in this
@@ -345,14 +345,19 @@ class Patches(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Gradients
+# 5. Where nothing is vmapped
+
+
+def alone():
+    """Whether what runs is one client's step, and not many at once (nor inside another grad)."""
+    return torch._C._functorch.maybe_current_level() is None
 
 
 def grad(function, argnums=0, has_aux=False):
     """torch.func.grad of a function of tensors, with less overhead where nothing is vmapped: a sixth of a small CNN's step."""
 
     def gradient(*args):
-        if torch._C._functorch.maybe_current_level() is not None:  # inside vmap, or another grad
+        if not alone():
             return torch.func.grad(function, argnums, has_aux)(*args)
         args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
         for i in wanted:
