@@ -213,9 +213,9 @@ def tune(fed, work, order):
     """The fastest way to do work(part) for all clients in `order`, and how many of them at once: together or one by one (unless
     --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
-    counts, times = (fed.slots, fed.filled), {}
+    counts, times, captured = (fed.slots, fed.filled), {}, {}
     for fed.net.route, most in ways:
-        seconds = float("inf")
+        seconds, fed.graphs = float("inf"), True
         try:
             for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
@@ -223,10 +223,12 @@ def tune(fed, work, order):
                 seconds = min(seconds, now(fed.device) - start)
         except RuntimeError:  # too little memory, or no such convolution on this device
             seconds = float("inf")
-        times[fed.net.route, most] = seconds
+        times[fed.net.route, most], captured[fed.net.route, most] = seconds, fed.graphs
         fed.replays.clear()
     fed.slots, fed.filled = counts
-    return min(times, key=times.get)
+    best = min(times, key=times.get)
+    fed.graphs = captured[best]
+    return best
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,12 +285,13 @@ class Replay:
                         torch.cuda.set_sync_debug_mode(synchronisation)
                         self.once()
                 torch.cuda.set_sync_debug_mode("default")
-                main.wait_stream(side)
                 with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):  # NCCL's thread may do more
                     self.once()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
                 torch.cuda.set_stream(main)  # torch 2.11 stays on the other one after a failed capture
+                with contextlib.suppress(RuntimeError):  # a capture that could not be ended
+                    main.wait_stream(side)  # it may still be writing to what is here
             self.go, self.pool, self.function = graph.replay, graph.pool(), None
 
     def once(self):

@@ -319,7 +319,8 @@ def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("Psi-Net")
     own.add_argument("--groups", type=common.between(int, 0), default=10, help="G; 0: FedAvg on the network without groups")
-    own.add_argument("--depth", help=f"the layer where grouping starts (unless given: {DEPTH})")
+    own.add_argument("--depth", help="the layer where grouping starts (unless given: "
+                                           + ", ".join(f"{layer} of {model}" for model, layer in DEPTH.items()) + ")")
     own.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
                      help="gn: BatchNorm below the depth, GroupNorm from there on (with --groups 0 everywhere); bn: BatchNorm "
                           "everywhere")

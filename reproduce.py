@@ -7,7 +7,7 @@
     python reproduce.py --scale 0.1 --budget 30m          a tenth of the rounds, kept apart; stops in time, continues later
     python reproduce.py --tables                          the page alone, from the results there are
     python reproduce.py --accept "why" --only fedavgm     stale results stand for today's sources; the reason is kept
-    python reproduce.py --quick                           who beats whom, on the embedded data set, in about ten minutes
+    python reproduce.py --quick                           who beats whom, on the embedded data set, in about 20 minutes
 
 A cell is (table, row, column): the published value and how ours is read from records. A run is a command; cells and tables
 share runs. Seed s is `--seed s --split-seed s`. A run's record is results/<table>/<run>/<seed>/result.json, under
@@ -1014,8 +1014,8 @@ LEGEND = """# The papers' tables, and ours
 Made by `python reproduce.py --tables` from the records in this folder; not to be edited. `make reproduce` runs what is missing.
 
 A cell is *paper / ours*: mean ± standard deviation over seeds (how many), of the last round. NR: not recovered, lost in our
-copy of the paper. `·`: not run. In brackets: fewer rounds than wanted; diverged; stale, made by other source files than
-today's. **!**: differs from the paper by more than the spread over seeds; said only of all rounds and two seeds or more.
+copy of the paper. `·`: not run. `-`: the paper has no such cell. In brackets: fewer rounds than wanted; diverged; stale, made by
+other source files than today's. **!**: differs from the paper by more than the spread over seeds; said only of all rounds and two seeds or more.
 Accuracies are in per cent.
 """
 
@@ -1041,8 +1041,8 @@ def page():
                     shown_as = ours(cell, s) + " **!**" * (judged == "differs") + f" [{s.note}]" * bool(s.note)
                     r, where = s.results[0], s.results[0].path.parent.relative_to(RESULTS)
                     minutes = statistics.mean(sum(one["seconds"] or 0 for one in x.record["rounds"]) / 60 for x in s.results)
-                    details.append(line(f"{row}, {cell.column}", cell.published, ours(cell, s), digits(s.best, cell.measure),
-                                        difference, judged, s.note, len(r.record["rounds"]), arguments(r.command)["rounds"],
+                    details.append(line(f"{row}, {cell.column}", cell.published.replace("?", "NR"), ours(cell, s),
+                                        digits(s.best, cell.measure), difference, judged, s.note, len(r.record["rounds"]), arguments(r.command)["rounds"],
                                         r.record["environment"]["device"], f"{minutes:.1f}", f"[{where}]({where})"))
                     for sentence in [z for key, z in WHY.items() if f"{t.name}/{row}/{cell.column}/".startswith(f"{key}/")]:
                         reasons.setdefault(sentence, []).append(f"{row}, {cell.column}")
@@ -1054,12 +1054,15 @@ def page():
             body += ["", "<details><summary>Last and best round, difference, device, minutes, records</summary>", "",
                      line("cell", "paper", "ours", "best", "difference", "", "", "rounds", "of", "device", "min", "record"),
                      line(*["---"] * 12), *details, "", "</details>"]
-        body += ["", "<details><summary>Commands</summary>", ""]
-        for command in dict.fromkeys(c for cell, _ in seen.values() for c in cell.commands):
-            states = [f"seed {r.seed}{f' at scale {s:g}' * (s != 1)} {r.state}" for s in scales() for r in results(command, s)]
+        commands = dict.fromkeys(c for cell, _ in seen.values() for c in cell.commands)
+        states = {c: [f"seed {r.seed}{f' at scale {s:g}' * (s != 1)} {r.state}" for s in scales() for r in results(c, s)]
+                  for c in commands}  # fmt: skip
+        missing = sum(not found for found in states.values())
+        body += ["", f"<details><summary>Commands: {len(commands)}, {missing} of them not run</summary>", ""]
+        for command, found in states.items():
             words = expand(command, f"results/{runs()[command]}/0", seed=0, split_seed=0)
-            body.append(f"- `python {shlex.join(words)}` ({', '.join(states) or 'not run'})")
-        body += ["", "</details>"]
+            body += [f"- `python {shlex.join(words)}` ({', '.join(found)})"] * bool(found)
+        body += [f"- All: `python reproduce.py --list --only {t.name}`", "", "</details>"]
     return "\n".join(text + body) + "\n"
 
 

@@ -8,16 +8,16 @@ operations on tensors of both and numpy arrays of the GPU's tensors; and while o
 graph, all that waits for the GPU or copies to it. How fast or how exact a GPU is can't be seen here.
 """
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU = torch.device("cpu", 0)
 aten = torch.ops.aten
-FACTORIES = {"tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "rand", "randn", "randint", "randperm",
-             "as_tensor"}  # fmt: skip
 READS = {"numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu"}
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal}
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.equal,
+         aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors}  # fmt: skip
 
 
 class Wrong(Exception):
@@ -64,41 +64,72 @@ class Calls(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if f == torch.Tensor.device.__get__:
             return GPU if where(first) == "gpu" else torch.device("cpu")
-        if name in READS and where(first) == "gpu":
-            if self.operations.capturing:
+        on_gpu = first is not None and where(first) == "gpu"
+        to_cpu = name in ("cpu", "to") and first is not None and (name == "cpu" or torch.device("cpu") in args or "cpu" in args)
+        if self.operations.capturing:
+            index = args[1] if name in ("__getitem__", "__setitem__") else ()
+            from_host = name in ("tensor", "as_tensor", "new_tensor") or any(
+                isinstance(i, (list, np.ndarray)) for i in (index if isinstance(index, tuple) else (index,)))  # fmt: skip
+            if on_gpu and (name in READS or to_cpu) or from_host and (on_gpu or kwargs.get("device") == GPU):
                 raise Wrong(f"{name} in a captured step")
-            if name in ("numpy", "__array__"):
-                raise Wrong(f"{name} of a GPU's tensor")
-        if name in ("cpu", "to") and first is not None and (name == "cpu" or torch.device("cpu") in args or "cpu" in args):
+        if on_gpu and name in ("numpy", "__array__"):
+            raise Wrong(f"{name} of a GPU's tensor")
+        if to_cpu:
             return label(first.detach().clone(), "cpu")
         result = f(*args, **kwargs)
-        if name in FACTORIES:
-            device = kwargs.get("device")
-            label(result, "gpu" if device == GPU else "cpu")
+        if not tensors_of((*args, *kwargs.values())):
+            label(result, "gpu" if kwargs.get("device") == GPU else "cpu")
         return result
 
 
 class Operations(TorchDispatchMode):
     """What is done, by autograd and vmap too."""
 
-    capturing = False
+    capturing, log = False, None
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         kwargs, kind = kwargs or {}, f.overloadpacket
         tensors = tensors_of((*args, *kwargs.values()))
         places = [vars(x).get("where") for x in tensors]
-        # one number on the CPU may stand beside the GPU's tensors; but a graph would keep the number of its capture
-        numbers = kind not in (aten.cat, aten.stack) and not self.capturing
-        gpu, cpu = "gpu" in places, any(p == "cpu" and (x.dim() or not numbers) for x, p in zip(tensors, places))
-        moves, looks_up = kwargs.get("device") == GPU or kind is aten.copy_, kind in (aten.index, aten.index_put_, aten.index_put)
-        if gpu and cpu and not moves and not (looks_up and places[0] == "gpu"):
-            raise Wrong(f"{f} of tensors on {places}")
-        if self.capturing and kind is aten._linalg_svd:
-            raise RuntimeError("called a synchronizing CUDA operation")  # as PyTorch says it
-        if self.capturing and (kind in WAITS or "cpu" in places and moves or
-                               looks_up and any(p == "cpu" or x.dtype == torch.bool for x, p in zip(tensors[1:], places[1:]))):
-            raise Wrong(f"{f} of tensors on {places} in a captured step")
+        self.refuse(f, kind, args, kwargs, tensors, places)
         result = f(*args, **kwargs)
+        if self.log is not None:
+            self.note(f, args, kwargs, tensors, result)
         if f._schema.is_mutable and places and places[0]:
             return result
-        return label(result, "gpu" if gpu or kwargs.get("device") == GPU else "cpu" if "cpu" in places else None)
+        gpu = "gpu" in places or kwargs.get("device") == GPU
+        return label(result, "gpu" if gpu else "cpu" if "cpu" in places else None)
+
+    def refuse(self, f, kind, args, kwargs, tensors, places):
+        """Raises Wrong where a GPU would refuse."""
+        what, moves = f"{f} of tensors on {places}", kwargs.get("device") == GPU or kind is aten.copy_
+        # one number on the CPU may be read beside the GPU's tensors; but a graph would keep the number of its capture
+        numbers = kind not in (aten.cat, aten.stack) and not self.capturing and not (f._schema.is_mutable and places[:1] == ["cpu"])
+        looks_up = kind is aten.index or kind in (aten.index_put, aten.index_put_) and vars(args[2]).get("where") != "cpu"
+        if "gpu" in places and any(p == "cpu" and (x.dim() or not numbers) for x, p in zip(tensors, places)):
+            if not moves and not (looks_up and places[0] == "gpu"):
+                raise Wrong(what)
+        if self.capturing:
+            if kind is aten._linalg_svd:
+                raise RuntimeError("called a synchronizing CUDA operation")  # as PyTorch says it
+            by_host = looks_up and any(p == "cpu" or x.dtype == torch.bool for x, p in zip(tensors[1:], places[1:]))
+            if kind in WAITS or "cpu" in places and moves or by_host:
+                raise Wrong(f"{what} in a captured step")
+
+    def note(self, f, args, kwargs, tensors, result):
+        """Adds to the log what a graph would repeat of this operation: its numbers, and the memory that was there before."""
+        memory = [x.untyped_storage().data_ptr() for x in tensors]
+        numbers = [str(a) for a in (*args, *kwargs.values()) if not tensors_of((a,))]
+        self.log.append((str(f), numbers, [m for m in memory if m not in self.made]))
+        for x in tensors_of((result,)):
+            if x.untyped_storage().data_ptr() not in memory:
+                self.made[x.untyped_storage().data_ptr()] = x  # kept, or its memory would soon be another's
+
+    def logged(self, work):
+        """What work() does, by what a graph of it would repeat."""
+        self.log, self.made = [], {}
+        try:
+            work()
+            return self.log
+        finally:
+            self.log = self.made = None

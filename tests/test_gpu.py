@@ -19,6 +19,7 @@ REAL = torch.cuda.is_available()
 FEW = ["--limit", "300"]
 OPTIONS = {  # what COMMANDS have not
     "fedavg, tuned": ["fedavg", *SOME, "--model", "cifarnet"],
+    "fedavg, patches": ["fedavg", *SOME, "--model", "cifarnet", "--transform", "fedslr"],
     "fedavg, tfcnn in bf16": ["fedavg", *SOME, "--model", "tfcnn", "--transform", "tensorflow", "--precision", "bf16", "--rounds", "1", "--plot"],
     "superfed as its code": ["superfed", *SOME, "--model", "mnistnet", "--as", "official", "--weight-decay", "0.01", "--plot"],
     "psinet, no groups": ["psinet", *SOME, "--groups", "0", "--norm", "bn", "--tv", "--plot", "--rounds", "1"],
@@ -30,58 +31,87 @@ OPTIONS = {  # what COMMANDS have not
     "apfl, adaptive": ["baselines", "--method", "apfl", *SOME, "--model", "mnistnet", "--adaptive"],
 }  # fmt: skip
 
+LARGE = {  # too slow without a GPU
+    "fedavg, tf32": ["fedavg", *SOME],
+    "fedslr, resnet18": ["fedslr", *SOME, "--transform", "fedslr", "--rounds", "1"],
+    "psinet, mobilenet": ["psinet", *SOME, "--model", "mobilenet", "--transform", "fedslr", "--rounds", "1"],
+}
+
 
 @contextlib.contextmanager
-def gpu(tuned=True):
-    """Within, --device cuda is the GPU, a real or a pretended one, and it trains in the GPU's way. tuned: as it chooses."""
-    if REAL:
-        yield
-        return
-    init, capture, from_numpy, load = common.Federation.__init__, engine.Replay.__init__, torch.from_numpy, torch.load
+def gpu(name=""):
+    """Within, --device cuda is the GPU, a real or a pretended one, and it trains in the GPU's way: as it chooses if name says tuned,
+    else all together by a graph from the first step on."""
+    init, make, once, from_numpy, load = (common.Federation.__init__, engine.Replay.__init__, engine.Replay.once, torch.from_numpy,
+                                          torch.load)  # fmt: skip
     operations = pretend.Operations()
 
     def as_on_a_gpu(self, args):
         init(self, args)
-        vars(self).update(vmap=True, graphs=True, parallel=None)
-        if not tuned:
-            vars(self).update(ways=Conv(), replays=Seen())
+        self.vmap, self.graphs, self.parallel = True, True, None
+        if "tuned" not in name:
+            self.ways, self.replays = Conv(), Seen()
+        if "patches" in name:
+            self.net.route = "patches"
 
     def captured(self, *args):
-        capture(self, *args)
+        make(self, *args)
         operations.capturing = True
         try:
-            self.once()
+            self.first = operations.logged(lambda: once(self))
         finally:
             operations.capturing = False
 
-    with pytest.MonkeyPatch.context() as patch, operations, pretend.Calls(operations):
+    def replayed(self):  # a graph does again what was captured; here Python does, which must be the same
+        again = operations.logged(lambda: once(self))
+        if again != self.first:
+            raise pretend.Wrong(next((a, b) for a, b in zip(self.first, again) if a != b))
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(common.Federation, "__init__", as_on_a_gpu)
-        patch.setattr(engine.Replay, "__init__", captured)
-        patch.setattr(engine, "find_device", lambda name: (pretend.GPU, 0, 1))
-        patch.setattr(torch, "from_numpy", lambda array: pretend.label(from_numpy(array), "cpu"))  # which Calls doesn't see
-        patch.setattr(torch, "load", lambda file, map_location="cpu", **more: pretend.label(
-            load(file, map_location="cpu", **more), "gpu" if map_location == pretend.GPU else "cpu"))
+        if not REAL:
+            patch.setattr(engine.Replay, "__init__", captured)
+            patch.setattr(engine.Replay, "once", replayed)
+            patch.setattr(engine, "find_device", lambda name: (pretend.GPU, 0, 1))
+            patch.setattr(torch, "from_numpy", lambda array: pretend.label(from_numpy(array), "cpu"))  # which Calls doesn't see
+            patch.setattr(torch, "load", lambda file, map_location="cpu", **more: pretend.label(
+                load(file, map_location="cpu", **more), "gpu" if map_location == pretend.GPU else "cpu"))
+            stack.enter_context(operations)
+            stack.enter_context(pretend.Calls(operations))
         yield operations
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, *OPTIONS])
+NAMES = [*COMMANDS, *OPTIONS, *LARGE] if REAL else [name for name in (*COMMANDS, *OPTIONS) if "one client" not in name]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_gpus_way_gives_what_the_loop_gives(name, tmp_path, capsys):
     """Same weights, accuracies and bytes; on a GPU every step was captured."""
-    module, *argv = {**COMMANDS, **OPTIONS}[name]
+    module, *argv = {**COMMANDS, **OPTIONS, **LARGE}[name]
     argv = [word.format(tmp_path) for word in argv] + FEW
-    loop, want = run(importlib.import_module(module), argv, tmp_path / "loop")
-    device = ["--device", "cuda", "--precision", loop["args"]["precision"]] if REAL else []
-    with gpu("tuned" in name):
+    starts, initial_weights = [], common.Federation.initial_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Federation, "initial_weights", lambda self: starts.append(initial_weights(self)) or starts[-1])
+        loop, want = run(importlib.import_module(module), argv, tmp_path / "loop")
+    precision = "tf32" if "tf32" in name else loop["args"]["precision"]
+    with gpu(name):
+        device = ["--device", "cuda", "--precision", precision] if REAL else []
         record, state = run(importlib.import_module(module), [*argv, *device], tmp_path / "together")
     for key in ("split", "parameters", "bytes_up", "bytes_down"):
         assert record[key] == loop[key]
-    exact = loop["args"]["precision"] == "fp32"
+    near = {"fp32": 0.03, "tf32": 0.05, "bf16": 0.1}[precision]
     for key, value in want.items():
-        if torch.is_tensor(value):
-            torch.testing.assert_close(state[key], value, **dict(atol=1e-4, rtol=1e-3) if exact else dict(atol=0.02, rtol=0.02))
+        if torch.is_tensor(value) and value.shape[-1:] == starts[0].shape and value.is_floating_point():  # weights: by what was learnt
+            for got, wanted in zip(state[key].flatten(0, -2), value.flatten(0, -2)) if value.dim() > 1 else [(state[key], value)]:
+                assert (got - wanted).norm() <= near * (wanted - starts[0]).norm() + 1e-6, key
+        elif torch.is_tensor(value) and value.is_floating_point():
+            torch.testing.assert_close(state[key], value, atol=near / 100, rtol=near)
+        elif torch.is_tensor(value):  # masks, numbers: a near tie may be decided otherwise
+            assert (state[key] != value).float().mean() <= (1e-3 if REAL else 0)
     for part in loop["final"].keys() & {"global", "personal"}:
         for measure, value in loop["final"][part].items():
-            assert np.allclose(value, record["final"][part][measure], atol=0.02 if exact else 0.1), (part, measure)
+            assert np.allclose(value, record["final"][part][measure], atol=0.1 if REAL or precision == "bf16" else 0.02), (part, measure)
     assert any("padding" in row for row in record["rounds"])
     captured = "can't be captured" not in capsys.readouterr().out
     assert captured == (name != "fedslr, lpgd")  # its singular values wait for the GPU
@@ -115,6 +145,8 @@ def test_a_run_is_resumed_on_it(tmp_path):
     lambda x: x.numpy(),
     lambda x: x.new_zeros(3) * torch.from_numpy(np.ones(3)),
     lambda x: torch.func.vmap(lambda a: a * torch.ones(2))(x[:, None]),
+    lambda x: torch.tensor(0.0).add_(x[0]),
+    lambda x: x.index_put_((torch.tensor([0]),), torch.ones(1)),
 ])  # fmt: skip
 def test_what_a_gpu_refuses_the_pretended_one_refuses(mistake):
     with gpu(), pytest.raises(pretend.Wrong):
@@ -127,6 +159,12 @@ def test_what_a_gpu_refuses_the_pretended_one_refuses(mistake):
     lambda x: x if x[0] > 0 else -x,
     lambda x: x[x > 0],
     lambda x: x[torch.tensor([0, 1])],
+    lambda x: x[[0, 1]],
+    lambda x: x[np.array([0, 1])],
+    lambda x: x * torch.tensor(0.1, device=x.device),
+    lambda x: x * x.new_tensor([0.1]),
+    lambda x: x.to("cpu"),
+    lambda x: torch.bincount(x.long()),
     lambda x: x * torch.tensor(0.1),
     lambda x: x * torch.ones(3).to(x.device),
     lambda x: x.copy_(torch.ones(3)),
@@ -140,6 +178,26 @@ def test_what_can_not_be_captured_is_refused(mistake):
         operations.capturing = True
         with pytest.raises(pretend.Wrong):
             mistake(x)
+
+
+@pytest.mark.skipif(REAL, reason="for machines without a GPU")
+@pytest.mark.parametrize("frozen", ["number", "tensor", "branch", None])
+def test_a_step_that_a_graph_would_freeze_is_refused(frozen):
+    """What changes from call to call must come in as state, inputs or shared."""
+    with gpu():
+        call, kept = [1.0], torch.ones(2, device=pretend.GPU)
+
+        def function(state, x):
+            if frozen == "branch" and call[0] > 1:
+                x = x + x
+            return state + x * (call[0] if frozen == "number" else 1) * (kept if frozen == "tensor" else 1)
+
+        state, x, live = torch.zeros(1, 2, device=pretend.GPU), torch.ones(1, 1, 2, device=pretend.GPU), torch.ones(1, 1, device=pretend.GPU)
+        replay = engine.Replay(function, state, (x[0], live[0].bool()), ())
+        replay(state, (x, live.bool()), ())
+        call[0], kept = 2.0, torch.zeros(2, device=pretend.GPU)
+        with pytest.raises(pretend.Wrong) if frozen else contextlib.nullcontext():
+            replay(state, (x, live.bool()), ())
 
 
 @pytest.mark.skipif(REAL, reason="for machines without a GPU")
