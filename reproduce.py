@@ -582,6 +582,8 @@ table("persfl-figure-2", "PersFL, Figure 2: the rounds of the users' teachers", 
 
 # Sentences of explanation, for a table or a part of one.
 WHY = {
+    "superfed-1/SuPerFed-LM/CIFAR-10 personal": "Of 40 rounds Phase II has 8: two clients in five (.9^8 = .43) were never "
+                                                "sampled in it and are evaluated with a random local model.",
     "superfed-figure-2/LM mu=0.01/nu=2": "L of Layer Mixing is not known here. With .8, about one client in eight is never "
                                          "sampled in Phase II and is evaluated with a random local model.",
     "persfl-2": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). Users' sizes in DS-3 "
@@ -1014,9 +1016,9 @@ LEGEND = """# The papers' tables, and ours
 Made by `python reproduce.py --tables` from the records in this folder; not to be edited. `make reproduce` runs what is missing.
 
 A cell is *paper / ours*: mean ± standard deviation over seeds (how many), of the last round. NR: not recovered, lost in our
-copy of the paper. `·`: not run. `-`: the paper has no such cell. In brackets: fewer rounds than wanted; diverged; stale, made by
-other source files than today's. **!**: differs from the paper by more than the spread over seeds; said only of all rounds and two seeds or more.
-Accuracies are in per cent.
+copy of the paper. `·`: not run. `-`: the paper has no such cell. In brackets: fewer rounds than wanted; diverged; stale, made
+by other source files than today's. **!**: differs from the paper by more than the spread over seeds; said only of all rounds
+and two seeds or more. Accuracies are in per cent.
 """
 
 
@@ -1042,8 +1044,9 @@ def page():
                     r, where = s.results[0], s.results[0].path.parent.relative_to(RESULTS)
                     minutes = statistics.mean(sum(one["seconds"] or 0 for one in x.record["rounds"]) / 60 for x in s.results)
                     details.append(line(f"{row}, {cell.column}", cell.published.replace("?", "NR"), ours(cell, s),
-                                        digits(s.best, cell.measure), difference, judged, s.note, len(r.record["rounds"]), arguments(r.command)["rounds"],
-                                        r.record["environment"]["device"], f"{minutes:.1f}", f"[{where}]({where})"))
+                                        digits(s.best, cell.measure), difference, judged, s.note, len(r.record["rounds"]),
+                                        arguments(r.command)["rounds"], r.record["environment"]["device"], f"{minutes:.1f}",
+                                        f"[{where}]({where})"))
                     for sentence in [z for key, z in WHY.items() if f"{t.name}/{row}/{cell.column}/".startswith(f"{key}/")]:
                         reasons.setdefault(sentence, []).append(f"{row}, {cell.column}")
                 words.append(f"{cell.published.replace('?', 'NR')} / {shown_as}" if cell else "-")

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 GPU = torch.device("cpu", 0)
 aten = torch.ops.aten
 READS = {"numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu"}
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.equal,
-         aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors}  # fmt: skip
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
+         aten.equal, aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors}  # fmt: skip
 
 
 class Wrong(Exception):
@@ -104,7 +104,8 @@ class Operations(TorchDispatchMode):
         """Raises Wrong where a GPU would refuse."""
         what, moves = f"{f} of tensors on {places}", kwargs.get("device") == GPU or kind is aten.copy_
         # one number on the CPU may be read beside the GPU's tensors; but a graph would keep the number of its capture
-        numbers = kind not in (aten.cat, aten.stack) and not self.capturing and not (f._schema.is_mutable and places[:1] == ["cpu"])
+        written = f._schema.is_mutable and places[:1] == ["cpu"]
+        numbers = not (written or self.capturing or kind in (aten.cat, aten.stack))
         looks_up = kind is aten.index or kind in (aten.index_put, aten.index_put_) and vars(args[2]).get("where") != "cpu"
         if "gpu" in places and any(p == "cpu" and (x.dim() or not numbers) for x, p in zip(tensors, places)):
             if not moves and not (looks_up and places[0] == "gpu"):
