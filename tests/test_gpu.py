@@ -33,7 +33,7 @@ OPTIONS = {  # what COMMANDS have not
 
 LARGE = {  # too slow without a GPU
     "fedavg, tf32": ["fedavg", *SOME],
-    "fedslr, resnet18": ["fedslr", *SOME, "--transform", "fedslr", "--rounds", "1"],
+    "fedslr, resnet18": ["fedslr", *SOME, "--model", "resnet18", "--transform", "fedslr", "--rounds", "1"],
     "psinet, mobilenet": ["psinet", *SOME, "--model", "mobilenet", "--transform", "fedslr", "--rounds", "1"],
 }
 
