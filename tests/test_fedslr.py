@@ -349,7 +349,8 @@ def test_a_huge_sparse_penalty_leaves_the_gkr_alone(tmp_path):
     record, state = run(fedslr, [*SMALL, "--mu", "1e6", "--p-start", "copy", "--fraction", "1"], tmp_path)
     row = record["rounds"][-1]
     assert not state["p"].any()
-    assert row["personal"] == row["gkr"] and row["numbers"] == {"gkr": state["numbers"], "mixed": state["numbers"], "mixed_std": 0}
+    assert row["personal"] == pytest.approx(row["gkr"], abs=1e-6)  # images together or client by client
+    assert row["numbers"] == {"gkr": state["numbers"], "mixed": state["numbers"], "mixed_std": 0}
 
 
 def test_a_huge_low_rank_penalty_leaves_no_weights(tmp_path):

@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
 def objective(monkeypatch, soft, T=3.0, lam=0.4):
     """The value of the loss that student_step differentiates."""
     values = []
-    monkeypatch.setattr(persfl, "grad", lambda f: lambda *z: values.append(f(*z)) or torch.zeros_like(z[0]))
+    monkeypatch.setattr(common, "grad", lambda f: lambda *z: values.append(f(*z)) or torch.zeros_like(z[0]))
     monkeypatch.setattr(persfl, "vmap", lambda f: lambda *z: f(*(part[0] for part in z))[None])
     before, batch, _ = student(soft, T, lam)
     return float(values[0]), before, batch
