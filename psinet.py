@@ -161,7 +161,7 @@ class Surgery:
             return x
         precision, x = x.dtype, x.to(self.b.dtype)
         mean, var = self.b.split(self.net.sizes_b)[i].view(2, -1)  # [C] each
-        if self.mask is not None and common.alone() and self.mask.all() and x[:, 0].numel() > 1:  # the usual case, at once
+        if self.mask is not None and common.alone() and self.mask.all() and x[:, 0].numel() > 1:  # PyTorch's own is fast
             mean, var = mean.clone(), var.clone()
             x = F.batch_norm(x, mean, var, scale.to(x.dtype), shift.to(x.dtype), training=True)
             self.new[i] = torch.stack([mean, var])

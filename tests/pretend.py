@@ -26,18 +26,21 @@ class Wrong(Exception):
     pass
 
 
-def where(x):
-    """"gpu", "cpu" or None (made inside of PyTorch) of a tensor, in vmap and grad too."""
+def unwrapped(x):
+    """The tensor of which x is a part in vmap, or which it follows in grad."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    return vars(x).get("where")
+    return x
+
+
+def where(x):
+    """"gpu", "cpu" or None (made inside of PyTorch) of a tensor."""
+    return vars(unwrapped(x)).get("where")
 
 
 def label(result, name):
     for x in tensors_of((result,)):
-        while torch._C._functorch.is_functorch_wrapped_tensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
-        x.where = name
+        unwrapped(x).where = name
     return result
 
 
