@@ -73,13 +73,14 @@ def parser(doc, **defaults):
     g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
     g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
     g.add_argument("--limit", type=whole, help="use only this many training images, equally many of each class")
-    g.add_argument("--split", default="shards", choices=SPLITS, help="how the training images are given to the clients")
+    g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
+                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
     g.add_argument("--alpha", type=between(float, 0), default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes, alpha per class for fedslr")
     g.add_argument("--per-client", type=whole, default=2,
                    help="s, shards (--split shards) or classes (classes, lognormal) of a client")
-    g.add_argument("--clients", type=whole, default=100, help="K, clients in all (--split semantic finds its own)")
+    g.add_argument("--clients", type=whole, default=100, help="K, clients in all (--split semantic and natural find their own)")
     g.add_argument("--client-test", type=share, default=0.2,
                    help="share of a client's images held out as its own test images; 0: it is tested on central test "
                         "images instead, drawn with its class shares")
@@ -171,7 +172,7 @@ def split_clients(data, args):
     """
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]
-    if args.clients > data.train and args.split != "semantic":
+    if args.clients > data.train and args.split not in ("semantic", "natural"):
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
@@ -180,8 +181,9 @@ def split_clients(data, args):
         own_test = 0
         if args.client_val:
             refuse("--split fedslr has no validation images; use --client-val 0")
+    owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
     train, val, test = [], [], []
-    for k, index in enumerate(SPLITS[args.split](labels, data.classes, rng, args)):
+    for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
         a = int((1 - own_test - args.client_val) * n + 1e-9)
         b = n - int(own_test * n + 1e-9) if args.client_val else a
@@ -384,6 +386,16 @@ def split_fedslr(labels, classes, rng, args):
                 pools[c] = rng.permutation(np.flatnonzero(labels == c))
             parts, pools[c] = parts + [pools[c][:need]], pools[c][need:]
         owned.append(np.concatenate(parts))
+    return owned
+
+
+def split_natural(data):
+    """Each image to the client that it belongs to (users, writers, hospitals): the data set's array client_train."""
+    if data.owner is None:
+        refuse(f"--split natural wants an array client_train in the .npz, the client of each training image; {data.name} has none")
+    owned = [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]
+    if not all(map(len, owned)):
+        refuse("--limit leaves a client of --split natural without images; use a larger one")
     return owned
 
 

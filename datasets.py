@@ -15,13 +15,17 @@ from engine import refuse
 
 
 class Data(NamedTuple):
-    """images [N,H,W,C] uint8 and labels [N] int64; the first `train` are for training, the others the central test."""
+    """images [N,H,W,C] uint8 and labels [N] int64; the first `train` are for training, the others the central test.
+
+    owner [train]: the client that each training image belongs to, where the data set says so.
+    """
 
     name: str
     images: np.ndarray
     labels: np.ndarray
     train: int
     classes: int
+    owner: np.ndarray | None = None
 
     def fingerprint(self):
         digest = hashlib.sha256(np.ascontiguousarray(self.images))
@@ -55,8 +59,8 @@ def load_data(name, folder="data"):
     return check_data(path.stem, path if path.exists() else name, *arrays)
 
 
-def check_data(name, source, x_train, y_train, x_test, y_test):
-    """Joins four arrays to a Data; refuses shapes, types and labels that can't be trained on."""
+def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None):
+    """Joins the arrays to a Data; refuses shapes, types, labels and owners that can't be trained on."""
     joined = {}
     for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if x.dtype != np.uint8:
@@ -82,17 +86,23 @@ def check_data(name, source, x_train, y_train, x_test, y_test):
     if len(used) < classes:
         gap = np.flatnonzero(used != np.arange(len(used)))[0]
         refuse(f"{source}: labels go up to {classes - 1}, but no training image has the label {gap}; number the classes from 0")
-    return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes)
+    if client_train is not None:
+        if client_train.dtype.kind not in "iu" or client_train.shape != y.shape:
+            refuse(f"{source}: client_train is {client_train.dtype} of the shape {client_train.shape}; it must give an integer, "
+                   f"its client, for each of the {len(y)} training images")
+        if client_train.min() or client_train.max() != len(np.unique(client_train)) - 1:
+            refuse(f"{source}: client_train has gaps; number the clients from 0")
+    return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes, client_train)
 
 
 def read_npz(path):
-    """x_train, y_train, x_test, y_test of a .npz file."""
+    """x_train, y_train, x_test, y_test and, if it is there, client_train of a .npz file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in file]
             if missing:
                 refuse(f"{path} has no array {missing[0]}; it needs x_train, y_train, x_test and y_test")
-            return [file[key] for key in ("x_train", "y_train", "x_test", "y_test")]
+            return [file[key] for key in ("x_train", "y_train", "x_test", "y_test", "client_train") if key in file]
     except FileNotFoundError:
         refuse(f"there is no file {path}")
     except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file
@@ -198,4 +208,5 @@ def limit_images(data, limit):
         own = np.flatnonzero(labels == c)
         rank[own] = np.arange(len(own))
     keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.train, len(data.images))])
-    return data._replace(images=data.images[keep], labels=data.labels[keep], train=limit)
+    owner = None if data.owner is None else data.owner[keep[:limit]]
+    return data._replace(images=data.images[keep], labels=data.labels[keep], train=limit, owner=owner)

@@ -17,8 +17,8 @@ GPU = torch.device("cpu", 0)
 aten = torch.ops.aten
 READS = {"numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu"}
 WAITS = {
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.equal,
-    aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors,
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
+    aten.equal, aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors,
 }  # fmt: skip
 
 

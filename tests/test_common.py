@@ -163,6 +163,10 @@ def broken(**changes):
     (broken(x_train=np.zeros((40, 0, 8, 3), np.uint8)), "x_train is empty"),
     (broken(y_test=np.arange(20) % 4 + 2), "the test set has the label 5"),
     (broken(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int)), "x_test is empty"),
+    (broken(client_train=np.arange(40) / 2), "client_train is float64"),
+    (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 training images"),
+    (broken(client_train=np.arange(40) - 1), "client_train has gaps"),
+    (broken(client_train=np.array([10**18] + [0] * 39)), "client_train has gaps"),
 ])  # fmt: skip
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
@@ -224,6 +228,7 @@ SHAPES = ["--dataset", "shapes", *CPU]
     ([*SHAPES, "--split", "lognormal", "--per-client", "11"], "there are only 10 classes"),
     ([*SHAPES, "--split", "lognormal", "--clients", "1000"], "use fewer --clients"),
     ([*SHAPES, "--split", "fedslr", "--alpha", "0"], "needs --alpha above 0"),
+    ([*SHAPES, "--split", "natural"], "wants an array client_train in the .npz"),
     ([*SHAPES, "--split", "semantic", "--limit", "500"], "more than 100 images"),
     ([*SHAPES, "--split", "dirichlet-classes", "--clients", "1001"], "use fewer --clients than 1001"),
     ([*SHAPES, "--split", "fedslr", "--client-val", "0.1"], "has no validation images"),
@@ -332,6 +337,19 @@ def test_lognormal_gives_two_neighbouring_labels_and_very_unequal_sizes():
         assert set(LABELS[index]) == {k, (k + 1) % 10}
     sizes = [len(index) for seed in range(20) for index in split("lognormal", seed=seed, clients=10)]
     assert min(sizes) >= 20 and max(sizes) > 1000
+
+
+def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
+    owner = np.repeat([2, 0, 1], [25, 10, 5])
+    np.savez(tmp_path / "hospitals.npz", **arrays(), client_train=owner)
+    argv = ["--dataset", str(tmp_path / "hospitals.npz"), "--split", "natural", "--model", "mnistnet", *CPU]
+    fed = common.Federation(common.parser("a\n\nb").parse_args(argv))
+    assert fed.K == 3 and fed.n.tolist() == [8, 4, 20]
+    for k in range(3):
+        assert sorted([*fed.split.train[k], *fed.split.test[k]]) == np.flatnonzero(owner == k).tolist()
+    fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--limit", "38"]))
+    assert fed.whole.train[1].max() < 38 and (fed.data.owner == np.delete(owner, [38, 39])).all()
+    refused(capsys, [*argv, "--limit", "35"], "leaves a client of --split natural without images")
 
 
 def test_semantic_clusters_of_emnist():
