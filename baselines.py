@@ -311,7 +311,7 @@ def apfl(federation, run, args):
         w, u_w, v, u_v, alpha = client  # [d] weights and their momentum, twice; alpha_k
         w, u_w = descend(w, u_w, gradient(w, batch), eta)  # l.5
         g = gradient(mix(alpha, v, w), batch)  # l.6 (D1, D3)
-        new = (alpha - eta * ((v - w) @ g)).clamp(0, 1) if args.adaptive else alpha  # l.8 (D2)
+        new = (alpha - eta * ((v - w) * g).sum()).clamp(0, 1) if args.adaptive else alpha  # l.8 (D2)
         v, u_v = descend(v, u_v, alpha * g, eta)  # l.7
         return w, u_w, v, u_v, new
 

@@ -392,7 +392,7 @@ def split_fedslr(labels, classes, rng, args):
 def split_natural(data):
     """Each image to the client that it belongs to (users, writers, hospitals): the data set's array client_train."""
     if data.owner is None:
-        refuse(f"--split natural wants an array client_train in the .npz, the client of each training image; {data.name} has none")
+        refuse(f"--split natural wants an array client_train in the .npz, each training image's client; {data.name} has none")
     owned = [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]
     if not all(map(len, owned)):
         refuse("--limit leaves a client of --split natural without images; use a larger one")
@@ -918,7 +918,7 @@ class Federation:
         """Personal measures: each client's model, a row of W [rows,d] or the one model w [d] for all, on its own test images.
 
         mean and standard deviation std (divisor K-1) of the clients' accuracies, weighted_mean (by their test images),
-        worst_decile (mean of the worst tenth); loss, ece and mce are means over clients; per_client holds the accuracies [K].
+        worst_decile (mean of the worst tenth); top5, loss, ece and mce are means over clients; per_client: the accuracies [K].
         part: which list of the split, "test", "val" or "train".
         """
         own = getattr(self.split, part)
@@ -940,7 +940,7 @@ class Federation:
         return {
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
             "std": float(top1.std(ddof=1)) if self.K > 1 else 0.0, "worst_decile": float(worst.mean()),
-            **{name: float(one[name].mean()) for name in ("loss", "ece", "mce")}, "per_client": top1.tolist(),
+            **{name: float(one[name].mean()) for name in ("top5", "loss", "ece", "mce")}, "per_client": top1.tolist(),
         }  # fmt: skip
 
 

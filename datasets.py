@@ -88,8 +88,8 @@ def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None
         refuse(f"{source}: labels go up to {classes - 1}, but no training image has the label {gap}; number the classes from 0")
     if client_train is not None:
         if client_train.dtype.kind not in "iu" or client_train.shape != y.shape:
-            refuse(f"{source}: client_train is {client_train.dtype} of the shape {client_train.shape}; it must give an integer, "
-                   f"its client, for each of the {len(y)} training images")
+            refuse(f"{source}: client_train is {client_train.dtype} of the shape {client_train.shape}; it must give an "
+                   f"integer, its client, for each of the {len(y)} training images")
         if client_train.min() or client_train.max() != len(np.unique(client_train)) - 1:
             refuse(f"{source}: client_train has gaps; number the clients from 0")
     return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes, client_train)

@@ -9,10 +9,10 @@ was found.
     python psinet.py --dataset cifar10 --per-client 2 --prune (a node drops every group none of whose classes it has)
     python psinet.py --dataset cifar10 --groups 0 --norm bn --clients 1 --split iid --rounds 50 --tv     (which depth to choose)
 
-Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU cores (README: five ways):
-    results/psinet/gn-groups-10: global 0.4201
-    results/psinet/gn-groups-10-prune: global 0.6575, with --prune
-    results/psinet/gn-groups-0: global 0.4557, FedAvg with GroupNorm
+Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU cores, 11, 11 and 9 min (README: five ways):
+    results/scale-0.08/psinet-norm/psinet-cifar10/0: global 0.4201
+    results/scale-0.08/psinet-norm/psinet-cifar10-prune/0: global 0.6575, with --prune
+    results/scale-0.08/psinet-norm/psinet-cifar10-groups-0-norm-gn/0: global 0.4557, FedAvg with GroupNorm
 
 There is one model Omega = {Omega_shared, Omega_1, ..., Omega_G}: the weights w, and b, BatchNorm's running means and variances.
 "global" is the server's Omega on the central test images, the paper's measure; "personal" is that same Omega, whole also where

@@ -93,6 +93,9 @@ class Run:
                 self.clock = engine.now(federation.device)
                 yield t, federation.sample(t)
                 self.stop_clock()
+                if "global" in self.row or "personal" in self.row:
+                    passed = engine.now(federation.device) - self.clock - self.row["seconds"]
+                    self.row["evaluation_seconds"] = round(max(0.0, passed), 4)
                 self.add_up()
                 self.check_finite()
                 self.kept = dict(vars(state)), self.kept[1] + [self.row], self.per_client
@@ -241,7 +244,7 @@ class Run:
                 final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
-        own = ("round", "seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
+        own = ("round", "seconds", "evaluation_seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
         last = next((row for row in reversed(history) if "global" in row or "personal" in row), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
@@ -270,12 +273,12 @@ class Run:
         self.bar.close()
         self.save(failed)
         record = self.record(failed)
-        minutes = sum(row["seconds"] for row in record["rounds"]) / 60
+        minutes = [sum(row.get(name, 0) for row in record["rounds"]) / 60 for name in ("seconds", "evaluation_seconds")]
         done = f"{len(record['rounds'])} of {self.args.rounds} rounds"
-        print(f"\n{self.algorithm} on {self.federation.data.name}, {status} after {done}: {minutes:.1f} min of training, "
-              f"{record['bytes_up'] / 1e6:.1f} MB up, {record['bytes_down'] / 1e6:.1f} MB down")
+        print(f"\n{self.algorithm} on {self.federation.data.name}, {status} after {done}: {minutes[0]:.1f} min of training, "
+              f"{minutes[1]:.1f} of evaluation, {record['bytes_up'] / 1e6:.1f} MB up, {record['bytes_down'] / 1e6:.1f} MB down")
         for part, columns in (("global", ("top1", "top5", "loss", "ece", "mce")),
-                              ("personal", ("mean", "weighted_mean", "std", "worst_decile", "loss", "ece", "mce"))):
+                              ("personal", ("mean", "weighted_mean", "std", "worst_decile", "top5", "loss", "ece", "mce"))):
             if part in record["final"]:
                 print(f"{part:>10}" + "".join(f"{name:>14}" for name in ("round", *columns)))
                 for when in ("final", "best"):

@@ -215,12 +215,15 @@ table("superfed-figure-4", "SuPerFed, Figure 4: local epochs and minibatches, CI
 PSINET = "psinet.py --dataset cifar10"
 PLAIN = " --groups 0 --norm none"  # FedAvg on the network without groups
 table("psinet-norm", "Psi-Net, normalisation (VGG-9, CIFAR-10, 10x4)", "top-1", """
-    FedAvg      | 84.13
-    FedAvg + BN | 85.46
-    FedAvg + GN | 83.34
-    Psi-Net     | 88.26
+    FedAvg            | 84.13
+    FedAvg + BN       | 85.46
+    FedAvg + GN       | 83.34
+    Psi-Net           | 88.26
+    Psi-Net (--prune) | ?
     """, lambda row, column: (PSINET + {"FedAvg": PLAIN, "FedAvg + BN": " --groups 0 --norm bn",
-                                        "FedAvg + GN": " --groups 0 --norm gn", "Psi-Net": ""}[row], "global/top1"), 1)
+                                        "FedAvg + GN": " --groups 0 --norm gn", "Psi-Net": "",
+                                        "Psi-Net (--prune)": " --prune"}[row], "global/top1"), 1,
+      "With --prune a node has the groups of its classes alone. Whether the paper's 88.26 is so is lost.")
 table("psinet-groups", "Psi-Net, number of groups (VGG-16, CIFAR-100, 10x50)", "top-1", """
     FedAvg | 65.32
     G=10   | 68.23
@@ -697,8 +700,10 @@ class Result(NamedTuple):
         return max(1, round(self.scale * arguments(self.command)["rounds"]))
 
 
-# What may differ between a record and its command; seeds and rounds are compared by themselves.
-FREE = ("out", "resume", "plot", "parallel", "data_dir", "export", "device", "eval_every", "seed", "split_seed", "rounds")
+# What may differ between a record and its command; seeds and rounds are compared by themselves. --precision has another default
+# on a GPU; bf16 is said on the page.
+FREE = ("out", "resume", "plot", "parallel", "data_dir", "export", "device", "precision", "eval_every", "seed", "split_seed",
+        "rounds")
 
 
 def result(command, seed, scale=1.0):
@@ -760,13 +765,18 @@ def timings():
 
 @functools.cache
 def seconds_per_round():
-    """kind -> seconds on this device: from --measure, or better from records."""
+    """kind -> seconds on this device, evaluation's share included: from --measure, or better from records."""
     known = dict(timings().get(device(), {}))
     for scale, command in itertools.product(scales(), runs()):
         for r in results(command, scale):
-            if r.record and r.record["environment"]["device"] == device() and r.record["seconds_per_round"]:
-                known[kind(command)] = r.record["seconds_per_round"]
+            if r.record and r.record["environment"]["device"] == device() and r.record["rounds"]:
+                known[kind(command)] = seconds(r.record) / len(r.record["rounds"])
     return known
+
+
+def seconds(record):
+    """What a run took, with evaluation where the record knows it."""
+    return sum((row["seconds"] or 0) + row.get("evaluation_seconds", 0) for row in record["rounds"])
 
 
 def estimate(r):
@@ -792,7 +802,7 @@ def measure(commands, limit=120):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, timeout=limit)
             path = pathlib.Path(out) / "result.json"
-            one = json.loads(path.read_text())["seconds_per_round"] if path.exists() else None
+            one = seconds(json.loads(path.read_text())) / 2 if path.exists() else None
         print(f"measure {i + 1}/{len(kinds)}  {f'{one:.2f} s a round' if one else 'none in time':<18}{name}", flush=True)
         if one:
             known = timings()
@@ -971,6 +981,7 @@ def view(command, measure, scale):
     n, of = min(len(r.record["rounds"]) for r in use), arguments(command)["rounds"]
     diverged = sum(r.ended == "diverged" for r in found)
     notes = [f"{n} of {of} rounds"] * (n < of) + [f"{diverged} of {len(found)} diverged"] * (diverged > 0)
+    notes += ["bf16"] * any(r.record["args"].get("precision") == "bf16" for r in use)
     notes += ["stale"] * any(r.state == "stale" for r in use)
     if use[0].ended == "diverged":
         return Shown(use, None, None, None, ", ".join(notes))
@@ -1015,10 +1026,10 @@ LEGEND = """# The papers' tables, and ours
 
 Made by `python reproduce.py --tables` from the records in this folder; not to be edited. `make reproduce` runs what is missing.
 
-A cell is *paper / ours*: mean ± standard deviation over seeds (how many), of the last round. NR: not recovered, lost in our
-copy of the paper. `·`: not run. `-`: the paper has no such cell. In brackets: fewer rounds than wanted; diverged; stale, made
-by other source files than today's. **!**: differs from the paper by more than the spread over seeds; said only of all rounds
-and two seeds or more. Accuracies are in per cent.
+A cell is *paper / ours*: mean ± standard deviation over seeds (how many), of the last round; a seed is one of the split and of
+the weights. NR: not recovered, lost in our copy of the paper. `·`: not run. `-`: the paper has no such cell. In brackets: fewer
+rounds than wanted; diverged; bf16, products in half precision; stale, made by other source files than today's. **!**: differs
+from the paper by more than the spread over seeds; said only of all rounds and two seeds or more. Accuracies are in per cent.
 """
 
 
@@ -1042,7 +1053,7 @@ def page():
                     difference, judged = compare(cell, s)
                     shown_as = ours(cell, s) + " **!**" * (judged == "differs") + f" [{s.note}]" * bool(s.note)
                     r, where = s.results[0], s.results[0].path.parent.relative_to(RESULTS)
-                    minutes = statistics.mean(sum(one["seconds"] or 0 for one in x.record["rounds"]) / 60 for x in s.results)
+                    minutes = statistics.mean(seconds(x.record) / 60 for x in s.results)
                     details.append(line(f"{row}, {cell.column}", cell.published.replace("?", "NR"), ours(cell, s),
                                         digits(s.best, cell.measure), difference, judged, s.note, len(r.record["rounds"]),
                                         arguments(r.command)["rounds"], r.record["environment"]["device"], f"{minutes:.1f}",

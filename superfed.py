@@ -13,7 +13,8 @@ Measured, 100 of the 200 rounds, seed 0, one CPU core, 73 min each:
 Models of one shape: w^f, the federated one, which travels; w^l_k, the local one of client k, which never leaves it; and
 their mixtures W_k(lambda) = (1-lambda) w^f + lambda w^l_k, weight by weight. "global" is the server's w^f on the central
 test images. "personal" is W_k(lambda) on client k's own test images, with one lambda for all clients and layers, chosen on
-their training images; personal@test is the paper's choice, personal@lambda=0 the global model on the clients' images (D12).
+their training images, or validation images with --client-val; personal@test is the paper's choice, personal@lambda=0 the global
+model on the clients' images (D12).
 
 The paper's Algorithm 1, in our words (K clients, n_k training images of client k; Phase II begins with round L*R):
 
@@ -75,9 +76,10 @@ else. Effects are not measured unless stated.
     D12  The paper reports the best of lambda = 0, .1, ..., 1 (one for all clients, and in Layer Mixing, we assume, one for all
         layers) on the very test images that it is chosen on: personal@test. Here personal is at the lambda with the best mean
         accuracy over clients on training images (as many of a client's as it has test images; the smaller lambda if equal),
-        which w^l was fitted to; personal@lambda=0.5 needs no choice. Measured: the paper's choice is .011 (Model Mixing) and
-        .006 (Layer Mixing) higher (the results above). In Phase I lambda is 0. Whether the published numbers
-        are of the last or of the best round is not known; the record has both, and `best` is a choice on test images.
+        which w^l was fitted to, or on --client-val images, of which the paper has none; personal@lambda=0.5 needs no choice.
+        Measured: the paper's choice is .011 (Model Mixing) and .006 (Layer Mixing) higher (the results above). In Phase I
+        lambda is 0. Whether the published numbers are of the last or of the best round is not known; the record has both,
+        and `best` is a choice on test images.
     D13  Line 3: C*K is rounded down.
     D14  The paper's abstract claims gains for unseen clients; it describes no experiment. With --unseen N, N random clients
         take no part in line 3; after the last round each does lines 7 to 14 once, in Phase II, and is evaluated with its w^l
@@ -129,7 +131,7 @@ def client_step(net, args):
         lam = phase_two * batch.draw[own]  # l.11: [d], 0 in Phase I
         loss = common.cross_entropy(net(mix(w_f, w_l, lam * paired), batch.x), batch)  # l.12 (D2)
         u, v = paired * w_f, paired * w_l
-        cos = u @ v / (u.norm() * v.norm())
+        cos = (u * v).sum() / (u.norm() * v.norm())
         if args.as_ == "official":
             near = sum(z.norm() for z in ((1 - lam) * (w_f - w_g)).split(net.sizes))  # D1
         else:
@@ -154,14 +156,15 @@ def only(federation, clients):
 
 def measure_mixtures(clients, w_f, W_l, paired):
     """Personal measures at each of LAMBDAS and for the choices of D12; clients: from `only`; w_f [d], W_l [m, d]."""
-    test, train = [], []
+    test, held = [], []
+    part = "val" if clients.args.client_val else "train"
     for lam in LAMBDAS:
         W = mix(w_f, W_l, lam * paired)  # [m, d]
-        train.append(clients.evaluate_clients(W, "train")["mean"])
-        test.append({"lambda": lam, "train_mean": train[-1], **clients.evaluate_clients(W)})  # D10
-    by_train, by_test = train.index(max(train)), max(range(len(test)), key=lambda i: test[i]["mean"])
+        held.append(clients.evaluate_clients(W, part)["mean"])
+        test.append({"lambda": lam, f"{part}_mean": held[-1], **clients.evaluate_clients(W)})  # D10
+    chosen, by_test = held.index(max(held)), max(range(len(test)), key=lambda i: test[i]["mean"])
     short = [{name: value for name, value in measures.items() if name != "per_client"} for measures in test]
-    return {"personal": test[by_train], "personal@test": short[by_test], "personal@lambda=0.5": short[5],
+    return {"personal": test[chosen], "personal@test": short[by_test], "personal@lambda=0.5": short[5],
             "personal@lambda=0": short[0], "lambdas": short}  # fmt: skip
 
 
@@ -172,7 +175,8 @@ def show(run, first):
     groups = [(name, part) for name, part in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
     for name, part in groups:
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
-        for choice, how in (("personal", "chosen on training images"), ("personal@test", "chosen on test images"),
+        images = "validation" if run.args.client_val else "training"
+        for choice, how in (("personal", f"chosen on {images} images"), ("personal@test", "chosen on test images"),
                             ("personal@lambda=0.5", "fixed"), ("personal@lambda=0", "0: the global model")):  # fmt: skip
             values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")

@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import common  # noqa: E402
 
+TIMES = {"seconds": 0, "evaluation_seconds": 0}  # what differs between equal rounds
 QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--per-client", "2", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
          "--lr", "0.01", "--device", "cpu"]  # fmt: skip
 

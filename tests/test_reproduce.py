@@ -400,6 +400,20 @@ def test_folders_of_two_machines_are_merged_by_copying(small):
     assert log(small) == before and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
 
 
+def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monkeypatch):
+    go()
+    for name, precision in (("stand_in", "fp32"), ("stand_in-lr-0.5", "bf16")):
+        path = small / "results" / "t-1" / name / "0" / "result.json"
+        record = json.loads(path.read_text())
+        record["args"]["precision"] = precision
+        path.write_text(json.dumps(record))
+    usual = reproduce.arguments
+    monkeypatch.setattr(reproduce, "arguments", lambda command: {**usual(command), "precision": "tf32"})
+    before = log(small)
+    go()
+    assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | NR / 50.00 (1) [bf16] |" in page(small)
+
+
 def test_the_list_and_the_dry_run_run_nothing(small, capsys):
     go("--list")
     listed = capsys.readouterr().out

@@ -17,11 +17,11 @@ import common
 import fedavg
 import fedavgm
 import records
-from conftest import QUICK, federation, run
+from conftest import QUICK, TIMES, federation, run
 
 HERE = pathlib.Path(fedavg.__file__).parent
 GLOBAL = {"top1", "top5", "loss", "ece", "mce"}
-PERSONAL = {"mean", "weighted_mean", "std", "worst_decile", "loss", "ece", "mce"}
+PERSONAL = {"mean", "weighted_mean", "std", "worst_decile", "top5", "loss", "ece", "mce"}
 
 
 def test_the_record(tmp_path):
@@ -35,7 +35,9 @@ def test_the_record(tmp_path):
     assert [row["round"] for row in rounds] == [1, 2, 3, 4, 5] and all(row["seconds"] > 0 for row in rounds)
     assert [row["round"] for row in rounds if "global" in row] == [2, 4, 5]  # every second, and the last
     assert record["seconds_per_round"] == np.median([row["seconds"] for row in rounds]) and record["peak_memory_mb"] > 50
+    assert [row["round"] for row in rounds if row.get("evaluation_seconds", 0) > 0] == [2, 4, 5]
     for row in rounds[1::2]:
+        assert row["personal"]["mean"] <= row["personal"]["top5"] <= 1
         assert set(row["global"]) == GLOBAL and set(row["personal"]) == PERSONAL
     assert set(record["final"]["global"]) == GLOBAL | {"round"} and set(record["final"]["personal"]) == PERSONAL | {"round", "per_client"}
     assert record["final"]["global"] == {**rounds[4]["global"], "round": 5}
@@ -53,7 +55,7 @@ def same(a, b):
     """Two records, but for what differs between any two runs."""
     for record in (a, b):
         for row in record["rounds"]:
-            row.pop("seconds")
+            row.update(TIMES)
         for name in ("seconds_per_round", "peak_memory_mb", "environment"):
             record.pop(name)
         for name in records.FREE:

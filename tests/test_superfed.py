@@ -10,7 +10,7 @@ from torch.func import grad
 import common
 import fedavg
 import superfed
-from conftest import QUICK, paths, pixels, run, softmax_gradient
+from conftest import QUICK, TIMES, paths, pixels, run, softmax_gradient
 
 SAME = [*QUICK, "--momentum", "0.9"]
 SMALL = [*QUICK, "--model", "mnistnet", "--rounds", "4", "--start", "0.5", "--lr", "0.05"]
@@ -337,24 +337,28 @@ def test_a_run_resumed_in_phase_two_equals_an_uninterrupted_one_bit_for_bit(mix,
     again, b = run(superfed, [*argv, "--resume"], tmp_path / "cut")
     assert torch.equal(a["w_f"], b["w_f"]) and torch.equal(a["W_l"], b["W_l"])
     for row, other in zip(whole["rounds"], again["rounds"], strict=True):
-        assert {**row, "seconds": 0} == {**other, "seconds": 0}
+        assert {**row, **TIMES} == {**other, **TIMES}
 
 
 # Evaluation
 
 
-def test_each_choice_of_lambda():
-    """W is lambda in the two paired weights. Accuracy: training images .9 at .3 and .7, test images .8 at .6, elsewhere .1."""
+@pytest.mark.parametrize("share, part", [(0.0, "train"), (0.2, "val")])
+def test_each_choice_of_lambda(share, part):
+    """W is lambda in the two paired weights. Accuracy: images for the choice .9 at .3 and .7, test images .8 at .6, elsewhere .1."""
+    chosen_on = part
 
     class Clients:
+        args = SimpleNamespace(client_val=share)
+
         def evaluate_clients(self, W, part="test"):
             lam = round(float(W[0, 0]), 4)
             assert torch.equal(W, W[0, 0] * torch.tensor([1.0, 1.0, 0.0]).expand(2, -1))
-            high = {"train": {0.3: 0.9, 0.7: 0.9}, "test": {0.6: 0.8}}[part]
+            high = {chosen_on: {0.3: 0.9, 0.7: 0.9}, "test": {0.6: 0.8}}[part]
             return {"mean": high.get(lam, 0.1), "std": lam, "per_client": [lam]}
 
     found = superfed.measure_mixtures(Clients(), torch.zeros(3), torch.ones(2, 3), torch.tensor([1.0, 1.0, 0.0]))
-    assert found["personal"] == {"lambda": 0.3, "train_mean": 0.9, "mean": 0.1, "std": 0.3, "per_client": [0.3]}
+    assert found["personal"] == {"lambda": 0.3, f"{part}_mean": 0.9, "mean": 0.1, "std": 0.3, "per_client": [0.3]}
     assert found["personal@test"]["lambda"] == 0.6 and found["personal@test"]["mean"] == 0.8
     assert found["personal@lambda=0.5"]["std"] == 0.5 and found["personal@lambda=0"]["mean"] == 0.1
     assert [at["lambda"] for at in found["lambdas"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
