@@ -416,7 +416,7 @@ SPLITS = {
 class Weights:
     """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards.
 
-    route: how convolutions are computed, by "conv" or as products with "patches".
+    route: how convolutions are computed where many clients' are at once, by "conv" or as products with "patches".
     """
 
     def __init__(self, parts=None, route="conv"):
@@ -435,7 +435,7 @@ class Weights:
         shape = (out, x.shape[1] // groups, kernel, kernel)
         weight, offset = init or default_init(shape)
         weight, offset = self.take(name + ".weight", shape, weight), self.take(name + ".bias", (out,), offset) if bias else None
-        if self.route == "patches" and groups == 1:
+        if self.route == "patches" and groups == 1 and not alone():
             return engine.conv_by_patches(x, weight, offset, stride, padding)
         return F.conv2d(x, weight, offset, stride, padding, 1, groups)
 
@@ -772,7 +772,7 @@ class Federation:
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
         self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0  # engine.py's
-        self.images_at_once = 20_000  # of evaluation under vmap
+        self.at_once = {"images": 20_000}  # in evaluation under vmap
         self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
         engine.keep_memory()
 
@@ -890,21 +890,24 @@ class Federation:
 
     @torch.no_grad()
     def logits_together(self, W, own):
-        """logits(W[k], own[k]) of all k, one below the other, by vmap on images_at_once at most."""
+        """logits(W[k], own[k]) of all k, one below the other, by vmap on at_once["images"] at most."""
         longest = max(map(len, own))
-        most = max(1, self.images_at_once // longest)
-        index, real = np.zeros((len(own), longest), np.int64), np.zeros((len(own), longest), bool)
-        for k, mine in enumerate(own):
-            index[k, : len(mine)], real[k, : len(mine)] = mine, True
+        most = max(1, self.at_once["images"] // longest)
 
         def work(rows):
-            these = torch.from_numpy(index[rows]).to(self.device)
+            if len(rows) == 1:  # whatever its size
+                return self.logits(W[rows[0]], own[rows[0]])
+            index = np.zeros((len(rows), max(len(own[k]) for k in rows)), np.int64)
+            real = np.zeros(index.shape, bool)
+            for i, k in enumerate(rows):
+                index[i, : len(own[k])], real[i, : len(own[k])] = own[k], True
+            these = torch.from_numpy(index).to(self.device)
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
-            return vmap(self.net)(W[rows], x)[torch.from_numpy(real[rows]).to(self.device)]
+            return vmap(self.net)(W[rows], x)[torch.from_numpy(real).to(self.device)]
 
         parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
         if fitting < most:
-            self.images_at_once = fitting * longest
+            self.at_once["images"] = fitting * longest
         return torch.cat(parts)
 
     def evaluate(self, w):

@@ -10,8 +10,8 @@ below, and tests compare the two for every algorithm.
     5. Where nothing is vmapped         alone, grad
 
 fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
-clients go at once, None for all: the fastest), replays (the CUDA graphs made so far), slots and filled (images computed in this
-round, and how many of them were no padding).
+clients go at once, None for all: the fastest), replays (shapes -> the CUDA graph made for them), slots and filled (images
+computed in this round, and how many of them were no padding).
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 
 import numpy as np
 import torch
@@ -57,10 +58,10 @@ def find_device(name):
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as problem:
-        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu")
+        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu", alone=rank > 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see products
     if processes > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if rank:
@@ -99,13 +100,14 @@ def now(device):
 
 
 @contextlib.contextmanager
-def tf32(allowed):
-    """Whether matrix products and convolutions in fp32 may use TF32; outside of this they don't."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+def products(tf32):
+    """In here cuDNN times its kernels for each convolution, and matrix products and convolutions in fp32 use TF32 if `tf32`."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, tf32, tf32
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,30 +121,27 @@ def train(fed, step, state, plans, shared):
     """
     # like with like: those who have most minibatches first
     order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
-    usual = fed.net.route  # of evaluation
 
     def work(these, steps=None):
         few = [plans[i]._make(z[:steps] for z in plans[i]) for i in these]
         return train_together(fed, step, tree_map(lambda z: z[these], state), few, shared)
 
-    with tf32(fed.args.precision == "tf32"):
+    with products(tf32=fed.args.precision == "tf32"):
         try:
             if fed.graphs and step not in fed.ways:
                 fed.ways[step] = tune(fed, lambda these: work(these, 32), order)
-            fed.net.route, most = fed.ways.get(step, (usual, fed.parallel))
+            fed.net.route, most = fed.ways.get(step, (fed.net.route, fed.parallel))
             parts, fitting = in_parts(fed, work, order, most)
+            fed.ways[step] = fed.net.route, fitting
+            back = torch.from_numpy(np.argsort(order)).to(fed.device)
+            return tree_map(lambda *z: torch.cat(z)[back], *parts)
         except torch.cuda.OutOfMemoryError:
             refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model", alone=True)
-    if fitting != most:
-        print(f"memory  the GPU's is too small: {fitting} clients at once from here on")
-    fed.ways[step], fed.net.route = (fed.net.route, fitting), usual
-    back = torch.from_numpy(np.argsort(order)).to(fed.device)
-    return tree_map(lambda *z: torch.cat(z)[back], *parts)
 
 
 def in_parts(fed, work, items, most=None):
-    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved when memory runs
-    out."""
+    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved, with a line, when
+    memory runs out."""
     results, start = [], 0
     while start < len(items):
         at_once, full = min(most or len(items), len(items)), False
@@ -155,6 +154,7 @@ def in_parts(fed, work, items, most=None):
             full = True  # what the failed call holds is free only after this block
         if full:
             most = -(-at_once // 2)
+            print(f"memory  the GPU's is too small for {at_once} clients at once; trying {most}")
             fed.replays.clear()
             if fed.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -164,7 +164,7 @@ def in_parts(fed, work, items, most=None):
 def train_together(fed, step, state, plans, shared):
     """All clients in one vmapped step per minibatch; plans: the longest first.
 
-    A client whose minibatches are used up keeps its state. When only half of the clients are left, only that half goes on.
+    A client whose minibatches are used up keeps its state. When only three quarters of the clients are left, only those go on.
     """
     steps = np.array([len(plan.index) for plan in plans])
     size = plans[0].index.shape[1]
@@ -182,16 +182,16 @@ def train_together(fed, step, state, plans, shared):
               stacked("draw", *plans[0].draw.shape[1:]), real.any(2))  # [steps, m, ...] each; the last: who trains
     done, s, m = [], 0, len(plans)
     while s < steps[0]:
-        half = m // 2
-        until = steps[half]  # behind it at most half of the m clients have minibatches left
+        few = m * 3 // 4
+        until = steps[few]  # behind it at most so few of the m clients have minibatches left
         if s < until:
             these = tuple(z[s:until, :m] for z in inputs)
             state = runner(fed, step, state, these, shared)(state, these, shared)
             fed.slots += int(until - s) * m * size
             fed.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
-        done.append(tree_map(lambda z: z[half:], state))
-        state = tree_map(lambda z: z[:half], state)
-        s, m = until, half
+        done.append(tree_map(lambda z: z[few:], state))
+        state = tree_map(lambda z: z[:few], state)
+        s, m = until, few
     return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
 
 
@@ -213,9 +213,9 @@ def tune(fed, work, order):
     """The fastest way to do work(part) for all clients in `order`, and how many of them at once: together or one by one (unless
     --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
-    counts, times, captured = (fed.slots, fed.filled), {}, {}
+    counts, times = (fed.slots, fed.filled), {}
     for fed.net.route, most in ways:
-        seconds, fed.graphs = float("inf"), True
+        seconds = float("inf")
         try:
             for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
@@ -223,12 +223,10 @@ def tune(fed, work, order):
                 seconds = min(seconds, now(fed.device) - start)
         except RuntimeError:  # too little memory, or no such convolution on this device
             seconds = float("inf")
-        times[fed.net.route, most], captured[fed.net.route, most] = seconds, fed.graphs
+        times[fed.net.route, most] = seconds
         fed.replays.clear()
     fed.slots, fed.filled = counts
-    best = min(times, key=times.get)
-    fed.graphs = captured[best]
-    return best
+    return min(times, key=times.get)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,15 +246,14 @@ def runner(fed, step, state, inputs, shared):
         fed.replays[key] = None
         return eager
     if fed.replays[key] is None:
+        fed.replays[key] = eager  # unless it can be captured
         try:
-            pool = next((replay.pool for replay in fed.replays.values() if replay), None)  # one at a time: they share memory
+            pool = next((one.pool for one in fed.replays.values() if isinstance(one, Replay)), None)  # shared: one at a time
             fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared, pool)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as problem:
             print(f"graphs  none, slower: this step can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
-            fed.graphs = False
-            return eager
     return fed.replays[key]
 
 
@@ -282,7 +279,9 @@ class Replay:
             try:
                 with torch.cuda.stream(side):  # libraries choose and set up their kernels before the capture
                     for synchronisation in ("default", "default", "error"):  # a step that synchronises can't be captured
-                        torch.cuda.set_sync_debug_mode(synchronisation)
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore")  # this mode is a prototype
+                            torch.cuda.set_sync_debug_mode(synchronisation)
                         self.once()
                 torch.cuda.set_sync_debug_mode("default")
                 with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):  # NCCL's thread may do more
@@ -296,8 +295,14 @@ class Replay:
 
     def once(self):
         *now, live = self.inputs
-        new = self.function(self.state, *now, *self.shared)
-        tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state)
+        new, old = self.function(self.state, *now, *self.shared), {z.data_ptr() for z in tree_leaves(self.state)}
+
+        def write(a, b):
+            torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b)
+
+        # a step may hand on a part of its state in another place, which must not be overwritten before it is read
+        new = tree_map(lambda a, b: a.clone() if a.data_ptr() in old - {b.data_ptr()} else a, new, self.state)
+        tree_map(write, new, self.state)
 
     def __call__(self, state, inputs, shared):
         tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))
@@ -320,13 +325,13 @@ def conv_by_patches(x, weight, bias, stride, padding):
     """F.conv2d as one matrix product: where every client has its own weights, it is batched over the clients under vmap, and
     a convolution is not (it becomes one with a group per client)."""
     out, kernel = weight.shape[0], weight.shape[2]
-    x = Patches.apply(F.pad(x, (padding,) * 4), kernel, stride)
-    y = x.flatten(0, 2) @ weight.flatten(1).T  # [B*h*w, out]
+    x = Patches.apply(F.pad(x, (padding,) * 4) if padding else x, kernel, stride)
+    y = x.flatten(0, 2) @ weight.permute(0, 2, 3, 1).flatten(1).T  # [B*h*w, out]
     return (y if bias is None else y + bias).view(*x.shape[:3], out).permute(0, 3, 1, 2)
 
 
 class Patches(torch.autograd.Function):
-    """x [B,C,H,W] -> [B, h, w, C*kernel*kernel], the pixels under the kernel at each place.
+    """x [B,C,H,W] -> [B, h, w, kernel*kernel*C], the pixels under the kernel at each place, channels last as x is in memory.
 
     Its own function since the backward of Tensor.unfold runs client by client under vmap.
     """
@@ -335,7 +340,7 @@ class Patches(torch.autograd.Function):
 
     @staticmethod
     def forward(x, kernel, stride):
-        return x.unfold(2, kernel, stride).unfold(3, kernel, stride).permute(0, 2, 3, 1, 4, 5).flatten(3)
+        return x.unfold(2, kernel, stride).unfold(3, kernel, stride).permute(0, 2, 3, 4, 5, 1).flatten(3)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -344,7 +349,8 @@ class Patches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return F.fold(g.flatten(1, 2).transpose(1, 2), ctx.size, ctx.kernel, stride=ctx.stride), None, None
+        g = g.flatten(1, 2).unflatten(2, (ctx.kernel**2, -1)).permute(0, 3, 2, 1).flatten(1, 2)  # [B, C*kernel*kernel, h*w]
+        return F.fold(g, ctx.size, ctx.kernel, stride=ctx.stride), None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

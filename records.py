@@ -205,6 +205,8 @@ class Run:
         others = [file for file in self.out.glob("state*.pt") if "previous" not in file.name]
         if not path.exists() and others:
             kind = others[0].stem.partition("-of-")[2] or "1"
+            if kind == str(self.federation.processes):
+                refuse(f"{path} is missing beside {others[0]}; start anew", alone=True)
             refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
                    f"{self.federation.processes}; use as many, or another --out")
         if not path.exists():
@@ -214,7 +216,7 @@ class Run:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             then = {"args": saved["args"], "sources": saved["sources"], "data": saved["data"], "split": saved["split"]}
         except Exception as problem:  # torch.load raises nearly anything on a broken file
-            refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew")
+            refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew", alone=True)
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
             if a != b and name not in FREE:
@@ -250,7 +252,8 @@ class Run:
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(federation.device)
-            self.environment.update(ways=list(federation.ways.values()), graphs=federation.graphs)
+            graphs = sum(isinstance(one, engine.Replay) for one in federation.replays.values())
+            self.environment.update(ways=list(federation.ways.values()), graphs=graphs)
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {

@@ -6,14 +6,16 @@
 Every entrant trains the same clients, images and model for one round; repetitions are interleaved, so that a machine that
 slows down slows all of them; the medians are printed and written as JSON. "share of peak" is the floating-point work of the
 model (counted by torch's FlopCounterMode: forward and backward) per second, over that of a large matrix product in the
-same precision on the same device at the same time. Run it on a quiet machine.
+same precision on the same device at the same time. "MiB" is the most that a round took over what lay there before it, on a GPU
+or in the process. Run it on a quiet machine.
 """
 
 import argparse
+import contextlib
 import copy
+import ctypes
 import json
 import pathlib
-import resource
 import statistics
 import sys
 import time
@@ -89,6 +91,7 @@ def plain(args, tidy=False):
         images = images.contiguous()  # as torchvision's ToTensor gives them
 
     def one_round(t):
+        (engine.keep_memory if tidy else forget_memory)()
         torch.set_num_threads(1 if tidy else engine.cores())
         models, sizes = [], []
         for k in federation.sample(t):
@@ -116,14 +119,42 @@ def ours(args, **settings):
 
     def one_round(t):
         nonlocal w
+        engine.keep_memory()
         S = federation.sample(t)
         start = w.expand(len(S), -1)
-        with engine.tf32(args.precision == "tf32"):  # for the loop, too
+        with engine.products(tf32=args.precision == "tf32"):  # for the loop, too
             w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, eta)
         w = federation.n[S] @ w_k / federation.n[S].sum()
 
     one_round.federation = federation
     return one_round
+
+
+def forget_memory():
+    """Undoes engine.keep_memory, for the plain loop: what glibc comes to by itself where large tensors come and go."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for name, value in ((-4, 65536), (-3, 32 << 20), (-1, 64 << 20)):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            libc.mallopt(name, value)
+
+
+def memory_of(work, device):
+    """The most MiB that work() took over what lay there before: of the GPU, or of the process (Linux; else 0)."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    status, clear = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+    if not clear.exists():
+        work()
+        return 0
+    ctypes.CDLL(None).malloc_trim(0)
+    clear.write_text("5")  # the high-water mark starts anew
+    kib = lambda name: int(status.read_text().partition(f"{name}:")[2].split()[0])  # noqa: E731
+    before = kib("VmRSS")
+    work()
+    return (kib("VmHWM") - before) / 1024
 
 
 def clock(device):
@@ -133,19 +164,18 @@ def clock(device):
 
 
 def interleaved(entrants, device, repetitions):
-    """Median seconds of each entrant's round, and the GPU memory in MiB that its rounds took at most (0 on a CPU)."""
+    """Seconds of each entrant's rounds, and the MiB that its first two took at most."""
     seconds, memory = {name: [] for name in entrants}, dict.fromkeys(entrants, 0)
-    for t in range(-2, repetitions):  # the first two are warm-ups: graphs are captured in the second
+    for t in range(-3, repetitions):  # the first three warm up: graphs are captured in the second
         for name, one_round in entrants.items():
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            before, start = torch.cuda.memory_allocated() if device == "cuda" else 0, clock(device)
-            one_round(t + 2)
+            if t < -1:
+                memory[name] = max(memory[name], memory_of(lambda: one_round(t + 3), device))
+                continue
+            start = clock(device)
+            one_round(t + 3)
             if t >= 0:
                 seconds[name].append(clock(device) - start)
-            if device == "cuda":
-                memory[name] = max(memory[name], (torch.cuda.max_memory_allocated() - before) / 2**20)
-    return {name: statistics.median(s) for name, s in seconds.items()}, memory
+    return seconds, memory
 
 
 def peak(device, precision):
@@ -156,7 +186,7 @@ def peak(device, precision):
     times = []
     for _ in range(7):
         start = clock(device)
-        with engine.tf32(precision == "tf32"):
+        with engine.products(tf32=precision == "tf32"):
             a @ b
         times.append(clock(device) - start)
     return 2 * n**3 / min(times)
@@ -201,13 +231,15 @@ def workload(name, device, repetitions):
                                          ("as it comes", "conv", {})):
                 entrants[f"ours, {how}, {precision}"] = ours(args, **settings)
                 entrants[f"ours, {how}, {precision}"].federation.net.route = route
-    seconds, memory = interleaved(entrants, device, repetitions)
+    every, memory = interleaved(entrants, device, repetitions)
+    seconds = {name: statistics.median(s) for name, s in every.items()}
     work, peaks = clients * images * flops(model, B), {precision: peak(device, precision) for precision in kinds}
     rows = []
     for entrant, s in seconds.items():
         share = work / s / peaks[entrant.split(", ")[-1]]
-        rows.append({"entrant": entrant, "seconds": s, "times_plain": seconds["plain loop, fp32"] / s, "share_of_peak": share,
-                     "images_per_second": clients * images / s, "memory_mb": memory[entrant]})  # fmt: skip
+        rows.append({"entrant": entrant, "seconds": s, "all": every[entrant], "share_of_peak": share,
+                     "times_plain": seconds["plain loop, fp32"] / s, "images_per_second": clients * images / s,
+                     "memory_mb": memory[entrant]})  # fmt: skip
     print(f"\n{name}: {clients} clients x {images} images, B={B}, {flops(model, B) / 1e6:.1f} MFLOP per trained image; peak "
           + ", ".join(f"{p} {v / 1e9:.0f} GFLOP/s" for p, v in peaks.items()))
     print(f"{'':<42}{'s/round':>9}{'x plain':>9}{'images/s':>10}{'of peak':>9}{'MiB':>8}")
@@ -227,12 +259,12 @@ def growth(device, repetitions):
         own = [np.arange(100 * k, 100 * k + 100) % federation.data.train for k in range(K)]  # clients may share images
         federation.whole = common.Split(own, own, own)
         federation.take(np.arange(K))
-        (s,), _ = (list(part.values()) for part in interleaved({"": one_round}, device, repetitions))
-        rows.append({"population": K, "sampled": m, "seconds": s, "ms_per_client": 1000 * s / m,
-                     "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})  # fmt: skip
-    print(f"\ncnn, 100 images per client, B=20\n{'population':>12}{'sampled':>9}{'s/round':>9}{'ms/client':>11}{'RSS MiB':>9}")
+        (every,), (memory,) = (list(part.values()) for part in interleaved({"": one_round}, device, repetitions))
+        s = statistics.median(every)
+        rows.append({"population": K, "sampled": m, "seconds": s, "ms_per_client": 1000 * s / m, "memory_mb": memory})
+    print(f"\ncnn, 100 images per client, B=20\n{'population':>12}{'sampled':>9}{'s/round':>9}{'ms/client':>11}{'MiB':>8}")
     for row in rows:
-        print(f"{row['population']:>12}{row['sampled']:>9}{row['seconds']:>9.3f}{row['ms_per_client']:>11.1f}{row['rss_mb']:>9.0f}")
+        print(f"{row['population']:>12}{row['sampled']:>9}{row['seconds']:>9.3f}{row['ms_per_client']:>11.1f}{row['memory_mb']:>8.0f}")
     return rows
 
 

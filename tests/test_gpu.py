@@ -116,7 +116,7 @@ def test_the_gpus_way_gives_what_the_loop_gives(name, tmp_path, capsys):
     captured = "can't be captured" not in capsys.readouterr().out
     assert captured == (name != "fedslr, lpgd")  # its singular values wait for the GPU
     if REAL:
-        assert record["environment"]["graphs"] == captured and record["environment"]["ways"]
+        assert record["environment"]["ways"] and (record["environment"]["graphs"] or not captured)
 
 
 def test_a_run_is_resumed_on_it(tmp_path):

@@ -75,7 +75,8 @@ def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
     monkeypatch.setattr(engine, "train_together", small)
     torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
     assert sizes == [8, 4, 2, 2, 2, 2] and list(fed.ways.values()) == [("conv", 2)]
-    assert capsys.readouterr().out == "memory  the GPU's is too small: 2 clients at once from here on\n"
+    line = "memory  the GPU's is too small for {} clients at once; trying {}\n"
+    assert capsys.readouterr().out == line.format(8, 4) + line.format(4, 2)
 
 
 def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
@@ -91,8 +92,31 @@ def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
     assert stop.value.code == 2 and "out of GPU memory with one client at a time" in capsys.readouterr().err
 
 
+def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
+    """A device that holds three clients: 8 are tried, then 4, then 2 and from then on. One that holds one goes one by one."""
+    fed = federation(UNEQUAL)
+    W = fed.initial_weights() * torch.linspace(0.5, 1.5, 8)[:, None]
+    want, usual, room = fed.evaluate_clients(W), common.vmap, 3
+
+    def small(net):
+        def together(W, x):
+            if len(W) > room:
+                raise torch.cuda.OutOfMemoryError
+            return usual(net)(W, x)
+
+        return together
+
+    monkeypatch.setattr(common, "vmap", small)
+    fed.vmap = True
+    line = "memory  the GPU's is too small for {} clients at once; trying {}\n"
+    for room, said in ((3, line.format(8, 4) + line.format(4, 2)), (3, ""), (1, line.format(2, 1))):
+        got = fed.only(np.arange(8)).evaluate_clients(W)
+        assert got.pop("per_client") == want["per_client"] and got == pytest.approx({k: want[k] for k in got}, rel=1e-5)
+        assert capsys.readouterr().out == said
+
+
 def test_only_the_clients_with_minibatches_left_go_on():
-    """Clients of 7, 3, 2 and 1 minibatches: all four for two steps, half of them for the third, the longest alone for four."""
+    """Clients of 7, 3, 2 and 1 minibatches: four for a step, then three, two, and the longest alone for four."""
     fed = federation([*UNEQUAL, "--batch-size", "10"])
     fed.split = fed.split._replace(train=[np.arange(n) for n in (30, 70, 5, 20)])
     fed.clients, fed.n = np.arange(4), torch.tensor([30.0, 70, 5, 20])
@@ -107,8 +131,8 @@ def test_only_the_clients_with_minibatches_left_go_on():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "step_together", watched)
         torch.testing.assert_close(trained(fed, np.arange(4)), want, atol=1e-5, rtol=1e-4)
-    assert seen == [4, 4, 2, 1, 1, 1, 1]
-    assert (fed.slots, fed.filled) == (10 * (4 + 4 + 2 + 4), 30 + 70 + 5 + 20)
+    assert seen == [4, 3, 2, 1, 1, 1, 1]
+    assert (fed.slots, fed.filled) == (10 * (4 + 3 + 2 + 4), 30 + 70 + 5 + 20)
 
 
 def test_the_share_of_padding_is_recorded(tmp_path, monkeypatch):
@@ -150,7 +174,18 @@ def test_a_step_that_cannot_be_captured_runs_without(capsys, monkeypatch):
 
     monkeypatch.setattr(engine.Replay, "__init__", fail)
     torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
-    assert "can't be captured as a CUDA graph (operation not permitted" in capsys.readouterr().out and not fed.graphs
+    assert "can't be captured as a CUDA graph (operation not permitted" in capsys.readouterr().out
+    assert not any(isinstance(one, engine.Replay) for one in fed.replays.values())
+
+
+def test_a_step_may_hand_on_its_state_in_another_place():
+    """(a, b, c) becomes (b, a, c): what one field hands on is not overwritten before the other has read it."""
+    state, inputs = tuple(torch.tensor([[float(i)], [10.0 + i]]) for i in range(3)), (torch.zeros(3, 2, 1), torch.tensor([[True, True]] * 2 + [[True, False]]))
+    function = lambda s, x: (s[1], s[0], s[2])  # noqa: E731
+    want = engine.steps_together(function, state, inputs, ())
+    got = engine.Replay(function, state, tuple(z[0] for z in inputs), ())(state, inputs, ())
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+    assert [z.flatten().tolist() for z in got] == [[1, 10], [0, 11], [2, 12]]
 
 
 def test_the_fastest_way_is_taken(monkeypatch):
@@ -171,7 +206,7 @@ def test_the_fastest_way_is_taken(monkeypatch):
             patch.setattr(engine, "now", lambda device: seconds[0])
             result = trained(fed, np.arange(8))
         torch.testing.assert_close(result, want, atol=1e-4, rtol=1e-3)
-        assert list(fed.ways.values()) == [fastest] and fed.net.route == "conv"  # evaluation stays as it was
+        assert list(fed.ways.values()) == [fastest] and fed.net.route == fastest[0]  # of the clients' evaluation, too
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(tmp_path):
@@ -204,6 +239,6 @@ def test_tf32_is_refused_on_a_cpu(capsys):
 
 def test_tf32_is_allowed_only_while_training():
     assert not torch.backends.cuda.matmul.allow_tf32
-    with engine.tf32(True):
+    with engine.products(tf32=True):
         assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
