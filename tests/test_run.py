@@ -241,3 +241,17 @@ def test_the_commit_is_recorded():
     head = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert records.commit().rstrip("+") == head
     assert os.access(HERE / "common.py", os.R_OK)
+
+
+def test_the_readmes_lines_load_a_trained_model(tmp_path):
+    """They give what the run's own evaluation says of the model."""
+    record, _ = run(fedavg, [*QUICK, "--client-test", "0.2"], tmp_path)
+    text = (pathlib.Path(fedavg.__file__).parent / "README.md").read_text()
+    lines = [line.strip() for line in text[text.index("    import torch, common\n") :].splitlines()[:4]]
+    names = {}
+    exec("\n".join(lines).replace("runs/fedavg-shapes-0", str(tmp_path)), names)
+    assert names["logits"].shape == (5, 10)
+    data = common.load_data("shapes")
+    x = torch.from_numpy(data.images[data.train :]).permute(0, 3, 1, 2) / 255
+    right = names["net"](names["saved"]["state"]["w"], x).argmax(1).numpy() == data.labels[data.train :]
+    assert right.mean() == pytest.approx(record["final"]["global"]["top1"])
