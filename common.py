@@ -189,8 +189,9 @@ def split_clients(data, args):
         b = n - int(own_test * n + 1e-9) if args.client_val else a
         held = index[b:] if own_test else matched_test(labels[index], data, rng)
         if not a or (args.client_val and a == b) or (own_test and b == n):
+            how = "--client-test 0" if args.split == "natural" else "fewer --clients, a larger --alpha"
             refuse(f"--split {args.split} leaves client {k} with {n} images: {a} to train on, {b - a} to validate, {n - b} to "
-                   "test; use fewer --clients, a larger --alpha or more images")
+                   f"test; use {how} or more images")
         if not len(held):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
                    "use --client-test")
@@ -416,7 +417,7 @@ SPLITS = {
 class Weights:
     """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards.
 
-    route: how convolutions are computed where many clients' are at once, by "conv" or as products with "patches".
+    route: how convolutions are computed when those of many clients are at once, by "conv" or as products with "patches".
     """
 
     def __init__(self, parts=None, route="conv"):
@@ -772,7 +773,7 @@ class Federation:
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
         self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0  # engine.py's
-        self.at_once = {"images": 20_000}  # in evaluation under vmap
+        self.uncaptured, self.at_once = set(), {"images": 4000}  # in evaluation under vmap
         self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
         engine.keep_memory()
 
@@ -796,7 +797,8 @@ class Federation:
         held = [len(index) for index in self.whole.test]
         kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
-              f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}")
+              f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
+              + (", from clients of their own (--split natural)" if data.owner is not None else ""))
         print(f"split   {self.args.split}: {len(sizes)} clients, training images {spread(sizes)}, own test images "
               f"{spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint {self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
@@ -895,7 +897,7 @@ class Federation:
         most = max(1, self.at_once["images"] // longest)
 
         def work(rows):
-            if len(rows) == 1:  # whatever its size
+            if len(rows) == 1:  # 500 images at a time, however many it has
                 return self.logits(W[rows[0]], own[rows[0]])
             index = np.zeros((len(rows), max(len(own[k]) for k in rows)), np.int64)
             real = np.zeros(index.shape, bool)
@@ -905,7 +907,7 @@ class Federation:
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
             return vmap(self.net)(W[rows], x)[torch.from_numpy(real).to(self.device)]
 
-        parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
+        parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most, engine.say)
         if fitting < most:
             self.at_once["images"] = fitting * longest
         return torch.cat(parts)

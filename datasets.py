@@ -91,7 +91,8 @@ def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None
             refuse(f"{source}: client_train is {client_train.dtype} of the shape {client_train.shape}; it must give an "
                    f"integer, its client, for each of the {len(y)} training images")
         if client_train.min() or client_train.max() != len(np.unique(client_train)) - 1:
-            refuse(f"{source}: client_train has gaps; number the clients from 0")
+            refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps")
+        client_train = client_train.astype(np.int64)
     return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes, client_train)
 
 

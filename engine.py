@@ -10,8 +10,9 @@ below, and tests compare the two for every algorithm.
     5. Where nothing is vmapped         alone, grad
 
 fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
-clients go at once, None for all: the fastest), replays (shapes -> the CUDA graph made for them), slots and filled (images
-computed in this round, and how many of them were no padding).
+clients go at once, None for all: the fastest), replays (step function and shapes -> the CUDA graph for them, None after their
+first time), uncaptured (the steps of which none can be made), slots and filled (images computed in this round, and how many of
+them were no padding).
 """
 
 import contextlib
@@ -58,10 +59,11 @@ def find_device(name):
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as problem:
-        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu", alone=rank > 0)
+        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu",
+               alone=name == "cuda" and torch.cuda.is_available())  # then there is one, but not one for this process
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see products
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see fast_kernels
     if processes > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if rank:
@@ -100,8 +102,9 @@ def now(device):
 
 
 @contextlib.contextmanager
-def products(tf32):
-    """In here cuDNN times its kernels for each convolution, and matrix products and convolutions in fp32 use TF32 if `tf32`."""
+def fast_kernels(tf32):
+    """In here cuDNN times its kernels for each convolution, and convolutions and matrix products in fp32 use TF32 if `tf32`;
+    outside neither is so."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, tf32, tf32
     try:
@@ -126,12 +129,12 @@ def train(fed, step, state, plans, shared):
         few = [plans[i]._make(z[:steps] for z in plans[i]) for i in these]
         return train_together(fed, step, tree_map(lambda z: z[these], state), few, shared)
 
-    with products(tf32=fed.args.precision == "tf32"):
+    with fast_kernels(tf32=fed.args.precision == "tf32"):
         try:
             if fed.graphs and step not in fed.ways:
                 fed.ways[step] = tune(fed, lambda these: work(these, 32), order)
             fed.net.route, most = fed.ways.get(step, (fed.net.route, fed.parallel))
-            parts, fitting = in_parts(fed, work, order, most)
+            parts, fitting = in_parts(fed, work, order, most, say)
             fed.ways[step] = fed.net.route, fitting
             back = torch.from_numpy(np.argsort(order)).to(fed.device)
             return tree_map(lambda *z: torch.cat(z)[back], *parts)
@@ -139,9 +142,13 @@ def train(fed, step, state, plans, shared):
             refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model", alone=True)
 
 
-def in_parts(fed, work, items, most=None):
-    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved, with a line, when
-    memory runs out."""
+def say(most):
+    print(f"memory  the GPU's is too small: {most} clients at once from here on")
+
+
+def in_parts(fed, work, items, most, say):
+    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved when memory runs
+    out, which `say` is told."""
     results, start = [], 0
     while start < len(items):
         at_once, full = min(most or len(items), len(items)), False
@@ -154,7 +161,7 @@ def in_parts(fed, work, items, most=None):
             full = True  # what the failed call holds is free only after this block
         if full:
             most = -(-at_once // 2)
-            print(f"memory  the GPU's is too small for {at_once} clients at once; trying {most}")
+            say(most)
             fed.replays.clear()
             if fed.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -219,14 +226,17 @@ def tune(fed, work, order):
         try:
             for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
-                _, most = in_parts(fed, work, order, most)
+                _, most = in_parts(fed, work, order, most, say=lambda most: None)
                 seconds = min(seconds, now(fed.device) - start)
         except RuntimeError:  # too little memory, or no such convolution on this device
             seconds = float("inf")
         times[fed.net.route, most] = seconds
         fed.replays.clear()
     fed.slots, fed.filled = counts
-    return min(times, key=times.get)
+    best = min(times, key=times.get)
+    if best not in ways:
+        say(best[1])
+    return best
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,23 +247,25 @@ def runner(fed, step, state, inputs, shared):
     """What runs many steps together: a Replay where CUDA graphs are used and these shapes came before, or steps_together."""
     every = functools.partial(step_together, fed, step)
     eager = functools.partial(steps_together, every)
-    if not fed.graphs:
+    if not fed.graphs or (step, fed.net.route) in fed.uncaptured:
         return eager
     key = step, fed.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
     if key not in fed.replays:
-        if len(fed.replays) == 32:
+        if len(fed.replays) == 64:
             del fed.replays[next(iter(fed.replays))]  # the oldest
         fed.replays[key] = None
         return eager
     if fed.replays[key] is None:
-        fed.replays[key] = eager  # unless it can be captured
         try:
-            pool = next((one.pool for one in fed.replays.values() if isinstance(one, Replay)), None)  # shared: one at a time
+            pool = next((replay.pool for replay in fed.replays.values() if replay), None)  # one at a time: they share memory
+            pool = None if fed.uncaptured else pool  # which a capture that failed may have left unusable
             fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared, pool)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as problem:
-            print(f"graphs  none, slower: this step can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
+            print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
+            fed.uncaptured.add((step, fed.net.route))
+            return eager
     return fed.replays[key]
 
 
@@ -295,14 +307,11 @@ class Replay:
 
     def once(self):
         *now, live = self.inputs
-        new, old = self.function(self.state, *now, *self.shared), {z.data_ptr() for z in tree_leaves(self.state)}
-
-        def write(a, b):
-            torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b)
-
+        new, memory = self.function(self.state, *now, *self.shared), lambda z: z.untyped_storage().data_ptr()
+        old = {memory(z) for z in tree_leaves(self.state)}
         # a step may hand on a part of its state in another place, which must not be overwritten before it is read
-        new = tree_map(lambda a, b: a.clone() if a.data_ptr() in old - {b.data_ptr()} else a, new, self.state)
-        tree_map(write, new, self.state)
+        new = tree_map(lambda a, b: a.clone() if a.data_ptr() != b.data_ptr() and memory(a) in old else a, new, self.state)
+        tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state)
 
     def __call__(self, state, inputs, shared):
         tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))

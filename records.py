@@ -159,7 +159,7 @@ class Run:
         if not self.federation.sum(torch.tensor(float(not sound), device=self.federation.device)):
             return
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
-        for part in ("global", "personal"):
+        for part in ("global", "personal", "evaluation_seconds"):
             self.row.pop(part, None)
         self.finish("diverged", [{**self.row, "diverged": True}])
         raise SystemExit(3)

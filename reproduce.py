@@ -714,12 +714,18 @@ def result(command, seed, scale=1.0):
     r = Result(command, seed, scale, path, "", record, mark)
     args = {name: value for name, value in arguments(command).items() if name not in FREE}
     args |= {"seed": seed, "split_seed": seed, "rounds": r.wanted}
-    if any(record["args"].get(name, value) != value for name, value in args.items()):
+    here = r.ended != "interrupted" or (record["args"].get("precision"), record["environment"]["device"]) == (
+        arguments(command).get("precision"), device())  # where it was interrupted, it can be resumed
+    if not here or any(record["args"].get(name, value) != value for name, value in args.items()):
         return r._replace(state="other arguments")
     sources = record["environment"]["sources"]
     today, key = {name: digest(name) for name in (*sources, *SHARED)}, str(path.relative_to(RESULTS))
     stands = any(entry["results"].get(key) == mark and today.items() <= entry["sources"].items() for entry in accepted())
     return r._replace(state=r.ended if sources == today or stands else "stale")
+
+
+def bf16(r):
+    return r.record["args"].get("precision") == "bf16"
 
 
 def results(command, scale):
@@ -769,7 +775,7 @@ def seconds_per_round():
     known = dict(timings().get(device(), {}))
     for scale, command in itertools.product(scales(), runs()):
         for r in results(command, scale):
-            if r.record and r.record["environment"]["device"] == device() and r.record["rounds"]:
+            if r.record and r.record["environment"]["device"] == device() and r.record["rounds"] and not bf16(r):
                 known[kind(command)] = seconds(r.record) / len(r.record["rounds"])
     return known
 
@@ -802,7 +808,9 @@ def measure(commands, limit=120):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, timeout=limit)
             path = pathlib.Path(out) / "result.json"
-            one = seconds(json.loads(path.read_text())) / 2 if path.exists() else None
+            rows = json.loads(path.read_text())["rounds"] if path.exists() else []
+            every = arguments(command).get("eval_every", 1)  # rounds for one evaluation, here two
+            one = sum(row["seconds"] / 2 + row.get("evaluation_seconds", 0) / every for row in rows)
         print(f"measure {i + 1}/{len(kinds)}  {f'{one:.2f} s a round' if one else 'none in time':<18}{name}", flush=True)
         if one:
             known = timings()
@@ -981,7 +989,7 @@ def view(command, measure, scale):
     n, of = min(len(r.record["rounds"]) for r in use), arguments(command)["rounds"]
     diverged = sum(r.ended == "diverged" for r in found)
     notes = [f"{n} of {of} rounds"] * (n < of) + [f"{diverged} of {len(found)} diverged"] * (diverged > 0)
-    notes += ["bf16"] * any(r.record["args"].get("precision") == "bf16" for r in use)
+    notes += ["bf16"] * any(map(bf16, use))
     notes += ["stale"] * any(r.state == "stale" for r in use)
     if use[0].ended == "diverged":
         return Shown(use, None, None, None, ", ".join(notes))
@@ -1029,7 +1037,8 @@ Made by `python reproduce.py --tables` from the records in this folder; not to b
 A cell is *paper / ours*: mean ± standard deviation over seeds (how many), of the last round; a seed is one of the split and of
 the weights. NR: not recovered, lost in our copy of the paper. `·`: not run. `-`: the paper has no such cell. In brackets: fewer
 rounds than wanted; diverged; bf16, products in half precision; stale, made by other source files than today's. **!**: differs
-from the paper by more than the spread over seeds; said only of all rounds and two seeds or more. Accuracies are in per cent.
+from the paper by more than the spread over seeds; said only of all rounds and two seeds or more. Accuracies are in per cent;
+minutes are of training, and of evaluation where the record has them.
 """
 
 

@@ -6,8 +6,9 @@
 Every entrant trains the same clients, images and model for one round; repetitions are interleaved, so that a machine that
 slows down slows all of them; the medians are printed and written as JSON. "share of peak" is the floating-point work of the
 model (counted by torch's FlopCounterMode: forward and backward) per second, over that of a large matrix product in the
-same precision on the same device at the same time. "MiB" is the most that a round took over what lay there before it, on a GPU
-or in the process. Run it on a quiet machine.
+same precision on the same device at the same time. "MiB" is the most that one of the first two rounds took over what lay there
+before it, on a GPU or in the process. The plain loop has PyTorch's and glibc's own settings; they are set anew for each round.
+Run it on a quiet machine.
 """
 
 import argparse
@@ -91,8 +92,12 @@ def plain(args, tidy=False):
         images = images.contiguous()  # as torchvision's ToTensor gives them
 
     def one_round(t):
-        (engine.keep_memory if tidy else forget_memory)()
+        if tidy:
+            engine.keep_memory()
+        else:
+            forget_memory()
         torch.set_num_threads(1 if tidy else engine.cores())
+        torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, which find_device takes back
         models, sizes = [], []
         for k in federation.sample(t):
             local = copy.deepcopy(model)
@@ -106,6 +111,7 @@ def plain(args, tidy=False):
             models.append(local.state_dict())
             sizes.append(len(own))
         model.load_state_dict({name: sum(n * z[name] for n, z in zip(sizes, models)) / sum(sizes) for name in models[0]})
+        torch.backends.cudnn.allow_tf32 = False
 
     return one_round
 
@@ -122,7 +128,7 @@ def ours(args, **settings):
         engine.keep_memory()
         S = federation.sample(t)
         start = w.expand(len(S), -1)
-        with engine.products(tf32=args.precision == "tf32"):  # for the loop, too
+        with engine.fast_kernels(tf32=args.precision == "tf32"):  # for the loop, too
             w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, eta)
         w = federation.n[S] @ w_k / federation.n[S].sum()
 
@@ -186,7 +192,7 @@ def peak(device, precision):
     times = []
     for _ in range(7):
         start = clock(device)
-        with engine.products(tf32=precision == "tf32"):
+        with engine.fast_kernels(tf32=precision == "tf32"):
             a @ b
         times.append(clock(device) - start)
     return 2 * n**3 / min(times)

@@ -165,8 +165,8 @@ def broken(**changes):
     (broken(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int)), "x_test is empty"),
     (broken(client_train=np.arange(40) / 2), "client_train is float64"),
     (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 training images"),
-    (broken(client_train=np.arange(40) - 1), "client_train has gaps"),
-    (broken(client_train=np.array([10**18] + [0] * 39)), "client_train has gaps"),
+    (broken(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
+    (broken(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
 ])  # fmt: skip
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
@@ -350,6 +350,10 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--limit", "38"]))
     assert fed.whole.train[1].max() < 38 and (fed.data.owner == np.delete(owner, [38, 39])).all()
     refused(capsys, [*argv, "--limit", "35"], "leaves a client of --split natural without images")
+    np.savez(tmp_path / "bytes.npz", **arrays(256), client_train=np.arange(256, dtype=np.uint8))
+    argv[1] = str(tmp_path / "bytes.npz")
+    assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
+    refused(capsys, argv, "use --client-test 0 or more images")
 
 
 def test_semantic_clusters_of_emnist():

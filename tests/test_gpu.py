@@ -2,6 +2,7 @@
 (pretend.py), with a function call in place of the graph."""
 
 import contextlib
+import gc
 import importlib
 
 import numpy as np
@@ -135,6 +136,37 @@ def test_a_run_is_resumed_on_it(tmp_path):
         record, state = run(fedavg, [*argv, "--resume"], tmp_path / "parts")
     assert [row["round"] for row in record["rounds"]] == [1, 2, 3]
     torch.testing.assert_close(state["w"], want["w"], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.skipif(not REAL, reason="wants a real GPU")
+def test_a_capture_that_breaks_leaves_other_graphs_unharmed():
+    def breaks(state, x):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("in the middle")
+        return state + x
+
+    state, inputs = torch.zeros(2, 3, device="cuda"), (torch.ones(5, 2, 3, device="cuda"), torch.ones(5, 2, dtype=torch.bool, device="cuda"))
+    first = tuple(z[0] for z in inputs)
+    before = engine.Replay(lambda state, x: state + x, state, first, ())
+    with pytest.raises(RuntimeError, match="in the middle"):
+        engine.Replay(breaks, state, first, (), before.pool)
+    after = engine.Replay(lambda state, x: state + 2 * x, state, first, ())
+    for _ in range(2):
+        assert before(state, inputs, ()).eq(5).all() and after(state, inputs, ()).eq(10).all()
+
+
+@pytest.mark.skipif(not REAL, reason="wants a real GPU")
+def test_when_memory_runs_out_fewer_clients_go_together(tmp_path, capsys):
+    """Eight ResNet-18 need about 3 GiB; they have 1.5."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        argv = [*SOME, "--model", "resnet18", "--fraction", "1", "--device", "cuda"]
+        record, state = run(fedavg, argv, tmp_path)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "the GPU's is too small" in capsys.readouterr().out and state["w"].isfinite().all()
 
 
 @pytest.mark.skipif(REAL, reason="for machines without a GPU")

@@ -55,8 +55,12 @@ def test_grad_is_that_of_torch_func():
 
 def trained(fed, S):
     """fedavg.py's clients after one round."""
-    step, w = fedavg.client_step(fed.net, fed.args), fed.initial_weights().expand(len(S), -1)
-    return fed.train(step, (w, torch.zeros_like(w)), S, 0, torch.tensor(0.1))[0]
+    return trained_by(fed, fedavg.client_step(fed.net, fed.args), S)
+
+
+def trained_by(fed, step, S=range(8)):
+    w = fed.initial_weights().expand(len(S), -1)
+    return fed.train(step, (w, torch.zeros_like(w)), np.array(S), 0, torch.tensor(0.1))[0]
 
 
 def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
@@ -75,8 +79,8 @@ def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
     monkeypatch.setattr(engine, "train_together", small)
     torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
     assert sizes == [8, 4, 2, 2, 2, 2] and list(fed.ways.values()) == [("conv", 2)]
-    line = "memory  the GPU's is too small for {} clients at once; trying {}\n"
-    assert capsys.readouterr().out == line.format(8, 4) + line.format(4, 2)
+    line = "memory  the GPU's is too small: {} clients at once from here on\n"
+    assert capsys.readouterr().out == line.format(4) + line.format(2)
 
 
 def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
@@ -108,8 +112,8 @@ def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
 
     monkeypatch.setattr(common, "vmap", small)
     fed.vmap = True
-    line = "memory  the GPU's is too small for {} clients at once; trying {}\n"
-    for room, said in ((3, line.format(8, 4) + line.format(4, 2)), (3, ""), (1, line.format(2, 1))):
+    line = "memory  the GPU's is too small: {} clients at once from here on\n"
+    for room, said in ((3, line.format(4) + line.format(2)), (3, ""), (1, line.format(1))):
         got = fed.only(np.arange(8)).evaluate_clients(W)
         assert got.pop("per_client") == want["per_client"] and got == pytest.approx({k: want[k] for k in got}, rel=1e-5)
         assert capsys.readouterr().out == said
@@ -163,29 +167,49 @@ def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
     assert torch.equal(results[0], results[4]) and not torch.equal(results[0], results[1])  # nothing is left from other calls
 
 
-def test_a_step_that_cannot_be_captured_runs_without(capsys, monkeypatch):
+def test_a_step_that_cannot_be_captured_runs_without_and_others_with(capsys, monkeypatch):
+    """It is tried and announced once, for all its shapes; another step's graph has memory of its own afterwards."""
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
     fed.vmap = fed.graphs = True
     fed.ways, fed.replays = Conv(), Seen()
+    init, pools = engine.Replay.__init__, []
 
-    def fail(self, *_):
+    def fail(self, function, *_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(engine.Replay, "__init__", fail)
-    torch.testing.assert_close(trained(fed, np.arange(8)), want, atol=1e-5, rtol=1e-4)
-    assert "can't be captured as a CUDA graph (operation not permitted" in capsys.readouterr().out
-    assert not any(isinstance(one, engine.Replay) for one in fed.replays.values())
+    def watched(self, function, state, inputs, shared, pool=None):
+        pools.append(pool)
+        init(self, function, state, inputs, shared, pool)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.Replay, "__init__", fail)
+        torch.testing.assert_close(trained_by(fed, first := fedavg.client_step(fed.net, fed.args)), want, atol=1e-5, rtol=1e-4)
+    assert capsys.readouterr().out.count("it can't be captured as a CUDA graph (operation not permitted") == 1
+    monkeypatch.setattr(engine.Replay, "__init__", watched)
+    trained_by(fed, first)
+    assert not pools
+    trained_by(fed, fedavg.client_step(fed.net, fed.args))
+    assert len(pools) > 1 and set(pools) == {None} and capsys.readouterr().out == ""
 
 
-def test_a_step_may_hand_on_its_state_in_another_place():
-    """(a, b, c) becomes (b, a, c): what one field hands on is not overwritten before the other has read it."""
-    state, inputs = tuple(torch.tensor([[float(i)], [10.0 + i]]) for i in range(3)), (torch.zeros(3, 2, 1), torch.tensor([[True, True]] * 2 + [[True, False]]))
-    function = lambda s, x: (s[1], s[0], s[2])  # noqa: E731
+@pytest.mark.parametrize("function", [lambda s, x: (s[1], s[0], s[2]), lambda s, x: (s[0] * 10, s[0][:, 1:].repeat(1, 2), s[2]),
+                                      lambda s, x: (s[0] + 1, s[0], s[1]), lambda s, x: (s[0] + 1, s[2], s[0][:, :2].flip(1))])
+def test_a_step_may_hand_on_its_state_in_another_place(function):
+    """What one field hands on to another, whole or in part, is not overwritten before it is read."""
+    make = torch.Generator().manual_seed(0)
+    state = tuple(torch.randn(2, 2, generator=make) for _ in range(3))
+    inputs = torch.zeros(3, 2, 1), torch.tensor([[True, True]] * 2 + [[True, False]])
     want = engine.steps_together(function, state, inputs, ())
     got = engine.Replay(function, state, tuple(z[0] for z in inputs), ())(state, inputs, ())
     torch.testing.assert_close(got, want, atol=0, rtol=0)
-    assert [z.flatten().tolist() for z in got] == [[1, 10], [0, 11], [2, 12]]
+
+
+def test_a_field_may_be_part_of_another():
+    state, inputs = (torch.tensor([[1.0, 2, 3]]), torch.zeros(1, 2)), (torch.zeros(2, 1, 1), torch.ones(2, 1, dtype=torch.bool))
+    function = lambda s, x: (s[0] * 10, s[0][:, 1:])  # noqa: E731
+    got = engine.Replay(function, state, tuple(z[0] for z in inputs), ())(state, inputs, ())
+    assert [z.tolist() for z in got] == [[[100, 200, 300]], [[20, 30]]]
 
 
 def test_the_fastest_way_is_taken(monkeypatch):
@@ -237,8 +261,8 @@ def test_tf32_is_refused_on_a_cpu(capsys):
     assert stop.value.code == 2 and "--precision tf32 is for GPUs" in capsys.readouterr().err
 
 
-def test_tf32_is_allowed_only_while_training():
+def test_tf32_and_cudnns_timing_are_for_training_alone():
     assert not torch.backends.cuda.matmul.allow_tf32
-    with engine.products(tf32=True):
-        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
-    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    with engine.fast_kernels(tf32=True):
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32 and not torch.backends.cudnn.benchmark

@@ -414,6 +414,18 @@ def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monke
     assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | NR / 50.00 (1) [bf16] |" in page(small)
 
 
+def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
+    """Its state can't be resumed on another kind of device, so it is moved away."""
+    folder = small / "results" / "t-1" / "stand_in" / "0"
+    go("--only t-1/stand_in")
+    record = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**record, "status": "interrupted", "rounds": record["rounds"][:4]}))
+    (folder / "state.pt").write_text("4")
+    monkeypatch.setattr(reproduce, "device", lambda: "another device")
+    go("--only t-1/stand_in")
+    assert log(small).count("0.1 0 from 0") == 2 and len(list((small / "runs" / "stale").rglob("state.pt"))) == 1
+
+
 def test_the_list_and_the_dry_run_run_nothing(small, capsys):
     go("--list")
     listed = capsys.readouterr().out
