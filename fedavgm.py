@@ -32,6 +32,9 @@ of them):
     13          w = w - eta * gradient of l(w; b)
     14  return w to the server
 
+Line 9's form matters: on `shapes`, 60 rounds at alpha 1, eta .01 and beta .9, seeds 0 to 2, global is .588 with Nesterov's
+momentum and .405 with --server-momentum plain (results/LOG.md, 2026-11-20).
+
 Deviations
     D1  Lines 11 and 12: a client's images are shuffled again in every epoch; the paper does not say. Effect not measured.
     D2  Line 13: the paper's weight decay of .004 does not say of what. Here it adds .004*w to the gradient of the kernels of

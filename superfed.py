@@ -41,7 +41,8 @@ Rounds count from 0 here, as in the paper, and from 1 in what the program prints
 Deviations. The copy of the paper that this was written from has lost most formulas; (3) and the body of ClientUpdate are
 restored from its text and the authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit
 ae1803b); it has Model Mixing only, so that --as official --mix layer is ours. --as official switches D1 to D4 and nothing
-else. Effects are not measured unless stated.
+else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 becomes .860 (Model Mixing) and .782 .765 (Layer
+Mixing), where seeds differ by .02 to .06. Other effects are not measured unless stated.
     D1  Line 13: the official proximal term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared. Here it is
         squared, as in (3); the official one with --as official.
     D2  Lines 11 to 14: officially a bias has one copy, which is federated, never mixed, and no part of the cosine. Here w^l
