@@ -298,14 +298,14 @@ def finite(tree):
 
 
 def commit():
-    """The git commit of this checkout, with + if tracked files differ from it; None outside of one."""
+    """The git commit of this checkout, with + if its Python files differ from it; None outside of one."""
     here = pathlib.Path(__file__).parent
 
     def git(*words):
         return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", "*.py") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
