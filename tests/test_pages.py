@@ -86,9 +86,9 @@ def quotable(path):
     assert len(record["rounds"]) == record["args"]["rounds"] and record["status"] == "finished"
     known = {f"{record['seconds_per_round']:.1f}", f"{sum(row['seconds'] for row in record['rounds']) / 60:.0f}"}
     for when in ("final", "best"):
-        known.add(f"{record[when]['global']['top1']:.4f}")
-        parts = [*record[when].values(), *record["rounds"][-1].values()]
-        known |= {f"{part['mean']:.4f}" for part in parts if isinstance(part, dict) and "mean" in part}
+        for part in (*record[when].values(), *record["rounds"][-1].values()):
+            if isinstance(part, dict):
+                known |= {f"{part[name]:.4f}" for name in ("top1", "mean") if name in part}
     return known
 
 
