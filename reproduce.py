@@ -589,6 +589,9 @@ WHY = {
                                                 "sampled in it and are evaluated with a random local model.",
     "superfed-figure-2/LM mu=0.01/nu=2": "L of Layer Mixing is not known here. With .8, about one client in eight is never "
                                          "sampled in Phase II and is evaluated with a random local model.",
+    "psinet-norm": "8 of 100 rounds. Who owns a group decides between the two rows of Psi-Net; FedAvg without normalisation is "
+                   "last after so few rounds, but not in the paper (LOG.md).",
+    "fedavgm-headline": "500 of 10,000 rounds. Which rate and momentum FedAvgM has decides (README).",
     "persfl-2": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). Users' sizes in DS-3 "
                 "are far more uneven here than in the authors' logs (D9).",
     "persfl-3": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). In DS-1 a user has 360 "
