@@ -596,6 +596,8 @@ WHY = {
     "fedavgm-headline": "500 of 10,000 rounds. Which rate and momentum FedAvgM has decides (README).",
     "persfl-2": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). Users' sizes in DS-3 "
                 "are far more uneven here than in the authors' logs (D9).",
+    "persfl-3/Avg/Per-FedAvg DS-1": "The authors' code adapts on the very test images that it then evaluates (D4 of "
+                                    "per_fedavg), and takes two plain steps where the method takes one (D2).",
     "persfl-3": "Learning rates, minibatches and epochs of both stages are not known (D3 in persfl.py). In DS-1 a user has 360 "
                 "training images, from which kernel ridge regression gets 96.3 (LOG.md): 98.6 is hardly a matter of "
                 "training. That DS-2 is far easier here is unexplained. Users' sizes in DS-3 are far more uneven here than "
