@@ -43,11 +43,10 @@ def sgd(net, args):
     decay = args.weight_decay * net.decayed  # [d]
 
     def gradient(w, batch):
-        return common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w) + decay * w
+        return torch.addcmul(common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w), decay, w)
 
     def descend(w, u, g, eta):
-        u = args.momentum * u + g
-        return w - eta * u, u
+        return common.sgd(w, u, g, eta, args.momentum)
 
     return gradient, descend
 

@@ -72,8 +72,7 @@ def client_step(net, args):
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
         g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # l.13: gradient of l(w; b), [d]
-        u = args.momentum * u + g + decay * w
-        return w - eta * u, u  # l.13
+        return common.sgd(w, u, g, eta, args.momentum, decay)  # l.13: w - eta * u, u = momentum * u + g + decay * w
 
     return step
 

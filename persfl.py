@@ -117,8 +117,7 @@ def client_step(net, args):
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
         g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
-        u = args.momentum * u + g + decay * w
-        return w - eta * u, u  # l.7
+        return common.sgd(w, u, g, eta, args.momentum, decay)  # l.7: w - eta * u, u = momentum * u + g + decay * w
 
     return step
 
@@ -140,8 +139,8 @@ def student_step(net, args, grid=GRID):
             soft = (soft * batch.mask).sum() / batch.mask.sum().clamp(min=1)  # D4
             return (1 - lam) * hard + lam * T**2 * soft  # l.13
 
-        u = args.momentum * u + vmap(common.grad(loss))(A, T, lam) + decay * A
-        return A - eta * u, u, O  # l.14
+        g = vmap(common.grad(loss))(A, T, lam)  # l.14: [pairs, d]
+        return *common.sgd(A, u, g, eta, args.momentum, decay), O  # l.14: A - eta * u
 
     return step
 

@@ -251,8 +251,8 @@ def client_step(net, args):
             return common.cross_entropy(logits, batch), new_b
 
         g, b = common.grad(loss, has_aux=True)(w)  # l.13: [d]
-        u = args.momentum * u + g + decay * w  # D7
-        return w - eta * u, b, u, keep  # l.13
+        w, u = common.sgd(w, u, g, eta, args.momentum, decay)  # l.13: w - eta * u, u = momentum * u + g + decay * w (D7)
+        return w, b, u, keep
 
     return step
 

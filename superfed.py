@@ -142,8 +142,9 @@ def client_step(net, args):
     def step(client, batch, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights, and their momentum
         g_f, g_l = common.grad(objective, argnums=(0, 1))(w_f, w_l, batch, phase_two, w_g)  # l.14, of l.13
-        u_f, u_l = args.momentum * u_f + g_f + decay * w_f, args.momentum * u_l + g_l + decay * w_l  # D7
-        return w_f - eta * u_f, w_l - eta * u_l, u_f, u_l  # l.14
+        w_f, u_f = common.sgd(w_f, u_f, g_f, eta, args.momentum, decay)  # l.14: w - eta * u (D7)
+        w_l, u_l = common.sgd(w_l, u_l, g_l, eta, args.momentum, decay)  # l.14
+        return w_f, w_l, u_f, u_l
 
     return step
 
