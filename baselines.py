@@ -69,7 +69,7 @@ def rate(federation, args, t):
 
 def size(federation, S):
     """m, the number of sampled clients."""
-    return federation.sum(torch.tensor(float(len(S)), device=federation.device))
+    return federation.all_reduce(torch.tensor(float(len(S)), device=federation.device))
 
 
 def replace(X, S, rows):
@@ -137,7 +137,7 @@ def centralised(federation, run, args):
     for t, _ in run.rounds(state):  # l.2
         w = state.w.expand(len(first), -1)  # [1, d]
         w, _ = federation.train(step, (w, torch.zeros_like(w)), first, t, rate(federation, args, t), epochs=epochs)  # l.3
-        state.w = federation.sum(w.sum(0))
+        state.w = federation.all_reduce(w.sum(0))
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
@@ -172,7 +172,7 @@ def fedprox(federation, run, args):
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t), mu, state.w)  # l.3 (D2)
         n_k = federation.n[S]  # [m]
-        state.w = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.4: [d]
+        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.4: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             v = state.w
@@ -228,8 +228,8 @@ def scaffold(federation, run, args):
             new = g / n[:, None]  # l.5 (D3): [m, d]
         else:
             new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D2)
-        state.x = state.x + args.global_lr * federation.sum((y_k - state.x).sum(0)) / m  # l.7
-        state.c = state.c + federation.sum((new - c_k).sum(0)) / federation.K  # l.8
+        state.x = state.x + args.global_lr * federation.all_reduce((y_k - state.x).sum(0)) / m  # l.7
+        state.c = state.c + federation.all_reduce((new - c_k).sum(0)) / federation.K  # l.8
         state.C = replace(state.C, S, new)  # l.9
         run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
         if run.evaluates():
@@ -273,8 +273,8 @@ def feddyn(federation, run, args):
         start = (state.w.expand(len(S), -1), torch.zeros_like(g_k), g_k)  # l.3
         theta, _, _ = federation.train(step, start, S, t, rate(federation, args, t), state.w)  # l.4: [m, d]
         state.G = replace(state.G, S, g_k - alpha * (theta - state.w))  # l.6
-        state.h = state.h - alpha / K * federation.sum((theta - state.w).sum(0))  # l.7: [d]
-        state.w = federation.sum(theta.sum(0)) / m - state.h / alpha  # l.8: [d]
+        state.h = state.h - alpha / K * federation.all_reduce((theta - state.w).sum(0))  # l.7: [d]
+        state.w = federation.all_reduce(theta.sum(0)) / m - state.h / alpha  # l.8: [d]
         run.sent(up=theta.numel(), down=theta.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))  # D2
@@ -321,7 +321,7 @@ def apfl(federation, run, args):
         start = (w, torch.zeros_like(w), v, torch.zeros_like(v), state.alpha[S])
         w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, rate(federation, args, t))  # l.4
         n_k = federation.n[S]  # [m]
-        state.w = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.9: [d]
+        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.9: [d]
         state.V, state.alpha = replace(state.V, S, v_k), replace(state.alpha, S, alpha_k)  # l.7-8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -350,7 +350,7 @@ def fedper(federation, run, args):
         w = put(state.w, own, state.V[S])  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.4
         n_k = federation.n[S]  # [m]
-        mean = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())
+        mean = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())
         state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.5
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
@@ -389,7 +389,7 @@ def fedrep(federation, run, args):
         w, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, head, phase=1)  # l.4
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, 1 - head, epochs=args.body_epochs)  # l.5 (D1)
         n_k = federation.n[S]  # [m]
-        mean = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())
+        mean = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())
         state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.6
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
@@ -421,7 +421,7 @@ def lg_fedavg(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         m, w = size(federation, S), put(state.w, own, state.V[S])  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.4
-        mean = federation.sum(w_k.sum(0)) / m
+        mean = federation.all_reduce(w_k.sum(0)) / m
         state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.5
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
@@ -457,7 +457,7 @@ def ditto(federation, run, args):
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.4: [m, d]
         v_k, _ = federation.train(personal_step, (v, torch.zeros_like(v)), S, t, eta, state.w,
                                   epochs=args.personal_epochs)  # l.5 (D1): [m, d]
-        state.w, state.V = federation.sum(w_k.sum(0)) / size(federation, S), replace(state.V, S, v_k)  # l.6
+        state.w, state.V = federation.all_reduce(w_k.sum(0)) / size(federation, S), replace(state.V, S, v_k)  # l.6
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.V))
@@ -500,7 +500,7 @@ def pfedme(federation, run, args):
         eta_p = eta * (args.theta_lr / args.lr)
         theta, w_k, _ = federation.train(step, (w, w, torch.zeros_like(w)), S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
         n_k = federation.n[S]  # [m]
-        mean = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # [d]
+        mean = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # [d]
         state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * mean  # l.7
         state.theta = replace(state.theta, S, theta)
         run.sent(up=w_k.numel(), down=w_k.numel())
@@ -562,7 +562,7 @@ def per_fedavg(federation, run, args):
         w, n_k = state.w.expand(len(S), -1), federation.n[S]  # l.3: [m, d], [m]
         zero = torch.zeros_like(w)
         w_k, *_ = federation.train(step, (w, zero, w, zero, 0 * n_k), S, t, rate(federation, args, t), alpha)  # l.4: [m, d]
-        state.w = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.9 (D3): [d]
+        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.9 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             rows = np.arange(len(federation.clients))
@@ -649,7 +649,7 @@ def fedspa(federation, run, args):
         kept = counts - np.floor(args.drop / 2 * (1 + cos(pi * t / args.rounds)) * counts + 1e-9).astype(int)  # l.6 (D3)
         keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: [m, d]
         state.M = replace(state.M, S, highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts))  # l.7
-        state.w = state.w + federation.sum(n_k @ (w_k - w)) / federation.sum(n_k.sum())  # l.5, l.8 (D5): [d]
+        state.w = state.w + federation.all_reduce(n_k @ (w_k - w)) / federation.all_reduce(n_k.sum())  # l.5, l.8 (D5): [d]
         run.sent(up=len(S) * active, down=len(S) * active)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.M * state.w))

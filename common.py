@@ -9,7 +9,7 @@ Read from top to bottom, or jump:
     5. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
 
 Images come from datasets.py, the loop over the rounds and the record from records.py, and what makes training fast from
-engine.py; none of the three is needed to follow an algorithm.
+engine.py. To follow an algorithm, read Federation.train, schedule and train_alone (5), and run.rounds (records.py).
 
 Shapes in comments: d numbers in a model, K clients, m of them sampled in a round, N images, B images in a minibatch,
 H x W pixels, C channels. Global measures are taken on the data set's central test images; personal ones on each
@@ -185,17 +185,17 @@ def split_clients(data, args):
     train, val, test = [], [], []
     for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
-        a = int((1 - own_test - args.client_val) * n + 1e-9)
-        b = n - int(own_test * n + 1e-9) if args.client_val else a
-        held = index[b:] if own_test else matched_test(labels[index], data, rng)
-        if not a or (args.client_val and a == b) or (own_test and b == n):
+        val_at = int((1 - own_test - args.client_val) * n + 1e-9)  # [training | validation | test]
+        test_at = n - int(own_test * n + 1e-9) if args.client_val else val_at
+        held = index[test_at:] if own_test else matched_test(labels[index], data, rng)
+        if not val_at or (args.client_val and val_at == test_at) or (own_test and test_at == n):
             how = "--client-test 0" if args.split == "natural" else "fewer --clients, a larger --alpha"
-            refuse(f"--split {args.split} leaves client {k} with {n} images: {a} to train on, {b - a} to validate, {n - b} to "
-                   f"test; use {how} or more images")
+            refuse(f"--split {args.split} leaves client {k} with {n} images: {val_at} to train on, {test_at - val_at} to "
+                   f"validate, {n - test_at} to test; use {how} or more images")
         if not len(held):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
                    "use --client-test")
-        train, val, test = train + [index[:a]], val + [index[a:b]], test + [held]
+        train, val, test = train + [index[:val_at]], val + [index[val_at:test_at]], test + [held]
     return Split(train, val, test)
 
 
@@ -435,7 +435,8 @@ class Weights:
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
         shape = (out, x.shape[1] // groups, kernel, kernel)
         weight, offset = init or default_init(shape)
-        weight, offset = self.take(name + ".weight", shape, weight), self.take(name + ".bias", (out,), offset) if bias else None
+        weight = self.take(name + ".weight", shape, weight)
+        offset = self.take(name + ".bias", (out,), offset) if bias else None
         if self.route == "patches" and groups == 1 and not alone():
             return engine.conv_by_patches(x, weight, offset, stride, padding)
         return F.conv2d(x, weight, offset, stride, padding, 1, groups)
@@ -487,16 +488,18 @@ class Net:
         self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
         self.d = sum(self.sizes)
         ends = np.cumsum(self.sizes).tolist()
-        self.tensors = [(n, slice(e - z, e), s) for (n, s, _), z, e in zip(weights.table, self.sizes, ends)]
-        self.inits = [i for _, _, i in weights.table]
-        spans = {}
-        for n, s, _ in self.tensors:
-            spans.setdefault(n.rsplit(".", 1)[0], []).append(s)
-        self.layers = [(n, slice(s[0].start, s[-1].stop)) for n, s in spans.items()]
-        self.layer_of = torch.cat([torch.full((s.stop - s.start,), i) for i, (_, s) in enumerate(self.layers)]).to(device)
+        self.tensors = [(name, slice(end - size, end), shape)
+                        for (name, shape, _), size, end in zip(weights.table, self.sizes, ends)]
+        self.inits = [init for _, _, init in weights.table]
+        spans = {}  # "conv1": the slices of its weight and bias, which lie side by side
+        for name, where, _ in self.tensors:
+            spans.setdefault(name.rsplit(".", 1)[0], []).append(where)
+        self.layers = [(name, slice(parts[0].start, parts[-1].stop)) for name, parts in spans.items()]
+        number = torch.arange(len(self.layers))
+        self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
-        self.decayed = torch.cat([torch.full((z,), float(only is None or n in only))
-                                  for (n, _, _), z in zip(self.tensors, self.sizes)]).to(device)
+        decayed = torch.tensor([float(only is None or name in only) for name, _, _ in self.tensors])
+        self.decayed = decayed.repeat_interleave(torch.tensor(self.sizes)).to(device)
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
@@ -826,8 +829,8 @@ class Federation:
         """w [d], from the seed."""
         return self.net.init(stream(self.args.seed, "initialisation"))
 
-    def sum(self, x):
-        """The sum of a tensor over all processes."""
+    def all_reduce(self, x):
+        """The sum of a tensor over all processes; with one process, x itself."""
         if self.processes > 1:
             x = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(x)
@@ -839,7 +842,7 @@ class Federation:
             return x
         whole = torch.zeros(self.K, *x.shape[1:], dtype=x.dtype, device=self.device)
         whole[self.place] = x.to(self.device)
-        return self.sum(whole)
+        return self.all_reduce(whole)
 
     # Training: the same step function, one client after the other or many at once
 

@@ -80,9 +80,10 @@ def main(argv=None):
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D5)
         eta = torch.tensor(args.lr * args.lr_decay**t, device=federation.device)  # D4
         w = state.w.expand(len(S), -1)  # [m, d]
+        # The loops of l.9-10 are in common.py: E and B in Federation.schedule, the minibatches in Federation.train_alone
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-10 (D2), l.12: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.7 (D1): [d]
+        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.7 (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))

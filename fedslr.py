@@ -355,11 +355,11 @@ def main(argv=None):
         state.gamma = state.gamma.index_copy(0, here, gamma_i + change)  # l.6, l.14: [K, d]
         state.p = state.p.index_copy(0, here, p_i)  # l.14: [K, d]
         if args.memory_efficient:
-            state.gamma_mean = state.gamma_mean + federation.sum(change.sum(0)) / K  # Algorithm 3's l.6: [d]
+            state.gamma_mean = state.gamma_mean + federation.all_reduce(change.sum(0)) / K  # Algorithm 3's l.6: [d]
         else:
-            state.gamma_mean = federation.sum(state.gamma.sum(0)) / K  # l.7: [d]
-        m = federation.sum(torch.tensor(float(len(S)), device=device))
-        v = federation.sum(w_i.sum(0)) / m - args.eta_g * state.gamma_mean  # l.7: [d]
+            state.gamma_mean = federation.all_reduce(state.gamma.sum(0)) / K  # l.7: [d]
+        m = federation.all_reduce(torch.tensor(float(len(S)), device=device))
+        v = federation.all_reduce(w_i.sum(0)) / m - args.eta_g * state.gamma_mean  # l.7: [d]
         state.w, state.ranks, state.numbers = server_step(net, args, v)  # l.8
         if run.evaluates():
             measures = measure(federation, state)

@@ -72,8 +72,8 @@ Effects are not measured unless stated.
         test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000, a fifth of the 50,000 training images. In DS-1 of MNIST
         users have 600 images each: --limit 6000. DS-1 gives a user equally many images of its 4 classes; the paper says
         "a different number". DS-2 is Dir(.9, ..., .9) over users per class, as in the authors' generator; the paper's words
-        and its citation mean a draw per user. DS-3's sizes differ more here than in the authors' logs (there 229 to 1,457
-        test images a user), so that its accuracies can't be compared closely.
+        and its citation mean a draw per user. In DS-3 users share all training images; in the authors' logs they have 229 to
+        1,457 test images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here than there.
     D10  Section 6 describes new users without an experiment. With --unseen N the last N users train in no round. Each chooses
         its teacher among the G of all rounds, which here it does round by round as the others do, and then does Stage 2.
     D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do. Their
@@ -297,7 +297,7 @@ def main(argv=None):
         w = state.G.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.7
         n_k = federation.n[S]  # [m]
-        state.G = federation.sum(n_k @ w_k) / federation.sum(n_k.sum())  # l.7 (D2)
+        state.G = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.7 (D2)
         run.sent(up=w_k.numel(), down=rows * net.d)
         last = t + 1 == args.rounds
         if last:

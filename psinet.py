@@ -283,8 +283,8 @@ def local_updates(federation, parts, state, S, t, eta, has):
 
 def aligned_average(federation, W, own, n_k, old):
     """Lines 10 and 11, number by number: over the nodes that have it. W [m, d], own [m, d] bool, n_k [m], old [d]."""
-    n = federation.sum(n_k @ own.to(W.dtype))  # [d] (D5)
-    return torch.where(n > 0, federation.sum(n_k @ (W * own)) / n.clamp(min=1), old)
+    n = federation.all_reduce(n_k @ own.to(W.dtype))  # [d] (D5)
+    return torch.where(n > 0, federation.all_reduce(n_k @ (W * own)) / n.clamp(min=1), old)
 
 
 def preferences(federation, z, images=20):
@@ -373,7 +373,7 @@ def main(argv=None):
         n_k = federation.n[S]  # [m]
         state.w = aligned_average(federation, W, own_w, n_k, state.w)  # l.10-11: [d]
         state.b = aligned_average(federation, B, own_b, n_k, state.b)  # l.10-11: [d_b]
-        state.macs += args.epochs * float(federation.sum(macs[federation.clients[S]] @ n_k.double()))
+        state.macs += args.epochs * float(federation.all_reduce(macs[federation.clients[S]] @ n_k.double()))
         sent = int(own_w.sum() + own_b.sum())
         run.sent(up=sent, down=sent)
         if run.evaluates():

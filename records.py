@@ -75,7 +75,8 @@ class Run:
         federation = self.federation
         if self.args.resume:
             history, per_client = self.restore()
-            if federation.sum(torch.tensor(len(history), device=federation.device)) != len(history) * federation.processes:
+            rounds = federation.all_reduce(torch.tensor(len(history), device=federation.device))
+            if rounds != len(history) * federation.processes:
                 refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
         elif (self.out / "result.json").exists():
             for path in (self.out / "result.json", self.state_file):
@@ -118,7 +119,7 @@ class Run:
         federation, names = self.federation, ("bytes_up", "bytes_down")
         counts = torch.tensor([*(self.row[name] for name in names), federation.slots, federation.filled],
                               dtype=torch.double, device=federation.device)  # fmt: skip
-        *sent, slots, filled = federation.sum(counts).tolist()
+        *sent, slots, filled = federation.all_reduce(counts).tolist()
         self.row.update({name: int(value) for name, value in zip(names, sent)})
         if slots:
             self.row["padding"] = round(1 - filled / slots, 4)
@@ -156,7 +157,7 @@ class Run:
         tensors = [z for z in vars(self.state).values() if torch.is_tensor(z)]
         losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
         sound = all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all()
-        if not self.federation.sum(torch.tensor(float(not sound), device=self.federation.device)):
+        if not self.federation.all_reduce(torch.tensor(float(not sound), device=self.federation.device)):
             return
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
         for part in ("global", "personal", "evaluation_seconds"):

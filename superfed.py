@@ -87,6 +87,9 @@ Mixing), where seeds differ by .02 to .06. Other effects are not measured unless
         and the server's w^f. Their traffic isn't counted.
     D15  Line 6: the official n_k counts a client's test images too: the same shares up to rounding. Its average of the w^l_k
         and its local fine-tuning are never used. Not offered: they change nothing.
+    D16  Line 14: in our copy of the paper two lines, of which nothing is left, stand behind the loop over an epoch's
+        minibatches, and none within it that can be the update. They may be it; here it is done for every minibatch, as in the
+        text ("at every batch update") and the official code.
 """
 
 from math import ceil
@@ -98,7 +101,7 @@ import torch
 import common
 
 # Table 1, CIFAR-10, and the other columns of Tables 1 and 2. K and R are the paper's; C, E, B, eta, mu, nu and Model Mixing's L
-# are from the official scripts, since our copy of the paper has lost them.
+# (see `arguments`) are from the official scripts, since our copy of the paper has lost them.
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9,  # D8
                 eval_every=10)
 BY_DATASET = {
@@ -129,7 +132,7 @@ def client_step(net, args):
     own = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d] which lambda is a weight's (D6)
 
     def objective(w_f, w_l, batch, phase_two, w_g):
-        lam = phase_two * batch.draw[own]  # l.11: [d], 0 in Phase I
+        lam = phase_two * batch.draw[own]  # l.11: [d]; phase_two is a tensor, 0 or 1, so that one captured step serves both
         loss = common.cross_entropy(net(mix(w_f, w_l, lam * paired), batch.x), batch)  # l.12 (D2)
         u, v = paired * w_f, paired * w_l
         cos = (u * v).sum() / (u.norm() * v.norm())
@@ -142,22 +145,22 @@ def client_step(net, args):
     def step(client, batch, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights, and their momentum
         g_f, g_l = common.grad(objective, argnums=(0, 1))(w_f, w_l, batch, phase_two, w_g)  # l.14, of l.13
-        w_f, u_f = common.sgd(w_f, u_f, g_f, eta, args.momentum, decay)  # l.14: w - eta * u (D7)
+        w_f, u_f = common.sgd(w_f, u_f, g_f, eta, args.momentum, decay)  # l.14: w - eta * u (D7, D16)
         w_l, u_l = common.sgd(w_l, u_l, g_l, eta, args.momentum, decay)  # l.14
         return w_f, w_l, u_f, u_l
 
     return step
 
 
-def only(federation, clients):
-    """The federation of some clients alone, with at most as many training as test images each."""
+def for_evaluation(federation, clients):
+    """The federation of some clients alone, not to be trained, with at most as many training as test images each."""
     few = federation.only(clients)
     few.split = few.split._replace(train=[a[: len(b)] for a, b in zip(few.split.train, few.split.test)])  # D12
     return few
 
 
 def measure_mixtures(clients, w_f, W_l, paired):
-    """Personal measures at each of LAMBDAS and for the choices of D12; clients: from `only`; w_f [d], W_l [m, d]."""
+    """Personal measures at each of LAMBDAS and for the choices of D12; clients: from for_evaluation; w_f [d], W_l [m, d]."""
     test, held = [], []
     part = "val" if clients.args.client_val else "train"
     for lam in LAMBDAS:
@@ -232,8 +235,8 @@ def main(argv=None):
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} clients to train; use a smaller number")
     order = common.stream(args.split_seed, "split", 1).permutation(K)
-    taking_part, joining = only(federation, order[args.unseen :]), only(federation, order[: args.unseen])
-    seen, unseen = (np.searchsorted(federation.clients, few.clients) for few in (taking_part, joining))  # rows
+    taking_part, joining = for_evaluation(federation, order[args.unseen :]), for_evaluation(federation, order[: args.unseen])
+    seen, unseen = (np.searchsorted(federation.clients, few.clients) for few in (taking_part, joining))  # their rows
     federation.sample = lambda t: seen[taking_part.sample(t)]  # D14: C*K counts those that take part
     run = common.Run(__file__, args, federation)
     first = int(args.start * args.rounds) - 1 if official else ceil(args.start * args.rounds - 1e-9)  # D4
@@ -246,7 +249,7 @@ def main(argv=None):
 
     def client_update(S, t):
         """Lines 7 to 15 for the clients S: their w^f and w^l, [m, d] each."""
-        eta = torch.tensor(args.lr * args.lr_decay ** (t + official), device=device)  # D4
+        eta = torch.tensor(args.lr * args.lr_decay ** (t + 1 if official else t), device=device)  # D4
         phase_two = torch.tensor(float(t >= first), device=device)
         w_f, w_l = state.w_f.expand(len(S), -1), state.W_l[S]  # [m, d]
         start = (w_f, w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
@@ -258,8 +261,8 @@ def main(argv=None):
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D13)
         w_f, w_l = client_update(S, t)  # l.4-5
         n_k = federation.n[S]  # [m]
-        state.w_f = federation.sum(n_k @ w_f) / federation.sum(n_k.sum())  # l.6 (D15): [d]
-        if t >= first:
+        state.w_f = federation.all_reduce(n_k @ w_f) / federation.all_reduce(n_k.sum())  # l.6 (D15): [d]
+        if t >= first:  # in Phase I w^l doesn't move; a weight decay would move it
             state.W_l = state.W_l.index_copy(0, torch.from_numpy(S).to(device), w_l)  # l.15: [K, d]
         run.sent(up=w_f.numel(), down=w_f.numel())
         if run.evaluates():

@@ -307,7 +307,7 @@ def test_unseen_clients_join_after_the_last_round(tmp_path, monkeypatch):
     alone = np.array(fed.evaluate_clients(state["w_f"])["per_client"])  # lambda = 0 is the global model
     assert unseen["personal@lambda=0"]["mean"] == pytest.approx(alone[last.S].mean())
     assert record["final"]["personal"]["mean"] == pytest.approx(alone[others].mean())
-    local = superfed.only(fed, last.S).evaluate_clients(last.end[1])  # lambda = 1 is what it trained
+    local = superfed.for_evaluation(fed, last.S).evaluate_clients(last.end[1])  # lambda = 1 is what it trained
     assert unseen["lambdas"][10]["loss"] == pytest.approx(local["loss"], abs=1e-6)
     assert federation(SMALL).split.fingerprint() == record["split"]["fingerprint"]
     with pytest.raises(SystemExit) as ended:
@@ -403,7 +403,7 @@ def test_plots(tmp_path, monkeypatch):
 
 def test_only_takes_some_clients_and_equally_many_training_and_test_images():
     fed = federation(SMALL)
-    some, w = superfed.only(fed, [2, 5]), fed.initial_weights()
+    some, w = superfed.for_evaluation(fed, [2, 5]), fed.initial_weights()
     assert some.evaluate_clients(w)["per_client"] == [fed.evaluate_clients(w)["per_client"][k] for k in (2, 5)]
     for i, k in enumerate((2, 5)):
         assert set(some.split.train[i]) < set(fed.split.train[k]) and len(some.split.train[i]) == len(fed.split.test[k]) == 10
