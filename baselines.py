@@ -40,13 +40,13 @@ BY_DATASET = {
 
 def sgd(net, args):
     """Two functions: gradient(w, batch) of f_k, and descend(w, u, g, eta), SGD's step along g with the momentum u; [d] each."""
-    decay = args.weight_decay * net.decayed  # [d]
 
     def gradient(w, batch):
-        return torch.addcmul(common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w), decay, w)
+        g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)
+        return torch.addcmul(g, net.decayed, w, value=args.weight_decay) if args.weight_decay else g
 
     def descend(w, u, g, eta):
-        return common.sgd(w, u, g, eta, args.momentum)
+        return common.sgd(args, w, u, g, eta)
 
     return gradient, descend
 

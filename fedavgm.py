@@ -67,12 +67,11 @@ BY_DATASET = {
 
 def client_step(net, args):
     """ClientUpdate's body, for one client and one minibatch."""
-    decay = args.weight_decay * net.decayed  # [d] (D2)
 
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
         g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # l.13: gradient of l(w; b), [d]
-        return common.sgd(w, u, g, eta, args.momentum, decay)  # l.13: w - eta * u, u = momentum * u + g + decay * w
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.13: w - eta * u, u = momentum * u + g + decay * w (D2)
 
     return step
 

@@ -112,20 +112,18 @@ GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1)]  # D7; 
 
 def client_step(net, args):
     """FedAvg's, for one user and one minibatch."""
-    decay = args.weight_decay * net.decayed  # [d]
 
     def step(client, batch, eta):
         w, u = client  # [d] weights, [d] momentum
         g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
-        return common.sgd(w, u, g, eta, args.momentum, decay)  # l.7: w - eta * u, u = momentum * u + g + decay * w
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.7: w - eta * u, u = momentum * u + g + decay * w
 
     return step
 
 
 def student_step(net, args, grid=GRID):
     """Stage 2's body, for the students of one user, one for each pair (T, lambda) of the grid, and one minibatch."""
-    decay = args.weight_decay * net.decayed  # [d]
-    T, lam = torch.tensor(grid, dtype=torch.float, device=decay.device).T  # [pairs] each
+    T, lam = torch.tensor(grid, dtype=torch.float, device=net.decayed.device).T  # [pairs] each
 
     def step(user, batch, eta):
         A, u, O = user  # [pairs, d] weights, [pairs, d] momentum, [d] their teacher
@@ -140,7 +138,7 @@ def student_step(net, args, grid=GRID):
             return (1 - lam) * hard + lam * T**2 * soft  # l.13
 
         g = vmap(common.grad(loss))(A, T, lam)  # l.14: [pairs, d]
-        return *common.sgd(A, u, g, eta, args.momentum, decay), O  # l.14: A - eta * u
+        return *common.sgd(args, A, u, g, eta, net.decayed), O  # l.14: A - eta * u
 
     return step
 

@@ -241,7 +241,6 @@ class PsiNet(common.Net):
 
 def client_step(net, args):
     """LocalUpdate's body, for one node and one minibatch."""
-    decay = args.weight_decay * net.decayed  # [d]
 
     def step(node, batch, eta):
         w, b, u, keep = node  # [d] weights, [d_b] running statistics, [d] momentum, [n] groups
@@ -251,7 +250,7 @@ def client_step(net, args):
             return common.cross_entropy(logits, batch), new_b
 
         g, b = common.grad(loss, has_aux=True)(w)  # l.13: [d]
-        w, u = common.sgd(w, u, g, eta, args.momentum, decay)  # l.13: w - eta * u, u = momentum * u + g + decay * w (D7)
+        w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.13: w - eta * u, u = momentum * u + g + decay * w (D7)
         return w, b, u, keep
 
     return step
