@@ -6,9 +6,9 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
 
 Measured, all 200 rounds, seed 0, 2 CPU cores, 34 and 33 min:
     results/superfed-1/superfed-cifar10-mix-model/0:
-        global 0.4713, top-5 0.9154; personal 0.8529, by the paper's choice of lambda 0.8651
+        global 0.4713, personal 0.8529, by the paper's choice of lambda 0.8651
     results/superfed-1/superfed-cifar10-mix-layer/0:
-        global 0.4978, top-5 0.9152; personal 0.8706, by the paper's choice of lambda 0.8706
+        global 0.4978, personal 0.8706, by the paper's choice of lambda 0.8706
 
 Models of one shape: w^f, the federated one, which travels; w^l_k, the local one of client k, which never leaves it; and
 their mixtures W_k(lambda) = (1-lambda) w^f + lambda w^l_k, weight by weight. "global" is the server's w^f on the central

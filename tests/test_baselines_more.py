@@ -80,7 +80,7 @@ class Toy:
     def initial_weights(self):
         return self.w
 
-    def sum(self, x):
+    def all_reduce(self, x):
         return x
 
     gather = sum

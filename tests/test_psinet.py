@@ -406,7 +406,7 @@ def test_with_all_owners_the_average_is_fedavgs():
     rng = np.random.default_rng(0)
     W, n = torch.from_numpy(rng.normal(size=(4, 9))), torch.tensor([5.0, 1, 2, 8])
     own = torch.ones(4, 9, dtype=torch.bool)
-    average = psinet.aligned_average(SimpleNamespace(sum=lambda x: x), W.float(), own, n, torch.zeros(9))
+    average = psinet.aligned_average(SimpleNamespace(all_reduce=lambda x: x), W.float(), own, n, torch.zeros(9))
     np.testing.assert_allclose(average, np.average(W, axis=0, weights=[5, 1, 2, 8]), rtol=1e-5, atol=1e-6)
 
 
