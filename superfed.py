@@ -88,8 +88,8 @@ Mixing), where seeds differ by .02 to .06. Other effects are not measured unless
     D15  Line 6: the official n_k counts a client's test images too: the same shares up to rounding. Its average of the w^l_k
         and its local fine-tuning are never used. Not offered: they change nothing.
     D16  Line 14: in our copy of the paper two lines, of which nothing is left, stand behind the loop over an epoch's
-        minibatches; of the loop's own last line only "(3)" is left. Either may be this update. It is done for every minibatch, as
-        in the official code and for (3) to be of a minibatch; the text has the mixing "at every batch update".
+        minibatches; of the loop's own last line only "(3)" is left. Either may be this update. It is done for every minibatch,
+        as in the official code and for (3) to be of a minibatch; the text has the mixing "at every batch update".
 """
 
 from math import ceil
