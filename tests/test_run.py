@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import numpy as np
@@ -243,15 +244,32 @@ def test_the_commit_is_recorded():
     assert os.access(HERE / "common.py", os.R_OK)
 
 
+def readme_lines(first):
+    """The README's block of code that begins with that line."""
+    text = (HERE / "README.md").read_text()
+    return textwrap.dedent(text[text.index(f"    {first}\n") :].split("\n\n")[0])
+
+
 def test_the_readmes_lines_load_a_trained_model(tmp_path):
     """They give what the run's own evaluation says of the model."""
     record, _ = run(fedavg, [*QUICK, "--client-test", "0.2"], tmp_path)
-    text = (pathlib.Path(fedavg.__file__).parent / "README.md").read_text()
-    lines = [line.strip() for line in text[text.index("    import torch, common\n") :].splitlines()[:4]]
     names = {}
-    exec("\n".join(lines).replace("runs/fedavg-shapes-0", str(tmp_path)), names)
+    exec(readme_lines("import torch, common").replace("runs/fedavg-shapes-0", str(tmp_path)), names)
     assert names["logits"].shape == (5, 10)
     data = common.load_data("shapes")
     x = torch.from_numpy(data.images[data.train :]).permute(0, 3, 1, 2) / 255
     right = names["net"](names["saved"]["state"]["w"], x).argmax(1).numpy() == data.labels[data.train :]
     assert right.mean() == pytest.approx(record["final"]["global"]["top1"])
+
+
+def test_the_readmes_lines_draw_two_runs(tmp_path, monkeypatch):
+    for name, seed in (("fedavg", "0"), ("fedavgm", "1")):
+        run(fedavg, [*QUICK, "--seed", seed], tmp_path / "runs" / f"{name}-shapes-0")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(readme_lines("import json, matplotlib.pyplot as plt"), names)
+    lines = names["plt"].gca().lines
+    finals = [json.load(open(f"runs/{name}-shapes-0/result.json"))["final"]["global"] for name in ("fedavg", "fedavgm")]
+    assert [line.get_xydata()[-1].tolist() for line in lines] == [[final["round"], final["top1"]] for final in finals]
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    names["plt"].close("all")
