@@ -477,7 +477,8 @@ def pfedme(federation, run, args):
     Personal is the last theta_k; w_0 for a client that was never sampled. Weights are n_k.
     D1  Lines 3 and 7: officially all clients train in every round, and S_t says only whose w_k are averaged. Here only the
         clients of S_t train, as in every other method. The same where all take part, as in PersFL.
-    D2  Line 4: what the official code calls a local epoch is one minibatch. Here an epoch is one.
+    D2  Line 4: what the official code calls a local epoch is one minibatch, as many for every user. Here an epoch is a pass
+        over all of a client's images.
     D3  Line 5: theta_k goes on from minibatch to minibatch, as officially, where .001*theta_k is added to the gradient:
         --weight-decay .001.
     D4  Line 6: the paper has no momentum (--momentum 0). It is w_k's, lambda * (w_k - theta_k) being the envelope's gradient.
@@ -525,15 +526,16 @@ def per_fedavg(federation, run, args):
 
     Weights are n_k. beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01, beta .001.
     D1  Line 4: D, D' and D'' are the minibatches of the E epochs in turn, so that an epoch has half as many steps as FedAvg's,
-        Hessian-free a third. One or two that are left over at the end of a round are not used.
+        Hessian-free a third. One or two that are left over at the end of a round are not used. Where a client has one
+        minibatch, D and D' are the same images. Officially, and in PersFL's code, all users take 20 such groups a round.
     D2  Line 8: PersFL's code does not go back from z to w_k: two plain steps, alpha then beta. Not offered. The paper has no
         momentum (--momentum 0).
     D3  Line 9: the paper's mean is unweighted; n_k as in PersFL's code. The same with equal sizes.
     D4  Line 10: the gradient over all training images, as F_k has it, augmented where --transform does so. The code that
         PersFL used takes minibatches of the TEST images on which it then evaluates. Not offered. alpha does not decay.
     D5  Line 7: with ReLU the two gradients belong to different linear pieces. Measured on 20 images of `shapes` at w_0 with
-        delta .001, h is 15 to 18 times its norm away from the exact product (mnistnet, cnn, cifarnet), in float64 too; after
-        200 steps of SGD 2e-5, 5 and 69 times.
+        delta .001, h is several times the exact product's norm away from it (15 to 18 for mnistnet, cnn and cifarnet on one
+        draw, 1.4 to 49 on six others), in float64 too; after 200 steps of SGD 2e-5, 5 and 69 times.
     """
     gradient, descend = sgd(federation.net, args)
     last, least = 2 if args.hessian_free else 1, int(federation.gather(federation.n).min())

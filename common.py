@@ -200,7 +200,7 @@ def split_clients(data, args):
 
 
 def matched_test(labels, data, rng, size=100):
-    """Central test images with the class shares of `labels`: floor(share * size) of each class (FedSLR, section 5.1).
+    """Central test images with the class shares of `labels`: floor(share * size) of each class, or all (FedSLR, section 5.1).
 
     Without replacement within a client; different clients' may overlap. Shares below 1/size add nothing.
     """
@@ -591,20 +591,24 @@ def resnet18(m, x, classes):
     """ResNet-18 with GroupNorm(2), as FedSLR's.
 
     Up to 32x32: a 3x3 stem and a last layer without bias, 11,173,952 weights for 10 classes, 11,220,032 for 100.
-    Larger: torchvision's 7x7 stem with pooling and a bias, 11,279,112 weights for 200 classes.
+    Larger: torchvision's, its 7x7 stem with pooling, its initial weights and a bias, 11,279,112 weights for 200 classes.
     """
     small = x.shape[2] <= 32
+
+    def conv(name, x, width, kernel, stride, padding=0):
+        return m.conv(name, x, width, kernel, stride, padding, bias=False, init=None if small else he_normal(width, kernel))
+
     if small:
-        x = F.relu(m.groupnorm("norm1", m.conv("conv1", x, 64, 3, 1, 1, bias=False)))
+        x = F.relu(m.groupnorm("norm1", conv("conv1", x, 64, 3, 1, 1)))
     else:
-        x = F.max_pool2d(F.relu(m.groupnorm("norm1", m.conv("conv1", x, 64, 7, 2, 3, bias=False))), 3, 2, 1)
+        x = F.max_pool2d(F.relu(m.groupnorm("norm1", conv("conv1", x, 64, 7, 2, 3))), 3, 2, 1)
     for stage, width in enumerate((64, 128, 256, 512)):
         for block in range(2):
             name, stride = f"stage{stage + 1}.{block + 1}", 2 if stage and not block else 1
-            y = F.relu(m.groupnorm(name + ".norm1", m.conv(name + ".conv1", x, width, 3, stride, 1, bias=False)))
-            y = m.groupnorm(name + ".norm2", m.conv(name + ".conv2", y, width, 3, 1, 1, bias=False))
+            y = F.relu(m.groupnorm(name + ".norm1", conv(name + ".conv1", x, width, 3, stride, 1)))
+            y = m.groupnorm(name + ".norm2", conv(name + ".conv2", y, width, 3, 1, 1))
             if stride != 1:
-                x = m.groupnorm(name + ".norm3", m.conv(name + ".shortcut", x, width, 1, stride, bias=False))
+                x = m.groupnorm(name + ".norm3", conv(name + ".shortcut", x, width, 1, stride))
             x = F.relu(x + y)
     return m.linear("fc", x.mean((2, 3)), classes, bias=not small)
 
@@ -659,10 +663,10 @@ def scale(x, u=None):
 
 
 def window(x, top, left, size, flip):
-    """Per image, the size x size pixels from row top [n] and column left [n], mirrored where flip [n]: [n,size,size,C]."""
-    i = torch.arange(size, device=x.device)
-    rows = top[:, None] + i  # [n, size]
-    columns = left[:, None] + torch.where(flip[:, None], i.flip(0), i)
+    """Per image, size = (h, w) pixels from row top [n] and column left [n], mirrored where flip [n]: [n,h,w,C]."""
+    i, j = (torch.arange(length, device=x.device) for length in size)
+    rows = top[:, None] + i  # [n, h]
+    columns = left[:, None] + torch.where(flip[:, None], j.flip(0), j)  # [n, w]
     return x[torch.arange(len(x), device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
@@ -677,7 +681,7 @@ def tensorflow(x, u=None, size=24):
         x = x[:, (height - size) // 2 :, (width - size) // 2 :][:, :size, :size].float()
     else:
         top, left = (u[:, 0] * (height - size + 1)).long(), (u[:, 1] * (width - size + 1)).long()
-        x = window(x, top, left, size, u[:, 2] < 0.5).float()
+        x = window(x, top, left, (size, size), u[:, 2] < 0.5).float()
         x = x + 63 * (2 * u[:, 3, None, None, None] - 1)
         mean = x.mean((1, 2), keepdim=True)
         x = (x - mean) * (0.2 + 1.6 * u[:, 4, None, None, None]) + mean
@@ -697,7 +701,7 @@ def fedslr(data):
     mean = (share * values).sum(0)
     std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
     at = functools.cache(lambda device: torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device))
-    size, pad = data.images.shape[1], 8 if data.images.shape[1] == 64 else 4
+    size, pad = data.images.shape[1:3], 8 if data.images.shape[1] == 64 else 4
 
     def transform(x, u=None):
         x = (x.float() / 255 - at(x.device)[0]) / at(x.device)[1]
@@ -737,7 +741,7 @@ def sgd(args, w, u, g, eta, decayed=None):
     """A step of SGD with momentum:  u' = momentum * u + g + decay * w,  w' = w - eta * u'.  Returns w', u'.
 
     w, u, g: [..., d] weights, momentum and gradient. decayed [d]: 1 where --weight-decay acts; None if g has it already.
-    It goes through the memory two or three times, written as a formula eight times, on which CPUs spend a sixth of a step.
+    Two or three passes through memory; a formula's eight took a seventh of a large CNN's step on a CPU.
     """
     u = torch.add(g, u, alpha=args.momentum)
     if args.weight_decay and decayed is not None:

@@ -32,11 +32,12 @@ Deviations
     D2  Lines 8 to 10: a client's images are shuffled again in every epoch; the paper cuts them once. Effect not measured.
     D3  Line 11: SuPerFed's experiments use momentum 0.9 in local SGD, its buffer being 0 at the start of every round; so do
         the defaults here. McMahan et al. have none: --momentum 0. Nor do they have a weight decay; it is 0 by default.
-    D4  The defaults are SuPerFed's settings for Tables 1 and 2 (R and K from its paper, C, E, B and eta from its code), since
-        McMahan et al.'s own tables are for other models. That code also multiplies eta by .995^r in round r = 1, 2, ...,
-        which the paper does not mention: --lr-decay .995. It deals CIFAR-10's shards so that clients hold only five pairs of
-        classes, and for CIFAR-100 it has 200 clients of 5 classes; here shards are dealt at random to 100 clients, as both
-        papers say. Whether the published accuracies are the last or the best ones is not known. Effects not measured.
+    D4  The defaults are SuPerFed's settings for Tables 1 and 2 (R and K from its paper, C, E, B and eta from its code); none
+        of McMahan et al.'s own tables is reproduced here. That code also multiplies eta by .995^r in round r = 1, 2, ...,
+        which the paper does not mention: --lr .00995 --lr-decay .995. It deals CIFAR-10's shards so that clients hold only
+        five pairs of classes, and for CIFAR-100 it has 200 clients of 5 classes; here shards are dealt at random to 100
+        clients, as both papers say. Whether the published accuracies are the last or the best ones is not known. Effects not
+        measured.
     D5  Line 3: C*K is rounded down.
 """
 

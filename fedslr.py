@@ -44,8 +44,8 @@ Deviations. "Official" is the authors' code (github huangtiansheng/fedslr). Effe
 say" means: in what is left of our copy.
     D1  Line 1: the paper does not say where p_i starts. Officially at a copy of w^0 but for GroupNorm's scales and shifts, so
         that the mixed model starts at twice w^0; --p-start copy does so for kernels and matrices, without biases. Here at 0.
-        Measured (CIFAR-10, --model cnn, which has no normalisation): a copy diverges in round 1, with --lr .03 in round 7;
-        from 0 it learns with both (results/fedslr). With ResNet-18's GroupNorm it is not measured.
+        Measured (CIFAR-10, --model cnn, which has no normalisation): a copy diverges in the first round, with --lr .03 in
+        the 7th; from 0 it learns with both (results/fedslr). With ResNet-18's GroupNorm it is not measured.
         Where w is 0 too (Table 7's lambda = 10), all products of layers are 0 and p_i hardly moves: use --p-start copy there.
     D2  Line 3: officially every client tosses a coin with C, again if none comes. Here C*M clients as the paper says, rounded
         down.
@@ -59,16 +59,18 @@ say" means: in what is left of our copy.
         of p_i, and a round sends m dense w_i up and m counted w^t down: w^0 to w^{T-1}, where officially it is w^1 to w^T.
         In the paper's Table 2 the uplink and 893.92 GB are those of ResNet-18 for 10 classes (11,173,952 weights) for every
         data set, the downlink seems to be each network's own; here both are each network's own.
-    D7  A client's test images are floor(100 * share) of each class, as officially, so fewer than the paper's 100 (about 98 on
-        CIFAR-10). With --split iid that leaves Tiny ImageNet's clients too few: --client-test .2, with which they train on
-        .8 of their images; officially they are tested on up to 500. Its pixels are standardised by the training images'
-        values, officially by .5 and .5. Whether published numbers are of the last or of the best round is not known: `best`
-        is for personal, the last table also has it for GKR.
+    D7  A client's test images are floor(100 * share) of each class, or all there are, as officially, so fewer than the
+        paper's 100 (about 98 on CIFAR-10). With --split iid that leaves Tiny ImageNet's clients too few: --client-test .2,
+        with which they train on .8 of their images; officially they are tested on up to 500. Its pixels are standardised by
+        the training images' values, officially by .5 and .5. Whether published numbers are of the last or of the best round
+        is not known: `best` is for personal, the last table also has it for GKR.
     D8  Appendix A.2, both without gamma_i and the quadratic term. lpgd: line 8's argmin with lambda*eta after every step of
-        line 10, then the plain mean; the mean of low-rank matrices isn't one, so that ranks and bytes are counted dense. gpgd:
-        the plain mean, then line 8's argmin with lambda*eta_g; the paper's step size is lost.
+        line 10, then the plain mean; the mean of low-rank matrices isn't one, so that ranks and all bytes are counted dense
+        (the w_i that go up are low-rank; the appendix sees a gain in that). gpgd: the plain mean, then line 8's argmin with
+        lambda*eta_g; the paper's step size is lost.
     D9  Appendix A.3, s+s: line 8 is soft(v, lambda*eta_g) for the same kernels and matrices, and what it leaves is counted as
-        p_i is, without positions. S+LR and LR+LR, which the paper calls too slow, are not offered.
+        p_i is, without positions; the ranks of w are not computed, but recorded as full. S+LR and LR+LR, which the paper
+        calls too slow, are not offered.
 """
 
 import os

@@ -15,9 +15,9 @@ Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU 
     results/scale-0.08/psinet-norm/psinet-cifar10-groups-0-norm-gn/0: global 0.4557, FedAvg with GroupNorm
 
 There is one model Omega = {Omega_shared, Omega_1, ..., Omega_G}: the weights w, and b, BatchNorm's running means and variances.
-"global" is the server's Omega on the central test images, the paper's measure; "personal" is that same Omega, whole also where
-nodes are pruned, on central test images drawn with each client's class shares. Clients are called nodes; "N x c" is N nodes
-with c classes each.
+"global" is the server's Omega on the central test images, taken to be the paper's measure; "personal" is that same Omega,
+whole also where nodes are pruned, on central test images drawn with each client's class shares. Clients are called nodes;
+"N x c" is N nodes with c classes each.
 
 The method (its sections 3 and 4), in our words:
 
@@ -47,10 +47,10 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
         and cut into G slices they would serve one group each: the last shared layer would in effect be grouped already. So the
         first grouped layer has blocks of outputs only. The slices, which the notes' "group convolution" can mean: --enter
         slice (neighbouring ones overlap where G does not divide the channels); on `shapes`, seeds 0 to 2 (results/LOG.md,
-        2026-11-20), global .727 becomes .784, with --prune .867. A depthwise convolution there is still shared.
+        2026-11-20), global .727 becomes .784 (and with --prune instead .867). A depthwise convolution there is still shared.
     D2  Lines 3 and 4: the grouped network's widths aren't known. Here they are the ungrouped network's, rounded up to a
         multiple of G: it has fewer weights. VGG-9 is taken to be FedMA's, here without its dropout. A group's weights start as
-        those of a layer of the group's size, but for the first grouped layer.
+        those of a layer of the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
     D3  Line 1: G and the depth of the published VGG-9 rows aren't known; the notes call C3-2 to C5-2 (second convolution of
         stage 3 to that of stage 5) nearly optimal, for a network that can't be this VGG-9, which has three stages. Defaults:
         C3-1 (conv5) for VGG-9, so that a convolution follows the first grouped one; C3-2 for VGG-16; for MobileNet the start
@@ -200,7 +200,7 @@ class PsiNet(common.Net):
         super().__init__(name, shape, classes, device, model)
         names = dict.fromkeys(layer.split(".")[0] for layer, _ in self.layers if "norm" not in layer)
         if self.G and not self.entry:
-            common.refuse(f"--depth {self.depth}: {args.model} has no such layer, but {', '.join(names)}")
+            common.refuse(f"--depth {self.depth}: no layer of {args.model} to group from; it has {', '.join(names)}")
         start = next((s.start for layer, s in self.layers if layer == self.entry), self.d)
         spans = [(s.stop - s.start, s.start >= start) for _, s, _ in self.tensors]
         self.group = self.owners(spans).to(device)

@@ -60,11 +60,12 @@ class Run:
             "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
         }  # fmt: skip
         self.environment = {
-            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "device": device_name(federation.device), "processes": processes, "commit": commit(),
+            "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
+            "cuda": torch.version.cuda, "device": device_name(federation.device), "processes": processes, "commit": commit(),
             "sources": self.identity["sources"],
         }  # fmt: skip
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
+        self.parameters = federation.net.d
         federation.describe()
 
     # The loop
@@ -78,11 +79,11 @@ class Run:
             rounds = federation.all_reduce(torch.tensor(len(history), device=federation.device))
             if rounds != len(history) * federation.processes:
                 refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
-        elif (self.out / "result.json").exists():
-            for path in (self.out / "result.json", self.state_file):
-                if path.exists() and (leads() or path == self.state_file):
+        if not history:
+            for path in (self.out / "result.json",) * leads() + (self.state_file,):  # each process its own
+                if path.exists():
                     os.replace(path, path.with_suffix(".previous" + path.suffix))
-            print(f"kept    the earlier record in {self.out} as result.previous.json")
+                    print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")
         self.kept = dict(vars(state)), history, per_client  # of the last complete round
         self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", dynamic_ncols=True,
                         leave=False, disable=None if leads() else True)
@@ -193,7 +194,7 @@ class Run:
     def save_state(self):
         fields, history, per_client = self.kept
         state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
-        whole = {"state": state, "history": history, "per_client": per_client, "torch": str(torch.__version__), **self.identity}
+        whole = {"state": state, "history": history, "per_client": per_client, "environment": self.environment, **self.identity}
         part = self.state_file.with_suffix(".pt.part")
         torch.save(whole, part)
         if self.federation.processes > 1:
@@ -211,11 +212,14 @@ class Run:
             refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
                    f"{self.federation.processes}; use as many, or another --out")
         if not path.exists():
+            old = self.out / "result.json"
+            if old.exists() and json.loads(old.read_text())["status"] == "finished":
+                refuse(f"{old} is finished, and there is no {path.name} to resume; to run it again, leave out --resume")
             print(f"resume  nothing to resume in {self.out}; starting at round 1")
             return [], None
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            then = {"args": saved["args"], "sources": saved["sources"], "data": saved["data"], "split": saved["split"]}
+            then = {name: saved[name] for name in (*self.identity, "environment")}
         except Exception as problem:  # torch.load raises nearly anything on a broken file
             refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew", alone=True)
         for name in {**then["args"], **self.identity["args"]}:
@@ -232,8 +236,11 @@ class Run:
         for name, z in saved["state"].items():
             setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
         print(f"resume  {path}: {len(saved['history'])} of {self.args.rounds} rounds are done")
-        if saved["torch"] != torch.__version__:
-            print(f"resume  they were done by torch {saved['torch']}; the last bits of the others may differ")
+        past, now = then["environment"], self.environment
+        if past["torch"] != now["torch"]:
+            print(f"resume  they were done by torch {past['torch']}; the last bits of the others may differ")
+        more = [now] if len(saved["history"]) < self.args.rounds and any(past[name] != now[name] for name in now) else []
+        self.environment = {**past, "resumed": past.get("resumed", []) + more} if more else past
         return saved["history"], saved["per_client"]
 
     def record(self, failed=()):
@@ -263,7 +270,7 @@ class Run:
             "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
             "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
                       "sizes": [len(index) for index in federation.whole.train]},
-            "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
+            "parameters": self.parameters, "rounds": history, "final": final, "best": best,
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
             "peak_memory_mb": round(peak / 2**20, 1),

@@ -1,8 +1,8 @@
 """SuPerFed: personalised federated learning in the subspace between two models, from Hahn, Jeong, Lee, "Subspace Learning for
 Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
 
-    python superfed.py --dataset cifar10 --mix model   (Table 1, row SuPerFed-MM; published: global top-1 .4535, top-5 .8987)
-    python superfed.py --dataset cifar10 --mix layer   (Table 1, row SuPerFed-LM; published: global top-1 .4706, top-5 .9007)
+    python superfed.py --dataset cifar10 --mix model --out runs/model     (Table 1; published: global top-1 .4535, top-5 .8987)
+    python superfed.py --dataset cifar10 --mix layer --out runs/layer     (Table 1; published: global top-1 .4706, top-5 .9007)
 
 Measured, all 200 rounds, seed 0, 2 CPU cores, 34 and 33 min:
     results/superfed-1/superfed-cifar10-mix-model/0:
@@ -36,7 +36,7 @@ The paper's Algorithm 1, in our words (K clients, n_k training images of client 
     14          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
     15  keep w^l_k, return w^f to the server
 
-Rounds count from 0 here, as in the paper, and from 1 in what the program prints.
+Rounds count from 0 here (line 2's range is lost in our copy of the paper), and from 1 in what the program prints.
 
 Deviations. The copy of the paper that this was written from has lost most formulas; (3) and the body of ClientUpdate are
 restored from its text and the authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit
@@ -48,10 +48,11 @@ Mixing), where seeds differ by .02 to .06. Other effects are not measured unless
     D2  Lines 11 to 14: officially a bias has one copy, which is federated, never mixed, and no part of the cosine. Here w^l
         has biases too, since the paper makes no exception; the official way with --as official.
     D3  Line 1: the official w^l_k starts alike for all clients, which the paper's "broadcast a copy to all clients" can mean.
-        Its text gives each client "a set of paired model parameters, each initialized with a different random seed", and the
-        authors' later code (KDD 2022) seeds w^l_k with k; so here every client has its own, with --as official all start
-        alike. Not offered: seeding anew before each layer, which correlates the layers, and random generators shared by
-        threads, so that no run can be repeated. The Xavier initialisation is from the official code.
+        Its text gives each client "a set of paired model parameters [...], each of which is initialized with a different
+        random seed", which may mean only the two of a pair; the authors' later code (KDD 2022) seeds w^l_k with k. So here
+        every client has its own, with --as official all start alike. Not offered: seeding anew before each layer, which
+        correlates the layers, and random generators shared by threads, so that no run can be repeated. The Xavier
+        initialisation is from the official code.
     D4  Lines 2, 11 and 14: officially rounds count from 1, eta is multiplied by .995^r in round r, and Phase II begins with
         round int(L*R), which is one round earlier (two if L*R isn't whole), so that even L = 1 has it in the last round. The
         paper mentions no decay. --as official does all three.

@@ -477,16 +477,17 @@ def test_cnn_is_superfeds_table_4():
 
 
 def test_resnet18_is_torchvisions_with_groupnorm():
-    """Same weights, same logits, for the large stem; the small one replaces stem and bias."""
+    """For the large stem: the same spread at the start, and for the same weights the same logits."""
     model = torchvision.models.resnet18(num_classes=200, norm_layer=lambda width: torch.nn.GroupNorm(2, width))
     net, x = common.Net("resnet18", (3, 64, 64), 200), torch.rand(2, 3, 64, 64)
-    w = torch.empty(net.d)
+    w, w_0 = torch.empty(net.d), net.init(common.stream(3, "initialisation"))
     for name, span, _ in net.tensors:
         theirs = name.replace("norm1", "bn1").replace("norm2", "bn2").replace("norm3", "downsample.1").replace("shortcut", "downsample.0")
         if theirs.startswith("stage"):
             stage, block, rest = theirs.split(".", 2)
             theirs = f"layer{stage[5:]}.{int(block) - 1}.{rest}"
         with torch.no_grad():
+            assert w_0[span].std().item() == pytest.approx(model.state_dict()[theirs].std().item(), rel=0.15, abs=1e-9), name
             w[span] = model.state_dict()[theirs].uniform_(-0.1, 0.1).flatten()
     torch.testing.assert_close(net(w, x), model(x).detach(), atol=1e-3, rtol=1e-3)
 
@@ -534,10 +535,11 @@ def test_tensorflow_transform():
     assert flat.isfinite().all() and flat.abs().max() == 0
 
 
-def test_fedslr_transform():
+@pytest.mark.parametrize("width", [8, 11])
+def test_fedslr_transform(width):
     """Standardised channels; a flip below .5; below .5 a window of the image padded with zeros, after normalisation."""
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (50, 8, 8, 3), dtype=np.uint8)
+    images = rng.integers(0, 256, (50, 8, width, 3), dtype=np.uint8)
     data = datasets.Data("x", images, np.arange(50) % 2, 40, 2)
     transform = common.fedslr(data)
     z = transform(torch.from_numpy(images[:40])).numpy()
@@ -545,8 +547,8 @@ def test_fedslr_transform():
     u = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.1, 0.0, 0.99], [0.9, 0.9, 0.0, 0.0]])
     flipped, moved, plain = transform(torch.from_numpy(images[:3]), u).numpy()
     assert np.array_equal(flipped, z[0][:, :, ::-1]) and np.array_equal(plain, z[2])
-    want = np.zeros((3, 8, 8), np.float32)
-    want[:, 4:, :4] = z[1][:, :4, 4:]  # the window's corner lies 4 rows above and 4 columns right of the image's
+    want = np.zeros((3, 8, width), np.float32)
+    want[:, 4:, : width - 4] = z[1][:, :4, 4:]  # the window's corner lies 4 rows above and 4 columns right of the image's
     assert np.array_equal(moved, want)
 
 

@@ -286,7 +286,8 @@ def test_what_is_missing_is_run_once_and_shown(small):
     # accuracies .50 and .51: mean 50.5, standard deviation .5 * sqrt(2) = .7071; |50.5 - 47.09| = 3.41 is more than that
     assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in page(small) and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
     assert "| A, top-1 | 47.09 | 50.50 ± 0.71 (2) | 50.50 | +3.41 | differs |  | 10 | 10 | a device | 1.0 |" in page(small)
-    assert "B, top-1: B is ours." in page(small)
+    assert "\nB: B is ours.\n" in page(small)
+    assert "- done: `python stand_in.py --seed 1 --split-seed 1 --out results/t-1/stand_in/1`" in page(small)
     go("--seeds 2")
     assert len(log(small)) == 4 and not list(small.glob("results/**/state.pt"))
 
@@ -336,7 +337,7 @@ def test_a_record_of_other_arguments_does_not_count(small):
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
     go("--tables")
-    assert "| A | 47.09 / · |" in page(small) and "(seed 0 other arguments)" in page(small)
+    assert "| A | 47.09 / · |" in page(small) and "- other arguments: `python stand_in.py --seed 0" in page(small)
     go()
     assert "| A | 47.09 / 50.00 (1) |" in page(small)
 
@@ -384,8 +385,17 @@ def test_scaled_results_are_kept_apart_and_marked(small):
     assert len(list(small.glob("results/scale-0.3/t-1/*/0/result.json"))) == 2 and not (small / "results" / "t-1").exists()
     assert "| A | 47.09 / 43.00 (1) [3 of 10 rounds] |" in page(small)
     assert "| -4.09 | fewer rounds | 3 of 10 rounds | 3 | 10 |" in page(small)
+    line = next(line for line in page(small).split("\n") if line.startswith("- done: `python stand_in.py --rounds 3 --seed 0"))
+    assert line.endswith(" --out results/scale-0.3/t-1/stand_in/0`")  # the command that made it
     go()
     assert "| A | 47.09 / 50.00 (1) |" in page(small) and "| A, top-1 | 47.09 | 43.00 (1) |" in page(small)
+
+
+def test_how_many_settings_the_best_is_of_is_said(small):
+    reproduce.table("t-2", "Another", "top-1", "User 0 | 40", lambda row, column: (
+        ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1)  # fmt: skip
+    go("--only t-1 --seeds 2")
+    assert "| User 0 | 40 / 50.50 ± 0.71 (2) [best of 2 of 3 settings] |" in page(small)  # and no verdict on a user
 
 
 def test_folders_of_two_machines_are_merged_by_copying(small):
@@ -412,6 +422,7 @@ def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monke
     before = log(small)
     go()
     assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | NR / 50.00 (1) [bf16] |" in page(small)
+    assert page(small).count(" --precision bf16 ") == 1
 
 
 def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
@@ -506,7 +517,7 @@ def test_committed_results_belong_to_runs():
 def test_the_committed_page_has_the_numbers_of_the_committed_records():
     """Up to what depends on today's source files: what is stale."""
     def plain(text):
-        rows = [line for line in text.splitlines() if not line.startswith("- `")]
+        rows = [line for line in text.splitlines() if not line.startswith("- ")]  # commands
         return re.sub(r"(, )?stale|\[\]| ", "", "\n".join(rows))
 
     assert plain((reproduce.RESULTS / "README.md").read_text()) == plain(reproduce.page())

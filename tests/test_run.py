@@ -64,15 +64,12 @@ def same(a, b):
     return a == b
 
 
-class Stop(Exception):
-    pass
+def killed(module, argv, out, monkeypatch):
+    """A run that ends in the middle of round 4."""
 
+    class Stop(Exception):
+        pass
 
-@pytest.mark.parametrize("module, more", [(fedavg, ["--momentum", "0.9"]), (fedavgm, ["--model", "cnn", "--transform", "scale", "--beta", "0.9", "--lr", "0.02"])])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp_path, monkeypatch):
-    """Killed in the middle of round 4, after the evaluation of round 2: rounds 3 and 4 are done again."""
-    argv = [*QUICK, "--rounds", "6", "--eval-every", "2", *more]
-    whole, state = run(module, argv, tmp_path / "whole")
     train = common.Federation.train
 
     def dying(self, step, clients, S, t, *shared, **options):
@@ -80,11 +77,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp
             raise Stop
         return train(self, step, clients, S, t, *shared, **options)
 
-    monkeypatch.setattr(common.Federation, "train", dying)
-    with pytest.raises(Stop):
-        module.main([*argv, "--out", str(tmp_path / "parts")])
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(common.Federation, "train", dying)
+        module.main([*argv, "--out", str(out)])
+
+
+@pytest.mark.parametrize("module, more", [(fedavg, ["--momentum", "0.9"]), (fedavgm, ["--model", "cnn", "--transform", "scale", "--beta", "0.9", "--lr", "0.02"])])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp_path, monkeypatch):
+    """Killed in the middle of round 4, after the evaluation of round 2: rounds 3 and 4 are done again."""
+    argv = [*QUICK, "--rounds", "6", "--eval-every", "2", *more]
+    whole, state = run(module, argv, tmp_path / "whole")
+    killed(module, argv, tmp_path / "parts", monkeypatch)
     assert len(json.loads((tmp_path / "parts" / "result.json").read_text())["rounds"]) == 2
-    monkeypatch.undo()
     parts, resumed = run(module, [*argv, "--resume", "--parallel", "3"], tmp_path / "parts")
     assert set(state) == set(resumed) and all(torch.equal(state[name], resumed[name]) for name in state)
     assert same(whole, parts)
@@ -99,6 +103,35 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
 def test_without_a_state_resume_starts_anew(tmp_path, capsys):
     run(fedavg, [*QUICK, "--resume"], tmp_path)
     assert "nothing to resume" in capsys.readouterr().out
+
+
+def test_resume_overwrites_no_record(tmp_path, capsys):
+    """Not a finished one without its state, as under results/; one of an interrupted run is moved aside."""
+    run(fedavg, QUICK, tmp_path)
+    (tmp_path / "state.pt").unlink()
+    before = (tmp_path / "result.json").read_bytes()
+    with pytest.raises(SystemExit) as refused:
+        fedavg.main([*QUICK, "--resume", "--plot", "--out", str(tmp_path)])
+    assert refused.value.code == 2 and "leave out --resume" in capsys.readouterr().err
+    assert (tmp_path / "result.json").read_bytes() == before
+    interrupted = before.replace(b'"status": "finished"', b'"status": "interrupted"')
+    (tmp_path / "result.json").write_bytes(interrupted)
+    run(fedavg, [*QUICK, "--resume"], tmp_path)
+    assert (tmp_path / "result.previous.json").read_bytes() == interrupted
+
+
+def test_a_resumed_record_names_every_environment(tmp_path, monkeypatch):
+    """Rounds keep the versions that they were done by, and a plot of a finished run changes none."""
+    argv = [*QUICK, "--rounds", "4", "--eval-every", "2"]
+    killed(fedavg, argv, tmp_path, monkeypatch)
+    then = json.loads((tmp_path / "result.json").read_text())["environment"]
+    monkeypatch.setattr(np, "__version__", "99")
+    record, _ = run(fedavg, [*argv, "--resume"], tmp_path)
+    assert {**record["environment"], "resumed": None} == {**then, "resumed": None}
+    assert [now["numpy"] for now in record["environment"]["resumed"]] == ["99"]
+    monkeypatch.setattr(np, "__version__", "100")
+    again, _ = run(fedavg, [*argv, "--resume"], tmp_path)
+    assert again["environment"] == record["environment"]
 
 
 def test_an_earlier_record_is_kept(tmp_path):
