@@ -474,7 +474,7 @@ def pfedme(federation, run, args):
      6              w_k = w_k - eta * lambda * (w_k - theta_k)
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is the last theta_k; w_0 for a client that was never sampled. Weights are n_k.
+    Personal is the last theta_k; w_0 for a client that was never sampled. Weights are n_k, as in the official code.
     D1  Lines 3 and 7: officially all clients train in every round, and S_t says only whose w_k are averaged. Here only the
         clients of S_t train, as in every other method. The same where all take part, as in PersFL.
     D2  Line 4: what the official code calls a local epoch is one minibatch, as many for every user. Here an epoch is a pass
