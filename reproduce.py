@@ -613,8 +613,8 @@ WHY = {
                 "layers. In DS-3 users share all 50,000 training images; the authors' have about 28,600 in all (D9). What of "
                 "the gaps is due to which of these is unexplained.",
     "persfl-3/Avg/Per-FedAvg DS-1": "The authors' code takes two plain steps where the method takes one (D2 of per_fedavg), "
-                                    "so that it moves about twice as far in a round, and adapts on the test images that it "
-                                    "then evaluates (D4). Ours still rises after 800 rounds. Most of the gap is unexplained.",
+                                    "with which FedAvg has 89.3 (LOG.md), and adapts on the test images that it then "
+                                    "evaluates (D4). Most of the gap is unexplained.",
     "persfl-3": "A user k here has other classes and images than the paper's user k: compare Avg and SD. Learning rates, "
                 "minibatches and epochs of both stages are not known (D3 in persfl.py), nor is FedPer's number of personal "
                 "layers. In DS-1 a user has 360 training images, of which kernel ridge regression on a similar split makes "
