@@ -7,12 +7,12 @@ below, and tests compare the two for every algorithm.
     2. Many clients in one step         train, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
-    5. Where nothing is vmapped         alone, grad
+    5. Where nothing is vmapped         vmapped, grad
 
 fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
 clients go at once, None for all: the fastest), replays (step function and shapes -> the CUDA graph for them, None after their
-first time), uncaptured (the steps of which none can be made), slots and filled (images computed in this round, and how many of
-them were no padding).
+first time), uncaptured (the steps, with their way of convolutions, of which none can be made), slots and filled (images
+computed in this round, and how many of them were no padding).
 """
 
 import contextlib
@@ -65,7 +65,8 @@ def find_device(name):
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see fast_kernels
     if processes > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        gpu = device.type == "cuda"
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
         if rank:
             sys.stdout = open(os.devnull, "w")
     return device, rank, processes
@@ -116,6 +117,8 @@ def fast_kernels(tf32):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Many clients in one step
 
+TIMED = 32  # minibatches over which ways are timed
+
 
 def train(fed, step, state, plans, shared):
     """Federation.train on a GPU: many clients go through a step at once, as many as is fastest and fits.
@@ -132,14 +135,21 @@ def train(fed, step, state, plans, shared):
     with fast_kernels(tf32=fed.args.precision == "tf32"):
         try:
             if fed.graphs and step not in fed.ways:
-                fed.ways[step] = tune(fed, lambda these: work(these, 32), order)
+                fed.ways[step] = tune(fed, lambda these: work(these, TIMED), order)
             fed.net.route, most = fed.ways.get(step, (fed.net.route, fed.parallel))
             parts, fitting = in_parts(fed, work, order, most, say)
             fed.ways[step] = fed.net.route, fitting
             back = torch.from_numpy(np.argsort(order)).to(fed.device)
             return tree_map(lambda *z: torch.cat(z)[back], *parts)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as problem:
+            if not out_of_memory(problem):
+                raise
             refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model", alone=True)
+
+
+def out_of_memory(problem):
+    """Whether an error is PyTorch's for too little memory, or what cuBLAS, cuDNN and CUDA graphs say of it."""
+    return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in ("out of memory", "ALLOC_FAILED"))
 
 
 def say(most):
@@ -155,8 +165,8 @@ def in_parts(fed, work, items, most, say):
         try:
             results.append(work(items[start : start + at_once]))
             start += at_once
-        except torch.cuda.OutOfMemoryError:
-            if at_once == 1:
+        except RuntimeError as problem:
+            if at_once == 1 or not out_of_memory(problem):
                 raise
             full = True  # what the failed call holds is free only after this block
         if full:
@@ -226,13 +236,15 @@ def tune(fed, work, order):
         try:
             for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
-                _, most = in_parts(fed, work, order, most, say=lambda most: None)
+                most = in_parts(fed, work, order, most, say=lambda most: None)[1]
                 seconds = min(seconds, now(fed.device) - start)
         except RuntimeError:  # too little memory, or no such convolution on this device
             seconds = float("inf")
         times[fed.net.route, most] = seconds
         fed.replays.clear()
     fed.slots, fed.filled = counts
+    if fed.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(fed.device)  # the record's is that of the way used
     best = min(times, key=times.get)
     if best not in ways:
         say(best[1])
@@ -244,7 +256,8 @@ def tune(fed, work, order):
 
 
 def runner(fed, step, state, inputs, shared):
-    """What runs many steps together: a Replay where CUDA graphs are used and these shapes came before, or steps_together."""
+    """What runs many steps together: a Replay where CUDA graphs are used and these shapes came before or are those of so many
+    steps that it pays at once, else steps_together."""
     every = functools.partial(step_together, fed, step)
     eager = functools.partial(steps_together, every)
     if not fed.graphs or (step, fed.net.route) in fed.uncaptured:
@@ -254,15 +267,16 @@ def runner(fed, step, state, inputs, shared):
         if len(fed.replays) == 64:
             del fed.replays[next(iter(fed.replays))]  # the oldest
         fed.replays[key] = None
-        return eager
+        if len(inputs[0]) <= TIMED:
+            return eager
     if fed.replays[key] is None:
         try:
             pool = next((replay.pool for replay in fed.replays.values() if replay), None)  # one at a time: they share memory
             pool = None if fed.uncaptured else pool  # which a capture that failed may have left unusable
             fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared, pool)
-        except torch.cuda.OutOfMemoryError:
-            raise
         except RuntimeError as problem:
+            if out_of_memory(problem):
+                raise
             print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
             fed.uncaptured.add((step, fed.net.route))
             return eager
@@ -366,16 +380,16 @@ class Patches(torch.autograd.Function):
 # 5. Where nothing is vmapped
 
 
-def alone():
-    """Whether what runs is one client's step, and not many at once (nor inside another grad)."""
-    return torch._C._functorch.maybe_current_level() is None
+def vmapped():
+    """Whether many clients' steps run at once (or this is inside another grad)."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def grad(function, argnums=0, has_aux=False):
     """torch.func.grad of a function of tensors, with less overhead where nothing is vmapped: a sixth of a small CNN's step."""
 
     def gradient(*args):
-        if not alone():
+        if vmapped():
             return torch.func.grad(function, argnums, has_aux)(*args)
         args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
         for i in wanted:

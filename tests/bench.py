@@ -218,10 +218,11 @@ def workload(name, device, repetitions):
     clients, images = numbers[device == "cpu"]
     base = dict(clients=clients, limit=clients * images, client_test=0, batch_size=B)
     entrants, kinds = {}, ("fp32", "bf16") if device == "cpu" else ("fp32", "tf32", "bf16")
+    base_line = f"plain loop, {'fp32' if device == 'cpu' else 'tf32'}"  # PyTorch's default: its convolutions use TF32
     for precision in kinds:
         args = arguments(model, device, precision=precision, **base)
         if precision == "fp32":
-            entrants["plain loop, fp32"] = plain(args)
+            entrants[base_line] = plain(args)
         if device == "cpu":
             entrants[f"ours, {precision}"] = ours(args)
             if precision == "fp32":
@@ -244,8 +245,8 @@ def workload(name, device, repetitions):
     for entrant, s in seconds.items():
         share = work / s / peaks[entrant.split(", ")[-1]]
         rows.append({"entrant": entrant, "seconds": s, "all": every[entrant], "share_of_peak": share,
-                     "times_plain": seconds["plain loop, fp32"] / s, "images_per_second": clients * images / s,
-                     "memory_mb": memory[entrant]})  # fmt: skip
+                     "times_plain": seconds[base_line] / s, "images_per_second": clients * images / s,
+                     "memory_mb": memory[entrant]})
     print(f"\n{name}: {clients} clients x {images} images, B={B}, {flops(model, B) / 1e6:.1f} MFLOP per trained image; peak "
           + ", ".join(f"{p} {v / 1e9:.0f} GFLOP/s" for p, v in peaks.items()))
     print(f"{'':<42}{'s/round':>9}{'x plain':>9}{'images/s':>10}{'of peak':>9}{'MiB':>8}")
@@ -283,7 +284,8 @@ def main():
     args = p.parse_args()
     name = engine.device_name(torch.device(args.device))
     print(f"{name}, torch {torch.__version__}")
-    result = {"device": name, "torch": torch.__version__, "commit": records.commit(), "repetitions": args.repetitions}
+    result = {"device": name, "torch": torch.__version__, "repetitions": args.repetitions,
+              "commit": records.commit([__file__, *(pathlib.Path(common.__file__).parent / name for name in records.SHARED)])}
     result["workloads"] = [workload(w, args.device, args.repetitions) for w in WORKLOADS if args.only in (None, w)]
     if args.only in (None, "growth"):
         result["growth"] = growth(args.device, args.repetitions)

@@ -39,7 +39,7 @@ def test_all_clients_with_one_full_batch_are_one_step_of_gradient_descent(toy, t
 def test_one_client_is_centralised_sgd(toy, tmp_path):
     """K = 1 with minibatches of 7 over 48 images, momentum .9 that starts anew every round, against torch.optim.SGD."""
     argv = ["--dataset", toy, *TOY, "--clients", "1", "--split", "iid", "--batch-size", "7", "--epochs", "2", "--rounds", "2", "--momentum", "0.9",
-            "--weight-decay", "0.01", "--lr-decay", "0.5"]  # fmt: skip
+            "--weight-decay", "0.01", "--lr-decay", "0.5"]
     fed = federation(argv)
     w = fed.initial_weights()
     model = torch.nn.Linear(4, 3)
@@ -145,9 +145,8 @@ def test_defaults_are_superfeds_table_1():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_gpu_gives_what_the_cpu_gives(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    records = [run(fedavg, [*UNEQUAL, "--device", device], tmp_path / device) for device in ("cpu", "cuda")]
+def test_a_gpu_gives_what_the_cpu_gives(tmp_path):
+    records = [run(fedavg, [*UNEQUAL, "--precision", "fp32", "--device", device], tmp_path / device) for device in ("cpu", "cuda")]
     torch.testing.assert_close(records[1][1]["w"], records[0][1]["w"], atol=1e-3, rtol=1e-2)
     assert records[1][0]["split"] == records[0][0]["split"]
     assert records[1][0]["final"]["global"]["loss"] == pytest.approx(records[0][0]["final"]["global"]["loss"], abs=1e-2)

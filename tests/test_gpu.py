@@ -30,7 +30,7 @@ OPTIONS = {  # what COMMANDS have not
     "fedslr, s+s": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "s+s"],
     "persfl, as others": ["persfl", *SOME, "--model", "mnistnet", "--teacher", "final", "--soft", "ce", "--select", "test", "--plot", "--fraction", "1"],
     "apfl, adaptive": ["baselines", "--method", "apfl", *SOME, "--model", "mnistnet", "--adaptive"],
-}  # fmt: skip
+}
 
 LARGE = {  # too slow without a GPU
     "fedavg, tf32": ["fedavg", *SOME],
@@ -44,7 +44,7 @@ def gpu(name=""):
     """Within, --device cuda is the GPU, a real or a pretended one, and it trains in the GPU's way: as it chooses if name says tuned,
     else all together by a graph from the first step on."""
     init, make, once, from_numpy, load = (common.Federation.__init__, engine.Replay.__init__, engine.Replay.once, torch.from_numpy,
-                                          torch.load)  # fmt: skip
+                                          torch.load)
     operations = pretend.Operations()
 
     def as_on_a_gpu(self, args):
@@ -109,10 +109,12 @@ def test_the_gpus_way_gives_what_the_loop_gives(name, tmp_path, capsys):
         elif torch.is_tensor(value) and value.is_floating_point():
             torch.testing.assert_close(state[key], value, atol=near / 100, rtol=near)
         elif torch.is_tensor(value):  # masks, numbers: a near tie may be decided otherwise
-            assert (state[key] != value).float().mean() <= (1e-3 if REAL else 0)
+            assert (state[key] != value).sum() <= (max(1, 1e-3 * value.numel()) if REAL else 0)
     for part in loop["final"].keys() & {"global", "personal"}:
         for measure, value in loop["final"][part].items():
-            assert np.allclose(value, record["final"][part][measure], atol=0.1 if REAL or precision == "bf16" else 0.02), (part, measure)
+            few = measure in ("per_client", "worst_decile")  # 5 to 9 images each: on a GPU one or two may be decided otherwise
+            atol = 0.4 if few and REAL else 0.1 if REAL or precision == "bf16" else 0.02
+            assert np.allclose(value, record["final"][part][measure], atol=atol), (part, measure)
     assert any("padding" in row for row in record["rounds"])
     captured = "can't be captured" not in capsys.readouterr().out
     assert captured == (name != "fedslr, lpgd")  # its singular values wait for the GPU
@@ -157,12 +159,12 @@ def test_a_capture_that_breaks_leaves_other_graphs_unharmed():
 
 @pytest.mark.skipif(not REAL, reason="wants a real GPU")
 def test_when_memory_runs_out_fewer_clients_go_together(tmp_path, capsys):
-    """Eight ResNet-18 need about 3 GiB; they have 1.5."""
+    """Eight ResNet-18 take more than 4 GiB when they train; they have 3, of which what goes in and comes out takes two."""
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     try:
-        argv = [*SOME, "--model", "resnet18", "--fraction", "1", "--device", "cuda"]
+        argv = [*SOME, "--model", "resnet18", "--fraction", "1", "--parallel", "8", "--device", "cuda"]
         record, state = run(fedavg, argv, tmp_path)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -179,7 +181,7 @@ def test_when_memory_runs_out_fewer_clients_go_together(tmp_path, capsys):
     lambda x: torch.func.vmap(lambda a: a * torch.ones(2))(x[:, None]),
     lambda x: torch.tensor(0.0).add_(x[0]),
     lambda x: x.index_put_((torch.tensor([0]),), torch.ones(1)),
-])  # fmt: skip
+])
 def test_what_a_gpu_refuses_the_pretended_one_refuses(mistake):
     with gpu(), pytest.raises(pretend.Wrong):
         mistake(torch.zeros(3, device=pretend.GPU))
@@ -202,7 +204,7 @@ def test_what_a_gpu_refuses_the_pretended_one_refuses(mistake):
     lambda x: x.copy_(torch.ones(3)),
     lambda x: torch.func.vmap(lambda a: a * torch.tensor(0.1))(x),
     lambda x: engine.grad(lambda a: (a * torch.tensor(0.1)).sum())(x),
-])  # fmt: skip
+])
 def test_what_can_not_be_captured_is_refused(mistake):
     with gpu() as operations:
         x = torch.zeros(3, device=pretend.GPU)
@@ -238,6 +240,6 @@ def test_what_a_gpu_does_the_pretended_one_does():
     with gpu():
         x, index = torch.zeros(3, device=pretend.GPU), torch.tensor([0, 2])
         for y in (x[index], x * torch.tensor(2.0), torch.ones(3).to(x.device), torch.ones(3, device=x.device), torch.zeros_like(x),
-                  torch.func.vmap(lambda a: a * torch.ones(2, device=a.device))(x[:, None])):  # fmt: skip
+                  torch.func.vmap(lambda a: a * torch.ones(2, device=a.device))(x[:, None])):
             assert y.device == pretend.GPU
         assert x.cpu().numpy().sum() == 0 and x.cpu().device != pretend.GPU and float(x[0]) == 0 and x.tolist() == [0, 0, 0]

@@ -63,7 +63,8 @@ def trained_by(fed, step, S=range(8)):
     return fed.train(step, (w, torch.zeros_like(w)), np.array(S), 0, torch.tensor(0.1))[0]
 
 
-def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
+@pytest.mark.parametrize("problem", [torch.cuda.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it")])
+def test_out_of_memory_halves_until_it_fits(problem, capsys, monkeypatch):
     """A device that holds three clients: 8 are tried, then 4, then 2 go together."""
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
@@ -73,7 +74,7 @@ def test_out_of_memory_halves_until_it_fits(capsys, monkeypatch):
     def small(fed, step, state, plans, shared):
         sizes.append(len(plans))
         if len(plans) > 3:
-            raise torch.cuda.OutOfMemoryError
+            raise problem
         return together(fed, step, state, plans, shared)
 
     monkeypatch.setattr(engine, "train_together", small)
@@ -165,6 +166,9 @@ def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
         results.append(fed.train(step, (start, torch.zeros_like(start)), np.arange(m), 0, torch.tensor(eta))[0])
     assert len(made) == 2  # for 8 and for 4 clients, when they come again
     assert torch.equal(results[0], results[4]) and not torch.equal(results[0], results[1])  # nothing is left from other calls
+    monkeypatch.setattr(engine, "TIMED", 1)
+    fed.train(step, (start[:3], torch.zeros_like(start[:3])), np.arange(3), 0, torch.tensor(0.1))
+    assert len(made) == 3  # for more minibatches than that at once
 
 
 def test_a_step_that_cannot_be_captured_runs_without_and_others_with(capsys, monkeypatch):
