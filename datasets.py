@@ -91,7 +91,8 @@ def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None
             refuse(f"{source}: client_train is {client_train.dtype} of the shape {client_train.shape}; it must give an "
                    f"integer, its client, for each of the {len(y)} training images")
         if client_train.min() or client_train.max() != len(np.unique(client_train)) - 1:
-            refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps")
+            refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps "
+                   "(numpy.unique(client_train, return_inverse=True)[1] does)")
         client_train = client_train.astype(np.int64)
     return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes, client_train)
 
@@ -107,14 +108,14 @@ def read_npz(path):
     except FileNotFoundError:
         refuse(f"there is no file {path}")
     except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file
-        refuse(f"{path} can't be read as a .npz ({type(problem).__name__}); copy or make it again")
+        refuse(f"{path} can't be read as a .npz: {problem!r}")
 
 
 def read_torchvision(name, folder):
     """A data set of torchvision, downloaded into `folder` if it is not there. EMNIST is split by class, as stored."""
-    kind = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "mnist": "MNIST", "emnist": "EMNIST"}[name]
+    kind = getattr(torchvision.datasets, name.upper())
     more = {"split": "byclass"} if name == "emnist" else {}
-    parts = [getattr(torchvision.datasets, kind)(folder, train=train, download=True, **more) for train in (True, False)]
+    parts = [kind(folder, train=train, download=True, **more) for train in (True, False)]
     return [np.asarray(array) for part in parts for array in (part.data, part.targets)]
 
 

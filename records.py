@@ -1,6 +1,7 @@
 """Runs: the loop over the rounds, the record (result.json), the state on disk, resuming, interruption, plots."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -36,8 +37,8 @@ class Run:
             if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
                 run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
 
-    state: any object whose attributes are the tensors that survive a round, and nothing else. `rounds` ends the program
-    when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
+    state: any object whose attributes are what survives a round, tensors and numbers, and nothing else. `rounds` ends the
+    program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
     """
 
     def __init__(self, file, args, federation):
@@ -58,12 +59,12 @@ class Run:
             "args": {**vars(args), "device": str(federation.device)},
             "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
             "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
-        }  # fmt: skip
+        }
         self.environment = {
             "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
-            "cuda": torch.version.cuda, "device": device_name(federation.device), "processes": processes, "commit": commit(),
-            "sources": self.identity["sources"],
-        }  # fmt: skip
+            "cuda": torch.version.cuda, "device": device_name(federation.device), "processes": processes,
+            "commit": commit(sources), "sources": self.identity["sources"],
+        }
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
         self.parameters = federation.net.d
         federation.describe()
@@ -71,7 +72,11 @@ class Run:
     # The loop
 
     def rounds(self, state):
-        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record."""
+        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. Refuses a folder that another run is writing to."""
+        with only_user(self.out):
+            yield from self.loop(state)
+
+    def loop(self, state):
         self.state, history, per_client = state, [], None
         federation = self.federation
         if self.args.resume:
@@ -119,7 +124,7 @@ class Run:
         """The round's bytes over all processes, and which share of what they trained together was padding."""
         federation, names = self.federation, ("bytes_up", "bytes_down")
         counts = torch.tensor([*(self.row[name] for name in names), federation.slots, federation.filled],
-                              dtype=torch.double, device=federation.device)  # fmt: skip
+                              dtype=torch.double, device=federation.device)
         *sent, slots, filled = federation.all_reduce(counts).tolist()
         self.row.update({name: int(value) for name, value in zip(names, sent)})
         if slots:
@@ -169,8 +174,9 @@ class Run:
     def interrupt(self, number, frame):
         """Ctrl-C or SIGTERM: writes what the last complete round left, and ends the program. Of several processes only the
         record is written, since they need not be in the same round: the states of the last evaluation stay."""
-        on_gpu = self.federation.device.type == "cuda"
-        if self.saving or (on_gpu and torch.cuda.is_current_stream_capturing()):  # not now: save or rounds comes back to it
+        capturing = self.federation.device.type == "cuda" and (
+            torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())  # the step before a capture
+        if self.saving or capturing:  # not now: save or rounds comes back to it
             self.pending = number
             return
         self.federation.stop = True  # the workers give up at their next minibatch
@@ -221,7 +227,7 @@ class Run:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             then = {name: saved[name] for name in (*self.identity, "environment")}
         except Exception as problem:  # torch.load raises nearly anything on a broken file
-            refuse(f"{path} can't be read ({type(problem).__name__}); remove it to start anew", alone=True)
+            refuse(f"{path} can't be read ({type(problem).__name__}); use another --out, or remove it", alone=True)
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
             if a != b and name not in FREE:
@@ -274,7 +280,7 @@ class Run:
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
             "peak_memory_mb": round(peak / 2**20, 1),
-        }  # fmt: skip
+        }
 
     def finish(self, status, failed=()):
         """Writes the record, prints the table of it, and draws the plots if they are wanted; not to be interrupted."""
@@ -305,15 +311,33 @@ def finite(tree):
     return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
 
 
-def commit():
-    """The git commit of this checkout, with + if its Python files differ from it; None outside of one."""
-    here = pathlib.Path(__file__).parent
+@contextlib.contextmanager
+def only_user(folder):
+    """Refuses a folder that another run has entered. Its lock ends with the process, whatever ends that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if leads():
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"another run is writing to {folder}; use another --out")
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def commit(sources):
+    """The git commit of this checkout, with + if one of the files `sources` is not as it is there; None outside of one."""
+    here, sources = pathlib.Path(__file__).resolve().parent, [pathlib.Path(path).resolve() for path in sources]
 
     def git(*words):
         return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", "*.py") else "")
+        foreign = any(here not in path.parents for path in sources)
+        return git("rev-parse", "HEAD") + ("+" if foreign or git("status", "--porcelain", "--", *sources) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ PERSONAL = {"mean", "weighted_mean", "std", "worst_decile", "top5", "loss", "ece
 def test_the_record(tmp_path):
     record, _ = run(fedavg, [*QUICK, "--rounds", "5", "--eval-every", "2"], tmp_path)
     assert {"algorithm", "args", "environment", "split", "parameters", "rounds", "final", "best", "bytes_up", "bytes_down", "seconds_per_round",
-            "peak_memory_mb", "diverged"} <= set(record)  # fmt: skip
+            "peak_memory_mb", "diverged"} <= set(record)
     assert record["algorithm"] == "fedavg" and record["diverged"] is False and record["args"]["fraction"] == 0.5
     assert record["parameters"] == 94_186 and record["bytes_up"] == record["bytes_down"] == 5 * 4 * 4 * 94_186  # 5 rounds, 4 clients, 4 bytes
     assert record["split"]["clients"] == 8 and record["split"]["sizes"] == [40] * 8 and len(record["split"]["fingerprint"]) == 16
@@ -145,7 +146,7 @@ def test_an_earlier_record_is_kept(tmp_path):
     (["--rounds", "3"], "belongs to --rounds 2, this run has 3"),
     (["--batch-size", "10"], "belongs to --batch-size 20, this run has 10"),
     (["--seed", "1"], "belongs to --seed 0, this run has 1"),
-])  # fmt: skip
+])
 def test_a_state_of_other_arguments_is_refused(more, words, tmp_path, capsys):
     run(fedavg, QUICK, tmp_path)
     with pytest.raises(SystemExit) as stop:
@@ -158,7 +159,7 @@ def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
     path = tmp_path / "state.pt"
     saved = torch.load(path, weights_only=True)
     for change, words in (({"sources": {**saved["sources"], "common.py": "0" * 64}}, "another version of common.py"),
-                          ({"data": "0" * 16}, "belongs to other data"), ({"split": "0" * 16}, "belongs to other split")):  # fmt: skip
+                          ({"data": "0" * 16}, "belongs to other data"), ({"split": "0" * 16}, "belongs to other split")):
         torch.save({**saved, **change}, path)
         with pytest.raises(SystemExit) as stop:
             fedavg.main([*QUICK, "--resume", "--out", str(tmp_path)])
@@ -269,12 +270,41 @@ def test_plots(tmp_path):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_commit_is_recorded():
-    if not (HERE / ".git").exists():
-        pytest.skip("not a git checkout")
-    head = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert records.commit().rstrip("+") == head
-    assert os.access(HERE / "common.py", os.R_OK)
+def test_the_commit_is_recorded(tmp_path, monkeypatch):
+    """With a plus for a file that isn't in it as it is: changed, new, or from elsewhere; other files don't matter."""
+    here, mine = tmp_path / "here", tmp_path / "mine.py"
+    here.mkdir()
+    files = [here / name for name in ("records.py", "fedavg.py", "other.py")]
+    for path in (mine, *files):
+        path.write_text("one\n")
+    monkeypatch.setattr(records, "__file__", str(files[0]))
+    assert records.commit(files) is None  # no checkout
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", "-C", here, *who, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q"), git("add", "."), git("commit", "-q", "-m", "one")
+    (here / "new.py").write_text("one\n")
+    files[2].write_text("two\n")
+    head = git("rev-parse", "HEAD")
+    assert records.commit(files[:2]) == head
+    for more in (files[2], here / "new.py", mine):
+        assert records.commit([*files[:2], more]) == f"{head}+"
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
+    """The second, while the first is under way; nothing of the first is touched, and the folder is free again afterwards."""
+    argv = [*QUICK, "--out", str(tmp_path / "run")]
+    fed = federation(argv)
+    rounds = records.Run(fedavg.__file__, fed.args, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
+    next(rounds)
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main(argv)
+    assert stop.value.code == 2 and "another run is writing to" in capsys.readouterr().err
+    assert not list((tmp_path / "run").iterdir())
+    rounds.close()
+    fedavg.main(argv)
 
 
 def readme_lines(first):
@@ -295,14 +325,19 @@ def test_the_readmes_lines_load_a_trained_model(tmp_path):
     assert right.mean() == pytest.approx(record["final"]["global"]["top1"])
 
 
-def test_the_readmes_lines_draw_two_runs(tmp_path, monkeypatch):
-    for name, seed in (("fedavg", "0"), ("fedavgm", "1")):
-        run(fedavg, [*QUICK, "--seed", seed], tmp_path / "runs" / f"{name}-shapes-0")
+def test_the_readmes_own_model_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(readme_lines("import json, matplotlib.pyplot as plt"), names)
-    lines = names["plt"].gca().lines
-    finals = [json.load(open(f"runs/{name}-shapes-0/result.json"))["final"]["global"] for name in ("fedavg", "fedavgm")]
-    assert [line.get_xydata()[-1].tolist() for line in lines] == [[final["round"], final["top1"]] for final in finals]
+    monkeypatch.setattr(common, "MODELS", dict(common.MODELS))
+    exec(readme_lines("import common, fedavg, torch.nn.functional as F").replace('"shapes"', '"shapes", *quick'), {"quick": QUICK[2:]})
+    assert json.loads((tmp_path / "runs/fedavg-shapes-0/result.json").read_text())["args"]["model"] == "mine"
+
+
+def test_the_readmes_lines_draw_two_methods(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"quick": QUICK[2:]}
+    exec(readme_lines("import json, matplotlib.pyplot as plt, numpy, fedavgm").replace('"--out"', '*quick, "--out"').replace("012", "01"), names)
+    for line, name in zip(names["plt"].gca().lines, ("fedavgm", "fedavg"), strict=True):
+        finals = [json.load(open(f"runs/{name}/{seed}/result.json"))["final"]["global"] for seed in "01"]
+        assert line.get_xydata()[-1].tolist() == pytest.approx([2, np.mean([final["top1"] for final in finals])])
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
     names["plt"].close("all")
