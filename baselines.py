@@ -16,6 +16,7 @@ a part of f_k. The defaults are fedavg.py's, SuPerFed's settings for Tables 1 an
 tuned each method; FedSLR names some of the values, SuPerFed none. Published accuracies may be of the last or the best round.
 """
 
+import functools
 from math import cos, pi
 from types import SimpleNamespace as State
 
@@ -45,10 +46,7 @@ def sgd(net, args):
         g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)
         return torch.addcmul(g, net.decayed, w, value=args.weight_decay) if args.weight_decay else g
 
-    def descend(w, u, g, eta):
-        return common.sgd(args, w, u, g, eta)
-
-    return gradient, descend
+    return gradient, functools.partial(common.sgd, args)
 
 
 def sgd_step(net, args):
@@ -62,14 +60,16 @@ def sgd_step(net, args):
     return step
 
 
-def rate(federation, args, t):
-    """eta of round t."""
-    return torch.tensor(args.lr * args.lr_decay**t, device=federation.device)
+def mean(federation, x):
+    """The mean over the sampled clients of all processes: x [m, ...] -> [...]."""
+    m = federation.all_reduce(torch.tensor(float(len(x)), device=federation.device))
+    return federation.all_reduce(x.sum(0)) / m
 
 
-def size(federation, S):
-    """m, the number of sampled clients."""
-    return federation.all_reduce(torch.tensor(float(len(S)), device=federation.device))
+def weighted_mean(federation, S, x):
+    """The sum over k in S_t of n_k/n * x_k,  n = sum over k in S_t of n_k: x [m, d] -> [d]."""
+    n_k = federation.n[S]  # [m]
+    return federation.all_reduce(n_k @ x) / federation.all_reduce(n_k.sum())
 
 
 def replace(X, S, rows):
@@ -113,7 +113,7 @@ def local(federation, run, args):
     state = State(W=federation.initial_weights().repeat(len(federation.clients), 1))  # l.1: [K, d]
     for t, S in run.rounds(state):  # l.2 (D1)
         w = state.W[S]  # [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.3: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.3: [m, d]
         state.W = replace(state.W, S, w_k)
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(state.W))
@@ -136,7 +136,7 @@ def centralised(federation, run, args):
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t, _ in run.rounds(state):  # l.2
         w = state.w.expand(len(first), -1)  # [1, d]
-        w, _ = federation.train(step, (w, torch.zeros_like(w)), first, t, rate(federation, args, t), epochs=epochs)  # l.3
+        w, _ = federation.train(step, (w, torch.zeros_like(w)), first, t, federation.eta(t), epochs=epochs)  # l.3
         state.w = federation.all_reduce(w.sum(0))
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
@@ -170,14 +170,13 @@ def fedprox(federation, run, args):
     state = State(w=federation.initial_weights())  # [d]
     for t, S in run.rounds(state):  # l.1
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t), mu, state.w)  # l.3 (D2)
-        n_k = federation.n[S]  # [m]
-        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.4: [d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), mu, state.w)  # l.3 (D2)
+        state.w = weighted_mean(federation, S, w_k)  # l.4: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             v = state.w
             if args.method.endswith("-ft") and t == args.rounds - 1:
-                everyone, eta = np.arange(len(federation.clients)), rate(federation, args, args.rounds)
+                everyone, eta = np.arange(len(federation.clients)), federation.eta(args.rounds)
                 v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
                 v, _ = federation.train(step, (v, torch.zeros_like(v)), everyone, args.rounds, eta, 0 * mu, state.w,
                                         epochs=args.finetune_epochs)  # l.5 (D3)
@@ -213,22 +212,20 @@ def scaffold(federation, run, args):
         return y, u, c_k, reach + v, v
 
     def add(client, batch, x):
-        g, n = client  # [d] sum of gradients, number of images
-        return g + batch.mask.sum() * gradient(x, batch), n + batch.mask.sum()
+        return client + batch.mask.sum() * gradient(x, batch)  # [d] sum of gradients
 
     x = federation.initial_weights()  # l.1: [d]
     state = State(x=x, c=torch.zeros_like(x), C=torch.zeros_like(x).repeat(len(federation.clients), 1))  # l.1: C is [K, d]
     for t, S in run.rounds(state):  # l.2
-        eta, m, c_k = rate(federation, args, t), size(federation, S), state.C[S]  # c_k: [m, d]
+        eta, c_k = federation.eta(t), state.C[S]  # c_k: [m, d]
         zero, none = torch.zeros_like(c_k), torch.zeros_like(federation.n[S])  # [m, d], [m]
         start = (state.x.expand(len(S), -1), zero, c_k, none, none)  # l.3
         y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.3-4
         if args.option == "I":
-            g, n = federation.train(add, (zero, none), S, t, state.x, epochs=1, phase=1)
-            new = g / n[:, None]  # l.5 (D3): [m, d]
+            new = federation.train(add, zero, S, t, state.x, epochs=1, phase=1) / federation.n[S][:, None]  # l.5 (D3): [m, d]
         else:
             new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D2)
-        state.x = state.x + args.global_lr * federation.all_reduce((y_k - state.x).sum(0)) / m  # l.7
+        state.x = state.x + args.global_lr * mean(federation, y_k - state.x)  # l.7
         state.c = state.c + federation.all_reduce((new - c_k).sum(0)) / federation.K  # l.8
         state.C = replace(state.C, S, new)  # l.9
         run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
@@ -269,12 +266,12 @@ def feddyn(federation, run, args):
     w = federation.initial_weights()  # l.1: [d]
     state = State(w=w, h=torch.zeros_like(w), G=torch.zeros_like(w).repeat(len(federation.clients), 1))  # l.1: G is [K, d]
     for t, S in run.rounds(state):  # l.2
-        m, g_k = size(federation, S), state.G[S]  # [m, d]
+        g_k = state.G[S]  # [m, d]
         start = (state.w.expand(len(S), -1), torch.zeros_like(g_k), g_k)  # l.3
-        theta, _, _ = federation.train(step, start, S, t, rate(federation, args, t), state.w)  # l.4: [m, d]
+        theta, _, _ = federation.train(step, start, S, t, federation.eta(t), state.w)  # l.4: [m, d]
         state.G = replace(state.G, S, g_k - alpha * (theta - state.w))  # l.6
         state.h = state.h - alpha / K * federation.all_reduce((theta - state.w).sum(0))  # l.7: [d]
-        state.w = federation.all_reduce(theta.sum(0)) / m - state.h / alpha  # l.8: [d]
+        state.w = mean(federation, theta) - state.h / alpha  # l.8: [d]
         run.sent(up=theta.numel(), down=theta.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))  # D2
@@ -297,8 +294,7 @@ def apfl(federation, run, args):
     D1  Line 6: weights are mixed, as in the paper and in FedSLR; the official code mixes outputs. PFLlib trains v_k alone and
         mixes it into itself; in FL-bench w_k gets its gradient twice. A weight decay acts on the mixture, in FedSLR on v_k.
     D2  Line 8: officially once in a round, on its first minibatch, with another gradient and a penalty of .02 alpha. Here in
-        every step, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not
-        known (.25 in its later code).
+        every step, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not known (.25 in its later code).
     D3  Line 6: the mixture has the w_k of line 5. In the paper, from memory, both gradients are taken before either step.
     """
     gradient, descend = sgd(federation.net, args)
@@ -319,14 +315,14 @@ def apfl(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         w, v = state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
         start = (w, torch.zeros_like(w), v, torch.zeros_like(v), state.alpha[S])
-        w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, rate(federation, args, t))  # l.4
-        n_k = federation.n[S]  # [m]
-        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.9: [d]
+        w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, federation.eta(t))  # l.4
+        state.w = weighted_mean(federation, S, w_k)  # l.9: [d]
         state.V, state.alpha = replace(state.V, S, v_k), replace(state.alpha, S, alpha_k)  # l.7-8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            mixture, mean = mix(state.alpha[:, None], state.V, state.w), float(federation.gather(state.alpha).mean())  # [K, d]
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(mixture), apfl_alpha=mean)
+            mixture = mix(state.alpha[:, None], state.V, state.w)  # [K, d]
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(mixture),
+                    apfl_alpha=float(federation.gather(state.alpha).mean()))
 
 
 def fedper(federation, run, args):
@@ -348,10 +344,8 @@ def fedper(federation, run, args):
     state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
         w = put(state.w, own, state.V[S])  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.4
-        n_k = federation.n[S]  # [m]
-        mean = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())
-        state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.5
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4
+        state.w, state.V = weighted_mean(federation, S, w_k), replace(state.V, S, w_k[:, own])  # l.5
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D2
@@ -385,12 +379,10 @@ def fedrep(federation, run, args):
     head = torch.zeros_like(w).index_fill(0, own, 1)  # [d]
     state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
-        eta, w = rate(federation, args, t), put(state.w, own, state.V[S])  # l.3: [m, d]
+        eta, w = federation.eta(t), put(state.w, own, state.V[S])  # l.3: [m, d]
         w, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, head, phase=1)  # l.4
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, 1 - head, epochs=args.body_epochs)  # l.5 (D1)
-        n_k = federation.n[S]  # [m]
-        mean = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())
-        state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.6
+        state.w, state.V = weighted_mean(federation, S, w_k), replace(state.V, S, w_k[:, own])  # l.6
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D2
@@ -419,10 +411,9 @@ def lg_fedavg(federation, run, args):
     w = federation.initial_weights()  # D2
     state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
-        m, w = size(federation, S), put(state.w, own, state.V[S])  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, rate(federation, args, t))  # l.4
-        mean = federation.all_reduce(w_k.sum(0)) / m
-        state.w, state.V = mean, replace(state.V, S, w_k[:, own])  # l.5
+        w = put(state.w, own, state.V[S])  # l.3: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4
+        state.w, state.V = mean(federation, w_k), replace(state.V, S, w_k[:, own])  # l.5
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D3
@@ -453,11 +444,11 @@ def ditto(federation, run, args):
     w = federation.initial_weights()
     state = State(w=w, V=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]
     for t, S in run.rounds(state):  # l.2
-        eta, w, v = rate(federation, args, t), state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
+        eta, w, v = federation.eta(t), state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.4: [m, d]
         v_k, _ = federation.train(personal_step, (v, torch.zeros_like(v)), S, t, eta, state.w,
                                   epochs=args.personal_epochs)  # l.5 (D1): [m, d]
-        state.w, state.V = federation.all_reduce(w_k.sum(0)) / size(federation, S), replace(state.V, S, v_k)  # l.6
+        state.w, state.V = mean(federation, w_k), replace(state.V, S, v_k)  # l.6
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.V))
@@ -497,12 +488,10 @@ def pfedme(federation, run, args):
     w = federation.initial_weights()
     state = State(w=w, theta=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]
     for t, S in run.rounds(state):  # l.2
-        eta, w = rate(federation, args, t), state.w.expand(len(S), -1)  # l.3: [m, d]
+        eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)
         theta, w_k, _ = federation.train(step, (w, w, torch.zeros_like(w)), S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
-        n_k = federation.n[S]  # [m]
-        mean = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # [d]
-        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * mean  # l.7
+        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * weighted_mean(federation, S, w_k)  # l.7
         state.theta = replace(state.theta, S, theta)
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -561,10 +550,10 @@ def per_fedavg(federation, run, args):
     state = State(w=federation.initial_weights())  # l.1: [d]
     alpha = torch.tensor(args.per_fedavg_alpha, device=federation.device)
     for t, S in run.rounds(state):  # l.2
-        w, n_k = state.w.expand(len(S), -1), federation.n[S]  # l.3: [m, d], [m]
-        zero = torch.zeros_like(w)
-        w_k, *_ = federation.train(step, (w, zero, w, zero, 0 * n_k), S, t, rate(federation, args, t), alpha)  # l.4: [m, d]
-        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.9 (D3): [d]
+        w = state.w.expand(len(S), -1)  # l.3: [m, d]
+        zero, turn = torch.zeros_like(w), torch.zeros_like(federation.n[S])
+        w_k, *_ = federation.train(step, (w, zero, w, zero, turn), S, t, federation.eta(t), alpha)  # l.4: [m, d]
+        state.w = weighted_mean(federation, S, w_k)  # l.9 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             rows = np.arange(len(federation.clients))
@@ -644,14 +633,14 @@ def fedspa(federation, run, args):
     state = State(w=federation.initial_weights(),  # l.1: [d], [K, d]
                   M=torch.cat([first_mask(k) for k in federation.clients]))
     for t, S in run.rounds(state):  # l.2
-        M_k, n_k = state.M[S], federation.n[S]  # [m, d], [m]
+        M_k = state.M[S]  # [m, d]
         w = M_k * state.w  # l.3: [m, d]
         zero = torch.zeros_like(w)
-        w_k, _, g_k, _ = federation.train(step, (w, zero, zero, M_k.float()), S, t, rate(federation, args, t))  # l.4
+        w_k, _, g_k, _ = federation.train(step, (w, zero, zero, M_k.float()), S, t, federation.eta(t))  # l.4
         kept = counts - np.floor(args.drop / 2 * (1 + cos(pi * t / args.rounds)) * counts + 1e-9).astype(int)  # l.6 (D3)
         keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: [m, d]
         state.M = replace(state.M, S, highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts))  # l.7
-        state.w = state.w + federation.all_reduce(n_k @ (w_k - w)) / federation.all_reduce(n_k.sum())  # l.5, l.8 (D5): [d]
+        state.w = state.w + weighted_mean(federation, S, w_k - w)  # l.5, l.8 (D5): [d]
         run.sent(up=len(S) * active, down=len(S) * active)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.M * state.w))
@@ -773,7 +762,7 @@ def fedma(federation, run, args):
         w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3 (D6): [d], [m, d]
         for l, (out, (_, layer)) in enumerate(zip(outs, net.layers)):  # l.4
             free = (net.layer_of >= l).float()  # [d]
-            w_k, _ = federation.train(step, (w_k, torch.zeros_like(w_k)), S, t, rate(federation, args, t), free, phase=l)  # l.5
+            w_k, _ = federation.train(step, (w_k, torch.zeros_like(w_k)), S, t, federation.eta(t), free, phase=l)  # l.5
             V = units(sampled(federation, S, w_k[:, layer]), out)  # [m, out, inputs + 1]
             if l + 1 < len(outs):
                 order, after = match(V), net.layers[l + 1][1]  # l.6 (D1, D2): [m, out]
@@ -793,36 +782,35 @@ METHODS = {
     "local": local, "centralised": centralised, "fedavg-ft": fedprox, "fedprox": fedprox, "fedprox-ft": fedprox,
     "scaffold": scaffold, "feddyn": feddyn, "apfl": apfl, "fedper": fedper, "fedrep": fedrep, "lg-fedavg": lg_fedavg,
     "ditto": ditto, "pfedme": pfedme, "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
-}  # fmt: skip
+}
 
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    whole, positive, share = common.between(int, 1), common.between(float, 0, without_low=True), common.between(float, 0, 1)
     own = parser.add_argument_group("methods")
     own.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
-    own.add_argument("--mu", type=common.between(float, 0), default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
-    own.add_argument("--finetune-epochs", type=whole, default=1, help="fedavg-ft, fedprox-ft: epochs after the last round")
+    own.add_argument("--mu", type=common.not_negative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
+    own.add_argument("--finetune-epochs", type=common.whole, default=1, help="fedavg-ft, fedprox-ft: epochs at the end")
     own.add_argument("--option", choices=("I", "II"), default="II", help="scaffold: how c_k is made new")
-    own.add_argument("--global-lr", type=positive, default=1.0, help="scaffold: eta_g, the server's step")
-    own.add_argument("--feddyn-alpha", type=positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
-    own.add_argument("--apfl-alpha", type=share, default=0.5, help="apfl: alpha_k at the start")
+    own.add_argument("--global-lr", type=common.positive, default=1.0, help="scaffold: eta_g, the server's step")
+    own.add_argument("--feddyn-alpha", type=common.positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
+    own.add_argument("--apfl-alpha", type=common.share, default=0.5, help="apfl: alpha_k at the start")
     own.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
-    own.add_argument("--personal", type=common.between(int, 0),
+    own.add_argument("--personal", type=common.count,
                      help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
                           "layers (unless given: all before the first fully connected one); a normalisation counts as one")
-    own.add_argument("--body-epochs", type=whole, default=1, help="fedrep: epochs on the body, after --epochs on the head")
-    own.add_argument("--ditto-lambda", type=common.between(float, 0), default=0.1, help="ditto: lambda, the pull of v_k to w")
-    own.add_argument("--personal-epochs", type=whole, help="ditto: s, epochs on v_k (unless given: --epochs)")
-    own.add_argument("--pfedme-lambda", type=positive, default=15.0, help="pfedme: lambda, of lambda/2 ||theta_k - w_k||^2")
-    own.add_argument("--pfedme-beta", type=positive, default=1.0, help="pfedme: beta, the server's step to the clients' mean")
-    own.add_argument("--theta-lr", type=positive, default=0.001, help="pfedme: eta_p, theta_k's learning rate; decays as --lr")
-    own.add_argument("--theta-steps", type=whole, default=5, help="pfedme: K, steps on theta_k per minibatch")
-    own.add_argument("--per-fedavg-alpha", type=common.between(float, 0), default=0.01, help="per-fedavg: alpha, step to z")
+    own.add_argument("--body-epochs", type=common.whole, default=1, help="fedrep: epochs on the body, --epochs on the head")
+    own.add_argument("--ditto-lambda", type=common.not_negative, default=0.1, help="ditto: lambda, the pull of v_k to w")
+    own.add_argument("--personal-epochs", type=common.whole, help="ditto: s, epochs on v_k (unless given: --epochs)")
+    own.add_argument("--pfedme-lambda", type=common.positive, default=15.0, help="pfedme: of lambda/2 ||theta_k - w_k||^2")
+    own.add_argument("--pfedme-beta", type=common.positive, default=1.0, help="pfedme: beta, the server's step to the mean")
+    own.add_argument("--theta-lr", type=common.positive, default=0.001, help="pfedme: eta_p, theta_k's rate; decays as --lr")
+    own.add_argument("--theta-steps", type=common.whole, default=5, help="pfedme: K, steps on theta_k per minibatch")
+    own.add_argument("--per-fedavg-alpha", type=common.not_negative, default=0.01, help="per-fedavg: alpha, step to z")
     own.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
-    own.add_argument("--delta", type=positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
-    own.add_argument("--density", type=common.between(float, 0, 1, True), default=0.5, help="fedspa: share of active weights")
-    own.add_argument("--drop", type=share, default=0.5, help="fedspa: a, share of a mask that the first round makes new")
+    own.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
+    own.add_argument("--density", type=common.positive_share, default=0.5, help="fedspa: share of active weights")
+    own.add_argument("--drop", type=common.share, default=0.5, help="fedspa: a, share of a mask that the first round makes new")
     return common.parse(parser, BY_DATASET, argv)
 
 

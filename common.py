@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 import engine
 from datasets import DATASETS, limit_images, load_data
-from engine import alone, grad, leads, refuse  # noqa: F401 (these two lines are also for the algorithms' files)
+from engine import grad, leads, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
 from records import Run, drawing, finite  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,18 +64,22 @@ def between(kind, low, high=float("inf"), without_low=False):
     return parse_number
 
 
+whole, count = between(int, 1), between(int, 0)
+positive, not_negative = between(float, 0, without_low=True), between(float, 0)
+share, positive_share = between(float, 0, 1), between(float, 0, 1, without_low=True)
+
+
 def parser(doc, **defaults):
     """The common flags, with an algorithm's defaults; the file adds its own flags in a group of its own."""
     about, command, *_ = doc.split("\n\n") + [""]
     p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
-    whole, positive, share = between(int, 1), between(float, 0, without_low=True), between(float, 0, 1)
     g = p.add_argument_group("data (the same in every file)")
     g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
     g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
     g.add_argument("--limit", type=whole, help="use only this many training images, equally many of each class")
     g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
                    help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
-    g.add_argument("--alpha", type=between(float, 0), default=1.0,
+    g.add_argument("--alpha", type=not_negative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes, alpha per class for fedslr")
     g.add_argument("--per-client", type=whole, default=2,
@@ -84,18 +88,19 @@ def parser(doc, **defaults):
     g.add_argument("--client-test", type=share, default=0.2,
                    help="share of a client's images held out as its own test images; 0: it is tested on central test "
                         "images instead, drawn with its class shares")
-    g.add_argument("--client-val", type=share, default=0.0, help="share of a client's images held out for validation")
+    g.add_argument("--client-val", type=share, default=0.0, help="share of a client's images held out for validation, "
+                                                                 "which superfed.py and persfl.py alone do")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
     g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
-    g.add_argument("--fraction", type=between(float, 0, 1, True), default=0.1, help="C, share of the clients in a round")
+    g.add_argument("--fraction", type=positive_share, default=0.1, help="C, share of the clients in a round")
     g.add_argument("--rounds", type=whole, default=100, help="T or R, rounds of communication")
     g.add_argument("--epochs", type=whole, default=1, help="E, local epochs")
-    g.add_argument("--batch-size", type=between(int, 0), default=20, help="B, local minibatch; 0: all the client has")
+    g.add_argument("--batch-size", type=count, default=20, help="B, local minibatch; 0: all the client has")
     g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
-    g.add_argument("--lr-decay", type=between(float, 0, 1, True), default=1.0, help="eta is multiplied by this every round")
+    g.add_argument("--lr-decay", type=positive_share, default=1.0, help="eta is multiplied by this every round")
     g.add_argument("--momentum", type=share, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
-    g.add_argument("--weight-decay", type=between(float, 0), default=0.0,
+    g.add_argument("--weight-decay", type=not_negative, default=0.0,
                    help="adds this times w to the gradient (tfcnn: its hidden layers' kernels alone)")
     g = p.add_argument_group("running (the same in every file)")
     seed = between(int, 0, 2**32 - 1)
@@ -116,10 +121,13 @@ def parser(doc, **defaults):
 
 
 def parse(p, by_dataset, argv=None):
-    """Parses argv; by_dataset[NAME], if there is one, replaces the defaults when `--dataset NAME` is given."""
+    """Parses argv; by_dataset[DATASET] and then by_dataset[DATASET, SPLIT], where there are such, replace the defaults."""
     first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--dataset", default=p.get_default("dataset"))
-    p.set_defaults(**by_dataset.get(first.parse_known_args(argv)[0].dataset, {}))
+    for name in ("dataset", "split"):
+        first.add_argument(f"--{name}", default=p.get_default(name))
+    given = first.parse_known_args(argv)[0]
+    for key in (given.dataset, (given.dataset, given.split)):
+        p.set_defaults(**by_dataset.get(key, {}))
     args = p.parse_args(argv)
     if args.precision is None:
         args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
@@ -194,7 +202,7 @@ def split_clients(data, args):
                    f"validate, {n - test_at} to test; use {how} or more images")
         if not len(held):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
-                   "use --client-test")
+                   f"use {'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
         train, val, test = train + [index[:val_at]], val + [index[val_at:test_at]], test + [held]
     return Split(train, val, test)
 
@@ -345,8 +353,9 @@ def split_semantic(labels, classes, rng, args):
     """Clusters of classes that no two clusters share; clients of random size within a cluster (SuPerFed, appendix A).
 
     62 classes (EMNIST): 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform in [100, 800).
-    Otherwise (Tiny ImageNet): 10 clusters of equally many random classes; sizes in [100, 400). What remains of a
-    cluster when the next client doesn't fit, or when at most 100 images are left, is not used. K is what comes out.
+    Otherwise (Tiny ImageNet): 10 clusters of random classes, equally many but for the last; sizes in [100, 400). What
+    remains of a cluster when the next client doesn't fit, or when at most 100 images are left, is not used. K is what
+    comes out.
     """
     if classes == 62:
         groups, clusters, largest = [range(10), range(10, 36), range(36, 62)], 5, 800
@@ -403,7 +412,7 @@ def split_natural(data):
 SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
     "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -417,7 +426,7 @@ SPLITS = {
 class Weights:
     """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards.
 
-    route: how convolutions are computed when those of many clients are at once, by "conv" or as products with "patches".
+    route: how the convolutions of many clients at once are computed: "conv", or as products with "patches".
     """
 
     def __init__(self, parts=None, route="conv"):
@@ -429,6 +438,8 @@ class Weights:
             return next(self.parts).view(shape)
         if min(shape) < 1:
             raise RuntimeError(f"{name} would be empty")
+        if name in (known for known, _, _ in self.table):
+            raise RuntimeError(f"two of its tensors are called {name}")
         self.table.append((name, shape, init))
         return torch.zeros(shape)
 
@@ -437,7 +448,7 @@ class Weights:
         weight, offset = init or default_init(shape)
         weight = self.take(name + ".weight", shape, weight)
         offset = self.take(name + ".bias", (out,), offset) if bias else None
-        if self.route == "patches" and groups == 1 and not alone():
+        if self.route == "patches" and groups == 1 and vmapped():
             return engine.conv_by_patches(x, weight, offset, stride, padding)
         return F.conv2d(x, weight, offset, stride, padding, 1, groups)
 
@@ -482,6 +493,8 @@ class Net:
         weights = Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)
+            if not weights.table:
+                raise RuntimeError("it asks for no weights; see the models in common.py")
         except (RuntimeError, ValueError) as problem:
             why = str(problem).splitlines()[0]
             refuse(f"--model {name} can't take images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
@@ -498,8 +511,11 @@ class Net:
         number = torch.arange(len(self.layers))
         self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
-        decayed = torch.tensor([float(only is None or name in only) for name, _, _ in self.tensors])
-        self.decayed = decayed.repeat_interleave(torch.tensor(self.sizes)).to(device)
+        self.decayed = self.per_weight([float(only is None or name in only) for name, _, _ in self.tensors])
+
+    def per_weight(self, values):
+        """[d]: a number for each tensor, repeated for all of its weights."""
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.layer_of.device)
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
@@ -762,7 +778,7 @@ class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
     Under torchrun each process has the clients k with k mod (number of processes) = its rank, on a device of its own.
-    K: number of all clients. clients [rows]: the numbers of those in this process; in a single one they are 0 .. K-1.
+    K: number of all clients. clients [rows]: the numbers of those in this process; in a single one 0 .. K-1, or `only` some.
     n [rows]: their numbers of training images n_k. split: the Split of this process's clients, whole: of all. net: the model.
     """
 
@@ -791,9 +807,10 @@ class Federation:
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
-        self.ways, self.replays, self.slots, self.filled = {}, {}, 0, 0  # engine.py's
-        self.uncaptured, self.at_once = set(), {"images": 4000}  # in evaluation under vmap
-        self.pool = None if self.vmap else ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
+        self.ways, self.replays, self.uncaptured, self.slots, self.filled = {}, {}, set(), 0, 0  # engine.py's
+        self.at_once = {"images": 4000}  # in evaluation under vmap; a dict, which `only` shares
+        threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
+        self.map = map if self.vmap else threads.map
         engine.keep_memory()
 
     def take(self, numbers):
@@ -815,14 +832,16 @@ class Federation:
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
         kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
+        m = self.all_reduce(torch.tensor(len(self.sample(0)), device=self.device))
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
-              + (", from clients of their own (--split natural)" if data.owner is not None else ""))
-        print(f"split   {self.args.split}: {len(sizes)} clients, training images {spread(sizes)}, own test images "
-              f"{spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint {self.whole.fingerprint()}")
+              + (", whose clients are known (--split natural)" if data.owner is not None else ""))
+        print(f"split   {self.args.split}: {len(sizes)} clients, {int(m)} in a round, training images {spread(sizes)}, "
+              f"own test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
+              f"{self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
-              + ("" if self.vmap else f", {self.parallel} clients at once"))
+              + ("" if self.vmap else f", {self.parallel} threads"))
 
     def sample(self, t):
         """S_t, the rows of this process's clients in round t: max(int(C*K), 1) of K are drawn without replacement."""
@@ -832,6 +851,10 @@ class Federation:
     def initial_weights(self):
         """w [d], from the seed."""
         return self.net.init(stream(self.args.seed, "initialisation"))
+
+    def eta(self, t):
+        """The clients' learning rate in round t."""
+        return torch.tensor(self.args.lr * self.args.lr_decay**t, device=self.device)
 
     def all_reduce(self, x):
         """The sum of a tensor over all processes; with one process, x itself."""
@@ -868,8 +891,7 @@ class Federation:
         if self.vmap:
             return engine.train(self, step, state, plans, shared)
         states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
-        over = map if self.pool is None else self.pool.map
-        return tree_map(lambda *z: torch.stack(z), *over(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
+        return tree_map(lambda *z: torch.stack(z), *self.map(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
 
     def schedule(self, k, t, epochs, draw=None, phase=0):
         """The Schedule of the client in row k in round t, from the client's own random streams."""
@@ -956,7 +978,7 @@ class Federation:
         elif self.vmap:
             logits = self.logits_together(W, own)
         else:
-            logits = torch.cat(list((map if self.pool is None else self.pool.map)(self.logits, W, own)))
+            logits = torch.cat(list(self.map(self.logits, W, own)))
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
         one = {name: self.gather(value) for name, value in one.items()}
         top1, n = one["top1"].cpu().numpy(), self.gather(n).cpu().numpy()
@@ -965,7 +987,7 @@ class Federation:
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
             "std": float(top1.std(ddof=1)) if self.K > 1 else 0.0, "worst_decile": float(worst.mean()),
             **{name: float(one[name].mean()) for name in ("top5", "loss", "ece", "mce")}, "per_client": top1.tolist(),
-        }  # fmt: skip
+        }
 
 
 def score(logits, y, group, groups, bins=15):
@@ -989,7 +1011,7 @@ def score(logits, y, group, groups, bins=15):
     return {
         "top1": mean(top), "top5": mean(right.any(1)), "loss": mean(F.cross_entropy(logits, y, reduction="none")),
         "ece": gap.view(groups, bins).sum(1) / n, "mce": (gap / count.clamp(min=1)).view(groups, bins).amax(1),
-    }  # fmt: skip
+    }
 
 
 def spread(values):

@@ -78,7 +78,7 @@ def main(argv=None):
     w_0 = federation.initial_weights()
     state = State(w=w_0)  # l.1: w_0, [d]
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D5)
-        eta = torch.tensor(args.lr * args.lr_decay**t, device=federation.device)  # D4
+        eta = federation.eta(t)  # D4
         w = state.w.expand(len(S), -1)  # [m, d]
         # The loops of l.9-10 are in common.py: E and B in Federation.schedule, the minibatches in Federation.train_alone
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-10 (D2), l.12: [m, d]

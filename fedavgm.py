@@ -83,7 +83,7 @@ def client_step(net, args):
 def main(argv=None):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("FedAvgM")
-    own.add_argument("--beta", type=common.between(float, 0, 1), default=0.97, help="beta, server momentum; 0 is FedAvg")
+    own.add_argument("--beta", type=common.share, default=0.97, help="beta, server momentum; 0 is FedAvg")
     own.add_argument("--server-momentum", choices=("nesterov", "plain"), default="nesterov", help="the form of line 9")
     args = common.parse(parser, BY_DATASET, argv)
     federation = common.Federation(args)
@@ -95,7 +95,7 @@ def main(argv=None):
     w_0 = federation.initial_weights()
     state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: w_0, v, [d]
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D6)
-        eta = torch.tensor(args.lr * args.lr_decay**t, device=federation.device)
+        eta = federation.eta(t)
         w = state.w.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.10-12 (D1), l.14: [m, d]
         n_k = federation.n[S]  # [m]

@@ -17,8 +17,7 @@ central ones with the client's class shares. `numbers` counts what the two model
 The paper's Algorithm 2, which is Algorithm 1 with a random sample of the clients in each round, in our words; our copy of the
 paper has lost the listings and the formulas, which are restored from its text and the authors' code. M clients (K in the
 code), f_i the loss of client i; pi makes a matrix of n*k1 rows and c*k2 columns from a kernel of n outputs, c inputs and
-k1 x k2 pixels; ||.||_* is the sum of the singular
-values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
+k1 x k2 pixels; ||.||_* is the sum of the singular values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
 
     Server
      1  choose w^0; for every client i: gamma_i = 0, p_i = 0
@@ -76,7 +75,6 @@ say" means: in what is left of our copy.
 import os
 import pathlib
 import statistics
-import time
 from types import SimpleNamespace as State
 
 import torch
@@ -119,8 +117,7 @@ def matrices(net):
 
 def in_matrices(net):
     """[d]: 1 for every weight that is in one of the matrices."""
-    one = torch.tensor([float(len(shape) > 1) for _, _, shape in net.tensors])
-    return one.repeat_interleave(torch.tensor(net.sizes)).to(net.decayed.device)
+    return net.per_weight([float(len(shape) > 1) for _, _, shape in net.tensors])
 
 
 def full_ranks(net):
@@ -248,11 +245,9 @@ def milliseconds(model, x, repeats=50):
     """Median time of model(x)."""
     times = []
     for _ in range(repeats + 10):
-        start = time.perf_counter()
+        start = common.now(x.device)
         model(x)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        times.append(1000 * (time.perf_counter() - start))
+        times.append(1000 * (common.now(x.device) - start))
     return round(statistics.median(times[10:]), 3)
 
 
@@ -277,7 +272,7 @@ def measure(federation, state):
         "gkr": {name: value for name, value in gkr.items() if name != "per_client"},
         "numbers": {"gkr": state.numbers, "mixed": float(mixed.mean()), "mixed_std": std},
         "ranks": dict(zip(names, state.ranks.tolist())),
-    }  # fmt: skip
+    }
 
 
 def show(run):
@@ -315,11 +310,11 @@ def show(run):
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    own, positive = parser.add_argument_group("FedSLR"), common.between(float, 0, without_low=True)
-    own.add_argument("--lambda", dest="lambda_", type=common.between(float, 0), default=1e-4, help="lambda, low-rank penalty")
-    own.add_argument("--mu", type=common.between(float, 0), default=1e-3, help="mu, sparse penalty")
-    own.add_argument("--eta-g", type=positive, default=10.0, help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
-    own.add_argument("--fusion-epochs", type=common.between(int, 0), default=1, help="epochs of Phase II")
+    own = parser.add_argument_group("FedSLR")
+    own.add_argument("--lambda", dest="lambda_", type=common.not_negative, default=1e-4, help="lambda, low-rank penalty")
+    own.add_argument("--mu", type=common.not_negative, default=1e-3, help="mu, sparse penalty")
+    own.add_argument("--eta-g", type=common.positive, default=10.0, help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
+    own.add_argument("--fusion-epochs", type=common.count, default=1, help="epochs of Phase II")
     own.add_argument("--p-start", choices=("zero", "copy"), default="zero", help="p_i of line 1: 0, or a copy of w^0 (D1)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
                      help="lpgd: (6) in every local step; gpgd: FedAvg, then (6); s+s: a sparse w (A.2, A.3; D8, D9)")
@@ -347,8 +342,7 @@ def main(argv=None):
                   p=p.repeat(rows, 1))  # l.1: [K, d]
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D2)
         here = torch.from_numpy(S).to(device)
-        eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
-        w_t = state.w
+        eta, w_t = federation.eta(t), state.w
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # D6
         start = (w_t.expand(len(S), -1), state.gamma[here])  # [m, d]
         w_i, gamma_i = federation.train(one, start, S, t, eta, w_t)  # l.4-5, l.9, l.11: [m, d]

@@ -42,8 +42,8 @@ The paper's Algorithm 1, in our words (K users, n_k training images of user k):
 
 Deviations. The authors' code of both stages is not available; a part of their code for the baselines is, with its results.
 Effects are not measured unless stated.
-    D1  Lines 4 to 6: the candidates are the G that users are sent, the first of which is G_1, untrained; the result of the last
-        aggregation is none, since it is sent to nobody but with --teacher final. Section 4.1 says once that teachers are
+    D1  Lines 4 to 6: the candidates are the G that users are sent; the first is G_1, untrained. The result of the last
+        aggregation is no candidate: only --teacher final sends it to the users. Section 4.1 says once that teachers are
         chosen by accuracy; the algorithm and (2) say by loss, and so does this file.
     D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
     D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, E_L, E and any momentum are unknown, in both stages (the algorithm
@@ -99,15 +99,13 @@ DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val
                 epochs=1, batch_size=20, lr=0.05, model="cifarnet")  # D3, D4, D9
 BY_DATASET = {
     "mnist": dict(model="mnistnet"),
-    # ours, for a quick look
-    "shapes": dict(rounds=10, epochs=2, distill_epochs=5),
-}
-BY_SPLIT = {
     ("cifar10", "dirichlet-classes"): dict(rounds=25),
-    ("cifar10", "lognormal"): dict(rounds=50, per_client=2),
+    ("cifar10", "lognormal"): dict(per_client=2),
     ("mnist", "classes"): dict(rounds=100, limit=6000),
     ("mnist", "dirichlet-classes"): dict(rounds=25),
     ("mnist", "lognormal"): dict(rounds=100, per_client=2),
+    # ours, for a quick look
+    "shapes": dict(rounds=10, epochs=2, distill_epochs=5),
 }
 GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1)]  # D7; the first is fine-tuning
 
@@ -186,7 +184,7 @@ def measure(federation, numbers, A, G, e, select):
         "FedAvg": found["fedavg"]["per_client"], "fine-tuned": [pairs[0] for pairs in students["test"]],
         "PersFL": found[select]["per_client"], "T": [GRID[i][0] for i in best[select]],
         "lambda": [GRID[i][1] for i in best[select]], "teacher's round": e.tolist(),
-    }  # fmt: skip
+    }
     short = {f"personal@{name}": {key: value for key, value in m.items() if key != "per_client"} for name, m in found.items()}
     return {"personal": found[select], **short, "users": table, "grid": GRID, "students": students}, models[select]
 
@@ -198,7 +196,7 @@ def average(parts):
     return {
         "users": {name: z.tolist() for name, z in table.items()}, "mean": {name: z.mean() for name, z in table.items()},
         "std": {name: z.std(ddof=min(1, len(z) - 1)) for name, z in table.items()}, "students": students.tolist(),
-    }  # fmt: skip
+    }
 
 
 def show(rows, out, args):
@@ -236,21 +234,15 @@ def show(rows, out, args):
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("PersFL")
-    whole, positive = common.between(int, 1), common.between(float, 0, without_low=True)
     own.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
     own.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
                      help="O_k: each user's best G, or the last one for all (Table 4)")
     own.add_argument("--select", choices=("val", "test"), default="val", help="the images on which a user chooses T and lambda")
-    own.add_argument("--distill-epochs", type=whole, default=10, help="E, local epochs of Stage 2")  # D3
-    own.add_argument("--distill-lr", type=positive, default=0.05, help="eta of Stage 2")  # D3
-    own.add_argument("--unseen", type=common.between(int, 0), default=0, help="users that join only after the last round")
-    own.add_argument("--runs", type=whole, default=1, help="runs to average; run r adds r to --seed and to --split-seed")
-    peek = common.Parser(add_help=False, allow_abbrev=False)
-    for name in ("dataset", "split"):
-        peek.add_argument(f"--{name}", default=parser.get_default(name))
-    chosen = peek.parse_known_args(argv)[0]
-    by_dataset = {**BY_DATASET.get(chosen.dataset, {}), **BY_SPLIT.get((chosen.dataset, chosen.split), {})}  # D9
-    args = common.parse(parser, {chosen.dataset: by_dataset}, argv)
+    own.add_argument("--distill-epochs", type=common.whole, default=10, help="E, local epochs of Stage 2")  # D3
+    own.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta of Stage 2")  # D3
+    own.add_argument("--unseen", type=common.count, default=0, help="users that join only after the last round")
+    own.add_argument("--runs", type=common.whole, default=1, help="runs to average; run r adds r to --seed and to --split-seed")
+    args = common.parse(parser, BY_DATASET, argv)
     if args.fraction < 1:
         common.refuse("all users take part in every round; use --fraction 1")
     if not args.client_val:
@@ -294,7 +286,7 @@ def main(argv=None):
         better = l_k < state.l  # l.5
         state.l, state.e = torch.where(better, l_k, state.l), torch.where(better, t + 1, state.e)  # l.6
         state.O = torch.where(better[:, None], state.G, state.O)  # l.6
-        eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
+        eta = federation.eta(t)
         w = state.G.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.7
         n_k = federation.n[S]  # [m]

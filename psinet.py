@@ -46,8 +46,9 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
     D1  Line 3: in the first grouped layer every group sees all shared channels: shared features are said to serve all classes,
         and cut into G slices they would serve one group each: the last shared layer would in effect be grouped already. So the
         first grouped layer has blocks of outputs only. The slices, which the notes' "group convolution" can mean: --enter
-        slice (neighbouring ones overlap where G does not divide the channels); on `shapes`, seeds 0 to 2 (results/LOG.md,
-        2026-11-20), global .727 becomes .784 (and with --prune instead .867). A depthwise convolution there is still shared.
+        slice (neighbouring ones overlap where G does not divide the channels). On `shapes`, seeds 0 to 2 (results/LOG.md,
+        2026-11-20), global is .727 with all channels, .784 with slices, .867 with all and --prune. A depthwise
+        convolution there is still shared.
     D2  Lines 3 and 4: the grouped network's widths aren't known. Here they are the ungrouped network's, rounded up to a
         multiple of G: it has fewer weights. VGG-9 is taken to be FedMA's, here without its dropout. A group's weights start as
         those of a layer of the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
@@ -79,7 +80,6 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
     D11  Line 12: a node's images are shuffled again in every epoch.
 """
 
-import functools
 from types import SimpleNamespace as State
 
 import torch
@@ -162,7 +162,7 @@ class Surgery:
             return x
         precision, x = x.dtype, x.to(self.b.dtype)
         mean, var = self.b.split(self.net.sizes_b)[i].view(2, -1)  # [C] each
-        if self.mask is not None and common.alone() and self.mask.all() and x[:, 0].numel() > 1:  # PyTorch's own is fast
+        if self.mask is not None and not common.vmapped() and self.mask.all() and x[:, 0].numel() > 1:  # PyTorch's own is fast
             mean, var = mean.clone(), var.clone()
             x = F.batch_norm(x, mean, var, scale.to(x.dtype), shift.to(x.dtype), training=True)
             self.new[i] = torch.stack([mean, var])
@@ -195,11 +195,17 @@ class PsiNet(common.Net):
         self.M, self.n, self.stats = self.M.to(device), n or len(self.M), []
         self.every = torch.arange(self.n, device=device)
         name = f"{args.model} " + (f"in {self.n} groups from {self.depth} on" if self.G else "without groups")
-        model = functools.partial(self.read)
+
+        def model(m, x, classes):  # what common.Net reads the table of tensors from
+            surgery = Surgery(self, m, self.every.cpu())
+            y = self.base(surgery, x, classes)
+            self.entry, self.macs = surgery.entry, surgery.macs
+            return y
+
         model.decayed = getattr(self.base, "decayed", None)
         super().__init__(name, shape, classes, device, model)
-        names = dict.fromkeys(layer.split(".")[0] for layer, _ in self.layers if "norm" not in layer)
         if self.G and not self.entry:
+            names = dict.fromkeys(layer.split(".")[0] for layer, _ in self.layers if "norm" not in layer)
             common.refuse(f"--depth {self.depth}: no layer of {args.model} to group from; it has {', '.join(names)}")
         start = next((s.start for layer, s in self.layers if layer == self.entry), self.d)
         spans = [(s.stop - s.start, s.start >= start) for _, s, _ in self.tensors]
@@ -213,13 +219,6 @@ class PsiNet(common.Net):
         for z, grouped in spans:
             parts.append(torch.arange(self.n).repeat_interleave(z // self.n) if grouped else torch.full((z,), -1))
         return torch.cat(parts)
-
-    def read(self, m, x, classes):
-        """The model that common.Net reads the table of tensors from."""
-        surgery = Surgery(self, m, self.every.cpu())
-        y = self.base(surgery, x, classes)
-        self.entry, self.macs = surgery.entry, surgery.macs
-        return y
 
     def init_b(self):
         """Running means 0 and variances 1: [d_b]."""
@@ -273,7 +272,7 @@ def local_updates(federation, parts, state, S, t, eta, has):
         w, b = W[i][own_w].view(len(i), -1), B[i][own_b].view(len(i), -1)  # l.9
         keep = has[i, :-1].nonzero()[:, 1].view(len(i), n)
         start = w, b, torch.zeros_like(w), keep
-        federation.net = part
+        federation.net = part  # engine.py chooses how its convolutions are computed
         w, b, _, _ = federation.train(step, start, S[i.cpu().numpy()], t, eta)  # l.8, l.12 (D11)
         federation.net = net
         W[i], B[i] = W[i].masked_scatter(own_w, w), B[i].masked_scatter(own_b, b)
@@ -312,7 +311,7 @@ def show(run, tv):
     middle = (min(tv.values()) + max(tv.values())) / 2
     depth = next(name for name, value in tv.items() if value >= middle).split(".")[0]  # l.16 (D10)
     print("\n" + "\n".join(f"TV      {name:<20}{value:8.4f}" for name, value in tv.items()))
-    print(f"TV      suggests --depth {depth}, the first layer above {middle:.4f}")
+    print(f"TV      suggests --depth {depth}, the first layer that reaches {middle:.4f}")
     with common.drawing(run.out / "tv.png", size=(1.5 + 0.45 * len(tv), 3.5)) as axis:
         axis.bar(list(tv), list(tv.values()))
         axis.axhline(middle, color="black", linestyle="--", linewidth=1)
@@ -323,7 +322,7 @@ def show(run, tv):
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("Psi-Net")
-    own.add_argument("--groups", type=common.between(int, 0), default=10, help="G; 0: FedAvg on the network without groups")
+    own.add_argument("--groups", type=common.count, default=10, help="G; 0: FedAvg on the network without groups")
     own.add_argument("--depth", help="the layer where grouping starts (unless given: "
                                            + ", ".join(f"{layer} of {model}" for model, layer in DEPTH.items()) + ")")
     own.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
@@ -366,7 +365,7 @@ def main(argv=None):
 
     state = State(w=federation.initial_weights(), b=net.init_b(), macs=0.0)  # l.5: [d], [d_b]; the run's multiplications
     for t, S in run.rounds(state):  # l.7 (D8)
-        eta = torch.tensor(args.lr * args.lr_decay**t, device=device)
+        eta = federation.eta(t)
         W, B = local_updates(federation, parts, state, S, t, eta, has)  # l.8-9, l.12: [m, d], [m, d_b]
         own_w, own_b = has[S][:, net.group], has[S][:, net.group_b]  # [m, d], [m, d_b]
         n_k = federation.n[S]  # [m]

@@ -39,7 +39,11 @@ import time
 from typing import NamedTuple
 from unittest import mock
 
-from records import SHARED
+import torch
+
+import common
+import engine
+from records import FREE, SHARED
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, RUNS = HERE / "results", HERE / "runs"
@@ -101,7 +105,7 @@ SETTINGS = {
     "DS-1": "--split classes --per-client 4", "DS-2": "--split dirichlet-classes --alpha 0.9",
     "DS-3": "--split lognormal --per-client 2", "cifarnet": "--model cifarnet", "mnistnet": "--model mnistnet",
     "600-images": "--limit 6000", "export": "--export {out}/state-factors.pt",
-}  # fmt: skip
+}
 DATA = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "EMNIST": "emnist", "TinyImageNet": "tinyimagenet", "MNIST": "mnist"}
 
 
@@ -176,8 +180,7 @@ table("superfed-3", "SuPerFed, Table 3: when Phase II starts, CIFAR-10", pairs("
 
 def superfed_figure_2(row, column):
     scheme, mu, *rest = row.split()
-    mix = {"MM": "model", "LM": "layer"}[scheme]
-    command = f"superfed.py --dataset cifar10 --mix {mix} --rounds 100 --mu {mu[3:]} --nu {column[3:]}"
+    command = f"{superfed_run(f'SuPerFed-{scheme}', 'cifar10')} --rounds 100 --mu {mu[3:]} --nu {column[3:]}"
     return command, "global/top1" if rest else "personal@test/mean"
 
 
@@ -202,9 +205,8 @@ table("superfed-figure-3", "SuPerFed, Figure 3: the global model over the rounds
 
 def superfed_figure_4(row, column):
     scheme, E = row.split()
-    mix = {"MM": "model", "LM": "layer"}[scheme]
     own = "" if (E, column) == ("E=10", "B=20") else f" --epochs {E[2:]} --batch-size {column[2:]}"
-    return f"superfed.py --dataset cifar10 --mix {mix} --rounds 100 --mu 0.01 --nu 2{own}", "personal@test/mean"
+    return f"{superfed_run(f'SuPerFed-{scheme}', 'cifar10')} --rounds 100 --mu 0.01 --nu 2{own}", "personal@test/mean"
 
 
 table("superfed-figure-4", "SuPerFed, Figure 4: local epochs and minibatches, CIFAR-10, 100 rounds", "B=4 B=10 B=20 B=40",
@@ -330,21 +332,23 @@ OTHERS = {"LGFedAvg": "lg-fedavg", "Ditto": "ditto --ditto-lambda 0.1 --personal
           "FedDyn": "feddyn --feddyn-alpha 0.1", "APFL": "apfl --apfl-alpha 0.5"}
 
 
+def fedslr_split(name, part):
+    """Tiny ImageNet's IID clients are too small for shares of the central test images (D7)."""
+    return " --split iid" + " --client-test 0.2" * (name == "TinyImageNet") if part == "IID" else ""
+
+
 def fedslr(name, part="Non-IID", more=""):
-    """A FedSLR run. Tiny ImageNet's IID clients are too small for shares of the central test images (D7)."""
-    iid = (" --split iid" + " --client-test 0.2" * (name == "TinyImageNet")) if part == "IID" else ""
     export = " @export" if (name, part) == ("CIFAR-100", "Non-IID") else ""  # Table 9
-    return f"fedslr.py --dataset {DATA[name]}{iid}{more}{export}"
+    return f"fedslr.py --dataset {DATA[name]}{fedslr_split(name, part)}{more}{export}"
 
 
 def fedslr_1(row, column):
     name, part = column.split()
     if row.startswith("FedSLR"):
         return fedslr(name, part), MODEL[row[8:-1]]
-    iid = fedslr(name, part).partition(DATA[name])[2].replace(" @export", "")
     own = "fedavg.py" if row == "FedAvg" else f"baselines.py --method {OTHERS.get(row, row.lower())}"
     steps = " --lr 0.001 --per-fedavg-alpha 0.01" if row == "Per-FedAvg" else ""
-    return f"{own} --dataset {DATA[name]} @fedslr{iid}{steps}", "personal/mean"
+    return f"{own} --dataset {DATA[name]} @fedslr{fedslr_split(name, part)}{steps}", "personal/mean"
 
 
 table("fedslr-1", "FedSLR, Table 1: accuracy", pairs("CIFAR-10|CIFAR-100|TinyImageNet", "IID|Non-IID"), """
@@ -360,7 +364,8 @@ table("fedslr-1", "FedSLR, Table 1: accuracy", pairs("CIFAR-10|CIFAR-100|TinyIma
     Local          | 38.30 82.17  10.97 47.99   3.86 34.28
     FedSpa         | 88.31 93.19  48.00 73.87  30.39 53.76
     FedSLR (mixed) | 89.72 95.30  64.95 82.19  38.20 59.13
-    """, fedslr_1, 1, "Means over the clients' own test images, also of methods with one model.")
+    """, fedslr_1, 1, "Means over the clients' own test images, also of methods with one model. FedRep "
+                         "is the method's own; FedSLR's code trains body and head jointly under that name: fedper here.")
 
 
 def fedslr_2(row, column):
@@ -667,8 +672,6 @@ def expand(command, out, /, **own):
 @functools.cache
 def arguments(command):
     """All arguments that a command means: what its file hands to common.Federation."""
-    import common
-
     class Parsed(Exception):
         pass
 
@@ -691,10 +694,6 @@ def digest(name):
 @functools.cache
 def device():
     """The device at hand, as records name it."""
-    import torch
-
-    import engine
-
     return engine.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -732,8 +731,7 @@ class Result(NamedTuple):
 
 # What may differ between a record and its command; seeds and rounds are compared by themselves. --precision has another default
 # on a GPU; bf16 is said on the page.
-FREE = ("out", "resume", "plot", "parallel", "data_dir", "export", "device", "precision", "eval_every", "seed", "split_seed",
-        "rounds")
+NOT_COMPARED = (*FREE, "device", "precision", "eval_every", "seed", "split_seed", "rounds")
 
 
 def result(command, seed, scale=1.0):
@@ -742,7 +740,7 @@ def result(command, seed, scale=1.0):
         return Result(command, seed, scale, path, "missing", None, "")
     record, mark = load(path / "result.json", (path / "result.json").stat().st_mtime_ns)
     r = Result(command, seed, scale, path, "", record, mark)
-    args = {name: value for name, value in arguments(command).items() if name not in FREE}
+    args = {name: value for name, value in arguments(command).items() if name not in NOT_COMPARED}
     args |= {"seed": seed, "split_seed": seed, "rounds": r.wanted}
     here = r.ended != "interrupted" or (record["args"].get("precision"), record["environment"]["device"]) == (
         arguments(command).get("precision"), device())  # where it was interrupted, it can be resumed
@@ -1130,12 +1128,11 @@ def page():
 @contextlib.contextmanager
 def picture(name, n, columns, size):
     """n axes, at most `columns` in a row, of a size in inches each."""
-    import common
-
     lines, columns = -(-n // columns), min(n, columns)
     with common.drawing(RESULTS / f"{name}.png", lines, columns, (size[0] * columns, size[1] * lines)) as axes:
-        yield list(getattr(axes, "flat", [axes]))
-        getattr(axes, "flat", [axes])[0].figure.tight_layout()
+        axes = list(getattr(axes, "flat", [axes]))
+        yield axes
+        axes[0].figure.tight_layout()
 
 
 def draw_lambdas(name, found):
@@ -1208,7 +1205,7 @@ FIGURES = {
     "psinet-norm": draw_rounds, "psinet-groups": draw_rounds, "psinet-epochs": draw_rounds, "psinet-classes": draw_rounds,
     "fedavgm-figure-5": draw_columns, "fedavgm-figure-4": draw_columns, "fedavgm-figure-6": draw_columns,
     "fedslr-figure-3": draw_clients, "persfl-figure-2": draw_users,
-}  # fmt: skip
+}
 
 
 def rebuild():
@@ -1306,12 +1303,6 @@ def duration(text):
     return float(match.group(1)) * {"s": 1, "m": 60, "h": 3600}[match.group(2)]
 
 
-def share(text):
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return float(text)
-
-
 def chosen(only):
     """The commands of the tables and runs whose names begin with one of the words `only`, at a - or a /; all without."""
     def fits(name):
@@ -1326,7 +1317,8 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=about, epilog=commands, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME", nargs="+", help="tables or runs, by the beginnings of their names")
     p.add_argument("--seeds", type=int, default=1, help="seeds 0 to N-1 of each run (1)")
-    p.add_argument("--scale", type=share, default=1.0, help="this share of the rounds; results are kept apart (1)")
+    p.add_argument("--scale", type=common.positive_share, default=1.0,
+                   help="this share of the rounds; results are kept apart (1)")
     p.add_argument("--budget", type=duration, help="stop after this time: 90s, 30m, 2h")
     for name, text in (("--list", "every cell and run, and what is done"), ("--measure", "time two rounds of each kind of run"),
                        ("--dry-run", "say what would be run, in which order"), ("--tables", "rebuild the page alone"),

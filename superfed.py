@@ -41,8 +41,8 @@ Rounds count from 0 here (line 2's range is lost in our copy of the paper), and 
 Deviations. The copy of the paper that this was written from has lost most formulas; (3) and the body of ClientUpdate are
 restored from its text and the authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit
 ae1803b); it has Model Mixing only, so that --as official --mix layer is ours. --as official switches D1 to D4 and nothing
-else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 becomes .860 (Model Mixing) and .782 .765 (Layer
-Mixing), where seeds differ by .02 to .06. Other effects are not measured unless stated.
+else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 becomes .860 (Model Mixing), and .782 becomes .765
+(Layer Mixing); seeds differ by .02 to .06. Other effects are not measured unless stated.
     D1  Line 13: the official proximal term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared. Here it is
         squared, as in (3); the official one with --as official.
     D2  Lines 11 to 14: officially a bias has one copy, which is federated, never mixed, and no part of the cosine. Here w^l
@@ -122,8 +122,7 @@ def mix(w_f, w_l, lam):
 
 def pairs(net, args):
     """[d]: 1 for every weight of w^f that has a partner in w^l."""
-    one = [float(args.as_ == "paper" or not name.endswith(".bias")) for name, _, _ in net.tensors]  # D2
-    return torch.tensor(one).repeat_interleave(torch.tensor(net.sizes)).to(net.decayed.device)
+    return net.per_weight([float(args.as_ == "paper" or not name.endswith(".bias")) for name, _, _ in net.tensors])  # D2
 
 
 def client_step(net, args):
@@ -170,7 +169,7 @@ def measure_mixtures(clients, w_f, W_l, paired):
     chosen, by_test = held.index(max(held)), max(range(len(test)), key=lambda i: test[i]["mean"])
     short = [{name: value for name, value in measures.items() if name != "per_client"} for measures in test]
     return {"personal": test[chosen], "personal@test": short[by_test], "personal@lambda=0.5": short[5],
-            "personal@lambda=0": short[0], "lambdas": short}  # fmt: skip
+            "personal@lambda=0": short[0], "lambdas": short}
 
 
 def show(run, first):
@@ -182,7 +181,7 @@ def show(run, first):
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
         images = "validation" if run.args.client_val else "training"
         for choice, how in (("personal", f"chosen on {images} images"), ("personal@test", "chosen on test images"),
-                            ("personal@lambda=0.5", "fixed"), ("personal@lambda=0", "0: the global model")):  # fmt: skip
+                            ("personal@lambda=0.5", "fixed"), ("personal@lambda=0", "0: the global model")):
             values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
     if not run.args.plot:
@@ -211,13 +210,13 @@ def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("SuPerFed")
     own.add_argument("--mix", choices=("model", "layer"), default="model", help="one lambda, or one per layer")
-    own.add_argument("--mu", type=common.between(float, 0), default=0.01, help="mu, weight of the proximal term")
-    own.add_argument("--nu", type=common.between(float, 0), default=2.0, help="nu, weight of the squared cosine in Phase II")
-    own.add_argument("--start", type=common.between(float, 0, 1),
+    own.add_argument("--mu", type=common.not_negative, default=0.01, help="mu, weight of the proximal term")
+    own.add_argument("--nu", type=common.not_negative, default=2.0, help="nu, weight of the squared cosine in Phase II")
+    own.add_argument("--start", type=common.share,
                      help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix "
                           "layer; with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
     own.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper", help="whom to follow in D1 to D4")
-    own.add_argument("--unseen", type=common.between(int, 0), default=0, help="clients that join only after the last round")
+    own.add_argument("--unseen", type=common.count, default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
     if args.as_ == "official":
         parser.set_defaults(lr_decay=0.995)  # D4
@@ -248,8 +247,8 @@ def main(argv=None):
         return rng.random((steps, len(net.layers)))  # l.11: lambda, of which Model Mixing takes the first
 
     def client_update(S, t):
-        """Lines 7 to 15 for the clients S: their w^f and w^l, [m, d] each."""
-        eta = torch.tensor(args.lr * args.lr_decay ** (t + 1 if official else t), device=device)  # D4
+        """Lines 7 to 14 for the clients S: their w^f_k and w^l_k, [m, d] each."""
+        eta = federation.eta(t + 1 if official else t)  # D4
         phase_two = torch.tensor(float(t >= first), device=device)
         w_f, w_l = state.w_f.expand(len(S), -1), state.W_l[S]  # [m, d]
         start = (w_f, w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))

@@ -20,14 +20,14 @@ import common  # noqa: E402
 
 SAME = ("--dataset shapes --limit 5000 --split shards --clients 20 --per-client 4 --client-val 0.1 --client-test 0.2 "
         "--fraction 0.5 --rounds 30 --epochs 1 --batch-size 20 --lr 0.02 --momentum 0.9 --weight-decay 0 --lr-decay 1 "
-        "--model cnn --transform scale --eval-every 30")  # fmt: skip
+        "--model cnn --transform scale --eval-every 30")
 MORE = {  # no momentum and larger rates where the papers have no momentum; all users in half the rounds for persfl
     "fedavgm": "--momentum 0 --beta 0.9", "fedslr": "--momentum 0 --lr 0.1", "scaffold": "--momentum 0 --lr 0.05",
     "feddyn": "--momentum 0 --lr 0.05", "pfedme": "--momentum 0 --lr 0.1 --theta-lr 0.05",
     "per-fedavg": "--momentum 0 --lr 0.1", "persfl": "--fraction 1 --rounds 15 --eval-every 15",
-}  # fmt: skip
+}
 FILES = {"fedavg": "fedavg", "fedavgm": "fedavgm", "superfed-mm": "superfed --mix model", "superfed-lm": "superfed --mix layer",
-         "psinet": "psinet", "fedslr": "fedslr", "persfl": "persfl"}  # fmt: skip
+         "psinet": "psinet", "fedslr": "fedslr", "persfl": "persfl"}
 METHODS = {**FILES, **{name: f"baselines --method {name}" for name in baselines.METHODS}}
 
 
@@ -53,7 +53,7 @@ def row(name, record):
     return {"method": name + " (diverged)" * record["diverged"], "global": final.get("global", {}).get("top1"),
             "personal": personal["mean"], "std": personal["std"], "worst_decile": personal["worst_decile"],
             "mb_per_round": (record["bytes_up"] + record["bytes_down"]) / len(record["rounds"]) / 1e6,
-            "seconds_per_round": record["seconds_per_round"]}  # fmt: skip
+            "seconds_per_round": record["seconds_per_round"]}
 
 
 def lines(rows):
@@ -63,7 +63,7 @@ def lines(rows):
     for r in rows:
         top1 = "" if r["global"] is None else f"{r['global']:.3f}"
         yield (f"| {r['method']} | {top1} | {r['personal']:.3f} | {r['std']:.3f} | {r['worst_decile']:.3f} | "
-               f"{r['mb_per_round']:.2f} | {r['seconds_per_round']:.2f} |")  # fmt: skip
+               f"{r['mb_per_round']:.2f} | {r['seconds_per_round']:.2f} |")
 
 
 def main():
@@ -72,7 +72,7 @@ def main():
     rows = sorted((row(name, r) for name, r in records.items()), key=lambda r: -r["personal"])
     some = records["fedavg"]
     result = {"settings": SAME, "more": MORE, "device": some["environment"]["device"],
-              "split": some["split"]["fingerprint"], "rows": rows}  # fmt: skip
+              "split": some["split"]["fingerprint"], "rows": rows}
     (HERE / "results" / "compare.json").write_text(json.dumps(result, indent=1) + "\n")
     with common.drawing(HERE / "results" / "compare.png", size=(7, 6)) as axis:
         names = [r["method"] for r in rows if r["personal"]][::-1]

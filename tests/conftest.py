@@ -14,7 +14,7 @@ import common  # noqa: E402
 
 TIMES = {"seconds": 0, "evaluation_seconds": 0}  # what differs between equal rounds
 QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--per-client", "2", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
-         "--lr", "0.01", "--device", "cpu"]  # fmt: skip
+         "--lr", "0.01", "--device", "cpu"]
 
 
 def linear(m, x, classes):
@@ -58,7 +58,7 @@ class Seen(dict):
 def paths(fed):
     """Sets a federation to each way of training, the loop, which is the specification, first."""
     ways = {"loop": {}, "vmap": {"vmap": True}, "vmap in parts": {"vmap": True, "parallel": 3},
-            "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}  # fmt: skip
+            "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}
     for way, settings in ways.items():
         fed.net.route = settings.pop("route", "conv")
         vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": Seen(), **settings})

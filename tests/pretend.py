@@ -19,7 +19,7 @@ READS = {"numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool
 WAITS = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
     aten.equal, aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors,
-}  # fmt: skip
+}
 
 
 class Wrong(Exception):
@@ -74,7 +74,7 @@ class Calls(TorchFunctionMode):
         if self.operations.capturing:
             index = args[1] if name in ("__getitem__", "__setitem__") else ()
             from_host = name in ("tensor", "as_tensor", "new_tensor") or any(
-                isinstance(i, (list, np.ndarray)) for i in (index if isinstance(index, tuple) else (index,)))  # fmt: skip
+                isinstance(i, (list, np.ndarray)) for i in (index if isinstance(index, tuple) else (index,)))
             if on_gpu and (name in READS or to_cpu) or from_host and (on_gpu or kwargs.get("device") == GPU):
                 raise Wrong(f"{name} in a captured step")
         if on_gpu and name in ("numpy", "__array__"):

@@ -20,7 +20,7 @@ from conftest import QUICK, pixels, run, softmax_gradient
 MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05", "--eval-every", "1"]
 SMALL = [*QUICK, "--model", "mnistnet", "--lr", "0.03", "--momentum", "0.9", "--rounds", "3", "--eval-every", "1"]
 WAYS = [*([method] for method in baselines.METHODS), ["scaffold", "--option", "I"], ["apfl", "--adaptive"],
-        ["per-fedavg", "--hessian-free"]]  # fmt: skip
+        ["per-fedavg", "--hessian-free"]]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def toy_argv(toy):
     """Three clients of different sizes, two in a round; three rounds of three full batches."""
     return ["--dataset", toy, "--model", "linear", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3",
             "--fraction", "0.7", "--rounds", "3", "--epochs", "3", "--batch-size", "0", "--lr", "0.3", "--momentum", "0",
-            "--eval-every", "1", "--device", "cpu"]  # fmt: skip
+            "--eval-every", "1", "--device", "cpu"]
 
 
 def same(a, b):
@@ -109,7 +109,7 @@ def test_every_method_sees_the_same_and_learns(method, tmp_path, seen):
     before = federation(method, SMALL).evaluate_clients(start[0])["loss"]
     assert record["final"]["personal"]["loss"] < before - 0.02
     sent = {"local": 0, "centralised": 0, "scaffold": 2 * 20_310, "fedper": 19_300, "fedrep": 19_300, "lg-fedavg": 1010,
-            "fedspa": 20_310 / 2}.get(method, 20_310)  # fmt: skip
+            "fedspa": 20_310 / 2}.get(method, 20_310)
     back = 20_310 + 19_300 + 100 if method == "fedma" else sent
     assert record["bytes_up"] == sent / 20_310 * theirs["bytes_up"] and theirs["bytes_up"] == 3 * 4 * 4 * 20_310
     assert record["bytes_down"] == back / 20_310 * theirs["bytes_down"]
@@ -313,7 +313,7 @@ def test_feddyn_is_fedslr_without_its_low_rank_penalty(tmp_path):
     argv = [*SMALL, "--momentum", "0", "--split", "dirichlet-classes", "--alpha", "1", "--epochs", "2"]
     ours, state = go("feddyn", [*argv, "--feddyn-alpha", "0.2"], tmp_path / "feddyn")
     plain = ["--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0", "--transform", "scale",
-             "--client-test", "0.2"]  # fmt: skip
+             "--client-test", "0.2"]
     record, theirs = run(fedslr, [*argv, *plain], tmp_path / "fedslr")
     assert record["split"] == ours["split"]
     torch.testing.assert_close(state["w"], theirs["w"], atol=2e-5, rtol=0)
@@ -342,7 +342,7 @@ def test_on_quadratics_feddyn_and_scaffold_reach_the_joint_optimum_and_fedavg_do
     same; for FedAvg, to which all clients come, as much as it has images. As many steps on all images together reach that."""
     monkeypatch.setattr(common, "cross_entropy", squares)
     argv = [*toy_argv, "--clients", "4", "--alpha", "2", "--fraction", "0.5", "--epochs", "10", "--rounds", "60",
-            "--eval-every", "60", "--parallel", "1"]  # fmt: skip
+            "--eval-every", "60", "--parallel", "1"]
     fed = federation("feddyn", argv)
     data = [pixels(fed, index) for index in fed.split.train]
 
@@ -437,7 +437,7 @@ def test_pfedme_by_hand(toy_argv, tmp_path, seen):
         w = w + 1.6 * (np.average(ends, axis=0, weights=n[clients]) - w)
         expected.append(theta.copy())
     argv = [*toy_argv, "--momentum", "0.5", "--lr-decay", "0.8", "--theta-lr", "0.1", "--theta-steps", "2",
-            "--pfedme-lambda", "2.5", "--pfedme-beta", "1.6"]  # fmt: skip
+            "--pfedme-lambda", "2.5", "--pfedme-beta", "1.6"]
     _, state = go("pfedme", argv, tmp_path)
     close(state["w"], w)
     close(state["theta"], theta)
@@ -535,7 +535,7 @@ def test_which_layers_are_personal():
 
 @pytest.mark.parametrize("argv", [["--method", "fedper", "--personal", "3"], ["--method", "fedavgm"], [],
                                   ["--method", "feddyn", "--feddyn-alpha", "0"],
-                                  ["--method", "apfl", "--apfl-alpha", "1.1"]])  # fmt: skip
+                                  ["--method", "apfl", "--apfl-alpha", "1.1"]])
 def test_bad_input_is_refused_in_one_line(argv, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         baselines.main([*SMALL, *argv, "--out", str(tmp_path)])

@@ -77,13 +77,17 @@ class Toy:
         self.batches = [common.Batch(x, y, torch.ones(len(y), dtype=w.dtype), None) for x, y in batches]
         self.n = torch.tensor([float(sum(len(y) for _, y in batches))], dtype=w.dtype)
 
+    def run(self, method, args):
+        self.args = args
+        method(self, self, args)
+
     def initial_weights(self):
         return self.w
 
     def all_reduce(self, x):
         return x
 
-    gather = sum
+    gather, eta = sum, common.Federation.eta
 
     def train(self, step, state, S, t, *shared, epochs=None, phase=0):
         state = torch.utils._pytree.tree_map(lambda z: z[0], state)
@@ -131,7 +135,7 @@ def test_per_fedavgs_step_against_the_exact_one_in_float64(free):
     w, batches = three_minibatches()
     argv = ["--method", "per-fedavg", "--lr", "0.5", "--per-fedavg-alpha", "0.25", "--delta", "1e-4", "--weight-decay", "0.125"]
     toy = Toy(Net(two_layers, (43,)), w, batches)
-    baselines.per_fedavg(toy, toy, settings([*argv, *["--hessian-free"] * free]))
+    toy.run(baselines.per_fedavg, settings([*argv, *["--hessian-free"] * free]))
 
     def loss(w, i):
         x, y = batches[i]
@@ -159,7 +163,7 @@ def assert_quadratic(argv, method, targets, field, expected):
     toy = Toy(Net(lambda w, x: w, (1,)), torch.tensor([10.0]).double(), batches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "cross_entropy", lambda logits, batch: 0.5 * (logits - batch.y).square().sum())
-        method(toy, toy, settings([*argv, "--batch-size", "1", "--epochs", str(len(targets))]))
+        toy.run(method, settings([*argv, "--batch-size", "1", "--epochs", str(len(targets))]))
     assert float(getattr(toy.state, field).flatten()[0]) == pytest.approx(expected, rel=1e-6)
 
 
@@ -173,7 +177,7 @@ def test_pfedmes_inner_problem_against_its_closed_form(K):
         theta = p + (1 - eta_p * (1 + lam)) ** K * (theta - p)
         w = w - eta * lam * (w - theta)
     argv = ["--method", "pfedme", "--lr", str(eta), "--theta-lr", str(eta_p), "--theta-steps", str(K),
-            "--pfedme-lambda", str(lam), "--pfedme-beta", str(beta)]  # fmt: skip
+            "--pfedme-lambda", str(lam), "--pfedme-beta", str(beta)]
     assert_quadratic(argv, baselines.pfedme, [2.0, -4.0], "theta", theta)
     assert_quadratic(argv, baselines.pfedme, [2.0, -4.0], "w", -10 + beta * w)
 
@@ -205,7 +209,7 @@ def test_fedspas_rounds_by_hand():
     args = settings(["--method", "fedspa", "--lr", "0.125", "--density", str(10 / 14), "--drop", "0.5", "--rounds", "2"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "cross_entropy", lambda logits, batch: 0.5 * (logits - batch.y).square().sum())
-        baselines.fedspa(toy, toy, args)
+        toy.run(baselines.fedspa, args)
     draw = common.stream(0, "algorithm", 0, 0).random((1, 14), np.float32)[0, :12]
     mask = np.isin(np.arange(14), [*np.argsort(draw)[4:], 12, 13])
     for dropped in (4, 2):
@@ -278,7 +282,7 @@ def test_fedma_averages_permuted_copies_of_a_network_to_that_network(model, tmp_
     arrays = {f"x_{part}": rng.integers(0, 256, (20, size, size, 3), dtype=np.uint8) for part in ("train", "test")}
     np.savez(tmp_path / "few.npz", **arrays, y_train=np.arange(20) % 10, y_test=np.arange(20) % 10)
     argv = ["--dataset", str(tmp_path / "few.npz"), "--model", model, "--clients", "2", "--per-client", "5",
-            "--fraction", "1", "--rounds", "1", "--device", "cpu"]  # fmt: skip
+            "--fraction", "1", "--rounds", "1", "--device", "cpu"]
     fed = federation("fedma", argv)
     w = fed.net.init(rng)
     copies = [shuffled(fed.net, w, rng) for _ in range(2)]

@@ -7,6 +7,7 @@ import urllib.error
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from PIL import Image
 
@@ -37,7 +38,7 @@ def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
 def arrays(n=40, test=20, size=8, classes=4):
     rng = np.random.default_rng(0)
     return {"x_train": rng.integers(0, 256, (n, size, size, 3), dtype=np.uint8), "y_train": np.arange(n) % classes,
-            "x_test": rng.integers(0, 256, (test, size, size, 3), dtype=np.uint8), "y_test": np.arange(test) % classes}  # fmt: skip
+            "x_test": rng.integers(0, 256, (test, size, size, 3), dtype=np.uint8), "y_test": np.arange(test) % classes}
 
 
 def test_npz_by_path_and_by_name(tmp_path):
@@ -65,7 +66,7 @@ def write_idx(path, array, compress=False):
 @pytest.mark.parametrize("name, folder, pattern, classes", [
     ("emnist", "EMNIST", "emnist-byclass-{}-{}-idx{}-ubyte", 62),
     ("mnist", "MNIST", "{}-{}-idx{}-ubyte", 10),
-])  # fmt: skip
+])
 def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classes, tmp_path):
     """Small files of the official format, read by torchvision without a download."""
     raw = tmp_path / folder / "raw"
@@ -167,7 +168,7 @@ def broken(**changes):
     (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 training images"),
     (broken(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
     (broken(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
-])  # fmt: skip
+])
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
     refused(capsys, ["--dataset", str(tmp_path / "bad.npz"), *CPU], words)
@@ -237,7 +238,7 @@ SHAPES = ["--dataset", "shapes", *CPU]
     (["--dataset"], "expected one argument"),
     ([*SHAPES, "--out", "/proc/nothing"], "--out /proc/nothing can't be written to"),
     ([*SHAPES, "--out", "/sys"], "--out /sys can't be written to"),
-])  # fmt: skip
+])
 def test_bad_arguments_are_refused(argv, words, capsys):
     refused(capsys, argv, words)
 
@@ -247,6 +248,20 @@ def test_a_model_refuses_images_it_cant_take(model, size, classes, capsys):
     with pytest.raises(SystemExit):
         common.Net(model, (3, size, size), classes)
     assert f"--model {model} can't take images of {size}x{size}" in capsys.readouterr().err
+
+
+def twins(m, x, classes):
+    return m.linear("fc", F.relu(m.linear("fc", x.flatten(1), 8)), classes)
+
+
+@pytest.mark.parametrize("model, words", [
+    (twins, "two of its tensors are called fc.weight"),
+    (lambda m, x, classes: x.flatten(1)[:, :classes], "it asks for no weights"),
+])
+def test_a_model_whose_layers_cant_be_told_apart_is_refused(model, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        common.Net("mine", (3, 8, 8), 4, model=model)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_every_number_in_help_is_a_default_and_names_its_symbol(capsys):
@@ -438,7 +453,7 @@ def test_streams_are_independent():
     ("tfcnn", (3, 24, 24), 10, 1_068_298), ("tfcnn", (3, 32, 32), 10, 1_756_426), ("cifarnet", (3, 32, 32), 10, 62_006),
     ("mnistnet", (1, 28, 28), 10, 79_510), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
     ("resnet18", (3, 64, 64), 200, 11_279_112), ("vgg9", (3, 32, 32), 10, 3_491_530),
-])  # fmt: skip
+])
 def test_parameter_counts(model, shape, classes, d):
     """facts.md A1.6, A3.4, A5.4, A4.5, A2.5."""
     assert common.Net(model, shape, classes).d == d
@@ -470,7 +485,7 @@ def test_cnn_is_superfeds_table_4():
         model = nn.Sequential(
             nn.Conv2d(shape[0], 32, 5), nn.ReLU(), nn.MaxPool2d(pool), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(pool),
             nn.Conv2d(64, 32, kernel), nn.ReLU(), nn.MaxPool2d(pool), nn.Flatten(), nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, classes),
-        )  # fmt: skip
+        )
         net, x = common.Net("cnn", shape, classes), torch.rand(5, *shape)
         w = nn.utils.parameters_to_vector(model.parameters()).detach()
         torch.testing.assert_close(net(w, x), model(x).detach(), atol=1e-5, rtol=1e-4)
@@ -504,7 +519,7 @@ def test_local_response_norm_is_tensorflows():
 @pytest.mark.parametrize("model, name, std", [
     ("cnn", "conv2.weight", (2 / ((64 + 32) * 25)) ** 0.5), ("cnn", "fc1.weight", (2 / (512 + 32)) ** 0.5), ("cnn", "conv1.bias", 0.0),
     ("cifarnet", "fc1.weight", (1 / 400) ** 0.5 / 3**0.5), ("vgg16", "conv3-1.weight", (2 / (256 * 9)) ** 0.5), ("tfcnn", "fc3.weight", 0.04 * 0.8796),
-])  # fmt: skip
+])
 def test_initial_weights_have_their_distribution(model, name, std):
     """Xavier normal, PyTorch's uniform, He's fan-out normal, a normal cut off at two deviations (std .8796 of the whole one's)."""
     net = common.Net(model, (3, 32, 32), 10)

@@ -11,7 +11,7 @@ import fedavgm
 from conftest import QUICK, federation, paths, pixels, run, softmax_gradient
 
 SAME = [*QUICK, "--model", "cnn", "--transform", "scale", "--split", "dirichlet", "--alpha", "1", "--weight-decay", "0", "--momentum", "0",
-        "--batch-size", "20", "--lr", "0.05", "--client-test", "0"]  # fmt: skip
+        "--batch-size", "20", "--lr", "0.05", "--client-test", "0"]
 
 
 @pytest.mark.parametrize("form", ["nesterov", "plain"])
@@ -27,7 +27,7 @@ def test_without_momentum_it_is_fedavg(form, tmp_path):
 def test_two_rounds_by_hand(form, toy, tmp_path):
     """One full-batch step per client and round, beta .9: every number from the definitions, in float64."""
     argv = ["--dataset", toy, "--model", "linear", "--transform", "scale", "--batch-size", "0", "--lr", "0.5", "--weight-decay", "0", "--rounds", "2",
-            "--split", "dirichlet", "--alpha", "9", "--clients", "4", "--fraction", "0.5", "--device", "cpu"]  # fmt: skip
+            "--split", "dirichlet", "--alpha", "9", "--clients", "4", "--fraction", "0.5", "--device", "cpu"]
     fed = federation([*argv, "--client-test", "0"])
     w = fed.initial_weights().double().numpy()
     v = np.zeros_like(w)
@@ -46,7 +46,7 @@ def test_two_rounds_by_hand(form, toy, tmp_path):
 def test_all_paths_agree():
     """The tutorial's network on augmented images of clients of different sizes, with its weight decay."""
     fed = federation([*QUICK, "--limit", "100", "--clients", "4", "--split", "dirichlet-classes", "--alpha", "1", "--batch-size", "10",
-                      "--weight-decay", "0.004", "--model", "tfcnn", "--transform", "tensorflow"])  # fmt: skip
+                      "--weight-decay", "0.004", "--model", "tfcnn", "--transform", "tensorflow"])
     assert len(set(fed.n.tolist())) > 2
     step, w = fedavgm.client_step(fed.net, fed.args), fed.initial_weights().expand(4, -1)
     loop, *others = [fed.train(step, (w, torch.zeros_like(w)), np.arange(4), 0, torch.tensor(0.01))[0] for _ in paths(fed)]

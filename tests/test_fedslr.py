@@ -24,7 +24,7 @@ def federation(argv):
 def toy_argv(toy):
     """Softmax regression of three clients of different sizes, two of which are sampled; full batches."""
     return ["--dataset", toy, "--model", "linear", "--transform", "scale", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3",
-            "--client-test", "0.2", "--fraction", "0.7", "--rounds", "4", "--batch-size", "0", "--lr", "0.5", "--device", "cpu"]  # fmt: skip
+            "--client-test", "0.2", "--fraction", "0.7", "--rounds", "4", "--batch-size", "0", "--lr", "0.5", "--device", "cpu"]
 
 
 def layered(m, x, classes):
@@ -175,7 +175,7 @@ def by_hand(argv, variant, lam, mu, eta_g, copy):
 def test_four_rounds_by_hand(variant, copy, toy_argv, tmp_path):
     w, gamma, p = by_hand(toy_argv, variant, 0.02, 0.03, 4.0, copy)
     own = ["--variant", variant, "--lambda", "0.02", "--mu", "0.03", "--eta-g", "4", "--p-start", "copy" if copy else "zero",
-           "--lr-decay", "0.9", "--weight-decay", "0.01", "--epochs", "2", "--fusion-epochs", "3"]  # fmt: skip
+           "--lr-decay", "0.9", "--weight-decay", "0.01", "--epochs", "2", "--fusion-epochs", "3"]
     record, state = run(fedslr, [*toy_argv, *own], tmp_path)
     if variant in ("lpgd", "gpgd"):  # they have no dual variables, and take no memory for them
         assert state["gamma"].shape == (3, 1) and not state["gamma"].any() and not gamma.any()
@@ -248,7 +248,7 @@ def test_phase_one_solves_the_regularised_problem_and_gpgd_does_not(toy_argv, tm
     monkeypatch.setattr(common, "cross_entropy", squares)
     lam, decay = 0.05, 0.15
     argv = [*toy_argv, "--alpha", "1", "--fraction", "1", "--rounds", "75", "--fusion-epochs", "0", "--lambda", str(lam),
-            "--lr", "0.6", "--lr-decay", "1", "--weight-decay", str(decay), "--eval-every", "75", "--parallel", "1"]  # fmt: skip
+            "--lr", "0.6", "--lr-decay", "1", "--weight-decay", str(decay), "--eval-every", "75", "--parallel", "1"]
     fed = federation(argv)
     data = [(np.c_[x, np.ones(len(x))], np.eye(3)[y]) for x, y in (pixels(fed, index) for index in fed.split.train)]
     W = np.zeros((3, 5))  # weights and biases
@@ -473,7 +473,7 @@ def untrained(monkeypatch):
         arrays = {f"x_{part}": rng.integers(0, 256, (2 * classes, size, size, 3), dtype=np.uint8) for part in ("train", "test")}
         np.savez(out / "d.npz", **arrays, y_train=np.arange(2 * classes) % classes, y_test=np.arange(2 * classes) % classes)
         module.main(["--dataset", str(out / "d.npz"), "--model", "resnet18", "--split", "iid", "--client-test", "0.2", "--transform", "scale",
-                     "--clients", "1", "--rounds", "2", "--device", "cpu", "--out", str(out), *flags])  # fmt: skip
+                     "--clients", "1", "--rounds", "2", "--device", "cpu", "--out", str(out), *flags])
         return json.loads((out / "result.json").read_text())
 
     return go
@@ -486,7 +486,7 @@ def gigabytes(row, *ways):
 
 # what the paper calls 893.92 for every data set; LG-FedAvg's 0.41 of it, FedRep's 893.51 (the last layer, and all others)
 @pytest.mark.parametrize("classes, size, dense, lg, rep", [
-    (10, 32, 893.92, 0.41, 893.51), (100, 32, 897.60, 4.08, 889.84), (200, 64, 902.33, 8.13, 885.78)])  # fmt: skip
+    (10, 32, 893.92, 0.41, 893.51), (100, 32, 897.60, 4.08, 889.84), (200, 64, 902.33, 8.13, 885.78)])
 def test_table_2_s_closed_forms(classes, size, dense, lg, rep, untrained, tmp_path):
     """GB of 1000 rounds with 10 clients, from what a round of a run says it sent; facts.md A4.5, A4.7."""
     record = untrained(fedslr, classes, size, tmp_path, "--variant", "lpgd")

@@ -110,7 +110,7 @@ COLUMNS = {
     "by test images": measure("final", "personal@test", "mean"), ".5": measure("final", "personal@lambda=0.5", "mean"),
     "0": measure("final", "personal@lambda=0", "mean"), "mixed, or a client's own": measure("final", "personal", "mean"),
     "GKR, or a global model": lambda record: measure("final", "gkr" if "gkr" in record["final"] else "personal", "mean")(record),
-}  # fmt: skip
+}
 
 
 def test_numbers_in_the_readme_are_those_of_the_committed_results():

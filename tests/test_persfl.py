@@ -13,7 +13,7 @@ import persfl
 from conftest import TIMES, paths, run
 
 SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "mnistnet", "--rounds", "3", "--epochs", "1",
-         "--batch-size", "20", "--lr", "0.05", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]  # fmt: skip
+         "--batch-size", "20", "--lr", "0.05", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]
 
 
 def federation(argv):
@@ -388,7 +388,7 @@ def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
 @pytest.mark.parametrize("dataset, split, rounds, per_client, limit, model", [
     ("cifar10", "classes", 50, 4, None, "cifarnet"), ("cifar10", "dirichlet-classes", 25, 4, None, "cifarnet"),
     ("cifar10", "lognormal", 50, 2, None, "cifarnet"), ("mnist", "classes", 100, 4, 6000, "mnistnet"),
-    ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"), ("mnist", "lognormal", 100, 2, None, "mnistnet")])  # fmt: skip
+    ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"), ("mnist", "lognormal", 100, 2, None, "mnistnet")])
 def test_the_settings_are_the_papers(dataset, split, rounds, per_client, limit, model):
     args = persfl.arguments(["--dataset", dataset, "--split", split])
     assert (args.rounds, args.per_client, args.limit, args.model, args.alpha) == (rounds, per_client, limit, model, 0.9)
@@ -450,7 +450,7 @@ def test_the_spread_of_ds_2_is_that_of_a_dirichlet_draw_per_class():
     published = [  # facts.md A5.5: test images, a fifth, of five runs
         1025, 743, 955, 633, 1279, 1493, 1341, 770, 1010, 754, 1059, 907, 1073, 1129, 591, 1878, 770, 953, 841, 802, 1856, 761, 1796, 556,
         986, 697, 1121, 710, 774, 745, 1130, 805, 767, 1014, 705, 1342, 684, 1110, 898, 1548, 1073, 608, 1447, 832, 1654, 803, 1029, 818,
-        1086, 653]  # fmt: skip
+        1086, 653]
     assert counts.sum(2).std() / 5 == pytest.approx(np.std(published), rel=0.2)
 
 

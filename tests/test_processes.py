@@ -37,7 +37,7 @@ COMMANDS = {  # an algorithm joins by a line
                                  "--epochs", "2", "--fraction", "0.1"] for method, *more in (
         ["fedma"], ["fedspa"], ["scaffold", "--option", "I"], ["per-fedavg", "--hessian-free"])},
     **{method: ["baselines", "--method", method, *SOME, "--model", "mnistnet", "--epochs", "2"] for method in baselines.METHODS},
-}  # fmt: skip
+}
 
 
 def environment():
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     commands = [[*argv, "--out", str(folder / name)] for name, argv in COMMANDS.items()]
     (folder / "commands.json").write_text(json.dumps(commands))
     done = subprocess.run([*TORCHRUN, "2", HERE / "processes.py", folder / "commands.json"], env=environment(),
-                          capture_output=True, text=True, timeout=600)  # fmt: skip
+                          capture_output=True, text=True, timeout=600)
     (folder / "stdout").write_text(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -118,7 +118,7 @@ def test_two_processes_resume_where_they_stopped(tmp_path):
     commands = [["fedavg", *whole, "--resume", "--out", str(tmp_path / "parts")], ["fedavg", *whole, "--out", str(tmp_path / "whole")]]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     done = subprocess.run([*TORCHRUN, "2", HERE / "processes.py", tmp_path / "commands.json"], env=environment(),
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "2 of 6 rounds are done" in done.stdout, done.stderr[-3000:]
     for rank in range(2):
         a, b = (torch.load(tmp_path / way / f"state-{rank}-of-2.pt", weights_only=True)["state"] for way in ("parts", "whole"))

@@ -14,7 +14,7 @@ from conftest import QUICK, TIMES, paths, run
 
 # all nodes take part, with 2 classes each
 SMALL = [*QUICK, "--split", "classes", "--clients", "5", "--per-client", "2", "--fraction", "1", "--model", "tiny",
-         "--transform", "scale", "--momentum", "0.9", "--lr", "0.05", "--groups", "5", "--depth", "conv2"]  # fmt: skip
+         "--transform", "scale", "--momentum", "0.9", "--lr", "0.05", "--groups", "5", "--depth", "conv2"]
 
 
 def tiny(m, x, classes):
@@ -55,7 +55,7 @@ def some_batch(x=X, y=None):
 
 
 @pytest.mark.parametrize("model, groups, norm", [
-    ("vgg9", 1, "none"), ("vgg16", 1, "none"), ("vgg9", 0, "none"), ("mobilenet", 0, "gn")])  # fmt: skip
+    ("vgg9", 1, "none"), ("vgg16", 1, "none"), ("vgg9", 0, "none"), ("mobilenet", 0, "gn")])
 def test_one_group_without_norm_and_no_groups_are_the_plain_network(model, groups, norm):
     """MobileNet has a norm of its own: without groups and with GroupNorm it is the plain one."""
     net, plain = psi(model, groups, None, norm), common.Net(model, (3, 32, 32), 10)
@@ -177,7 +177,7 @@ def test_batchnorm_and_its_running_statistics_are_pytorchs():
         torch.nn.BatchNorm2d(10), torch.nn.MaxPool2d(2), torch.nn.Tanh(), torch.nn.Conv2d(10, 10, 1), torch.nn.BatchNorm2d(10),
         torch.nn.MaxPool2d(2), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(10, 15), torch.nn.Tanh(),
         torch.nn.Linear(15, 10),
-    ).double()  # fmt: skip
+    ).double()
     torch.nn.utils.vector_to_parameters(w, model.parameters())
     norms = [layer for layer in model if isinstance(layer, torch.nn.BatchNorm2d)]
     for layer, part in zip(norms, b.split([12, 20, 20])):
@@ -218,7 +218,7 @@ def sub(net, keep):
 
 
 @pytest.mark.parametrize("model, enter, norm", [
-    *(("tiny", enter, norm) for enter in ("all", "slice") for norm in ALL), ("mobilenet", "all", "gn"), ("mobilenet", "all", "bn")])  # fmt: skip
+    *(("tiny", enter, norm) for enter in ("all", "slice") for norm in ALL), ("mobilenet", "all", "gn"), ("mobilenet", "all", "bn")])
 def test_a_pruned_network_is_the_rest_of_the_whole_one(model, enter, norm):
     """The same logits of its classes, -1e9 for the others: a probability of 0. So its loss is over the logits that it has."""
     depth, keep = "conv2" if model == "tiny" else "block12", [1, 4]
@@ -375,7 +375,7 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
     has_ = torch.cat([has[:, ORDER], has[:, -1:]], 1)
     W_, B_, own_w_, own_b_ = updates(other, reorder(w, net.group, name_w), reorder(b, net.group_b, name_b), has_)
     for whole, own, back, own_, names, old in ((W, own_w, W_, own_w_, (name_w, net.group), w),
-                                               (B, own_b, B_, own_b_, (name_b, net.group_b), b)):  # fmt: skip
+                                               (B, own_b, B_, own_b_, (name_b, net.group_b), b)):
         mixed, mixed_own, naive = whole.clone(), own.clone(), whole.clone()
         mixed[1], mixed_own[1], naive[1] = reorder(back[1], *names), reorder(own_[1], *names), back[1]
         n_k = fed.n.double()
@@ -394,7 +394,7 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
 def test_without_groups_and_norm_it_is_fedavg_bit_for_bit(model, tmp_path):
     argv = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--model", model, "--transform", "scale",
             "--momentum", "0.9", "--weight-decay", "0.001", "--batch-size", "20",
-            "--client-test", "0.2", "--fraction", "0.5"]  # fmt: skip
+            "--client-test", "0.2", "--fraction", "0.5"]
     a, w = run(fedavg, argv, tmp_path / "a")
     b, state = run(psinet, [*argv, "--groups", "0", "--norm", "none"], tmp_path / "b")
     assert len(set(a["split"]["sizes"])) > 1 and torch.equal(w["w"], state["w"])
@@ -489,7 +489,7 @@ def test_what_is_printed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--groups", "4"], "divisor of 10"), (["--depth", "conv9"], "conv1"), (["--groups", "-1"], "at least 0")])  # fmt: skip
+    (["--groups", "4"], "divisor of 10"), (["--depth", "conv9"], "conv1"), (["--groups", "-1"], "at least 0")])
 def test_refusals(flags, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         psinet.main([*SMALL, *flags, "--out", str(tmp_path)])
@@ -511,7 +511,7 @@ def test_preferences_and_total_variance_by_hand(monkeypatch):
     images, labels = rng.random((30, 6)), np.arange(30) % 3
     z = net.init(rng).double()
     fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(train=24),
-                          images=torch.from_numpy(images), transform=lambda x: x.view(-1, 1, 2, 3))  # fmt: skip
+                          images=torch.from_numpy(images), transform=lambda x: x.view(-1, 1, 2, 3))
     U, u, V = z[:24].view(4, 6).numpy(), z[24:28].numpy(), z[28:40].view(3, 4).numpy()
     A = np.maximum(images @ U.T + u, 0)
     P = np.array([[sum(A[n, i] * V[c, i] for n in range(24) if labels[n] == c) for c in range(3)] for i in range(4)])
@@ -523,7 +523,7 @@ def test_preferences_and_total_variance_by_hand(monkeypatch):
 
     assert float(psinet.total_variance(torch.tensor([[1.0, 3.0], [2.0, 2.0], [-1.0, 1.0]]))) == pytest.approx(
         # (.25, .75), (.5, .5), (-.5, .5): mean (1/12, 7/12)
-        (np.hypot(2 / 12, 2 / 12) + np.hypot(5 / 12, 1 / 12) + np.hypot(7 / 12, 1 / 12)) / 3, abs=1e-6)  # fmt: skip
+        (np.hypot(2 / 12, 2 / 12) + np.hypot(5 / 12, 1 / 12) + np.hypot(7 / 12, 1 / 12)) / 3, abs=1e-6)
 
 
 def two_convolutions(m, x, classes):
@@ -540,7 +540,7 @@ def test_preferences_and_total_variance_with_groups_and_batchnorm_by_hand(monkey
     rng = np.random.default_rng(3)
     images, labels = rng.random((20, 2, 2, 3)), np.arange(20) % 4
     fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(train=16),
-                          images=torch.from_numpy(images), transform=lambda x: x)  # fmt: skip
+                          images=torch.from_numpy(images), transform=lambda x: x)
     found = psinet.preferences(fed, torch.cat([w, b]))
     part = {name: w[where].view(shape).numpy() for name, where, shape in net.tensors}
     U, V, W = part["one.weight"][:, :, 0, 0], part["two.weight"][:, :, 0, 0], part["three.weight"].reshape(4, 2, 6)
@@ -612,7 +612,7 @@ def test_the_settings_are_the_papers():
 @pytest.mark.parametrize("argv, words", [
     (["--tv"], "use --groups 0"), (["--model", "cifarnet"], "give --depth LAYER"),
     (["--model", "tfcnn", "--depth", "fc3"], "can't be grouped"), (["--model", "resnet18", "--depth", "stage3"], "can't be grouped"),
-])  # fmt: skip
+])
 def test_what_makes_no_sense_is_refused(argv, words, capsys):
     with pytest.raises(SystemExit) as ended:
         psinet.arguments(["--dataset", "shapes", *argv])

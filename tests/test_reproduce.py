@@ -1,5 +1,6 @@
 """reproduce.py: its data, its runner with a stand-in for the training, its page."""
 
+import hashlib
 import importlib
 import json
 import random
@@ -184,7 +185,7 @@ def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
     images = datasets.shapes(200, 100)
     monkeypatch.setattr(datasets, "shapes", lambda: images)
     smaller = ["--dataset", "shapes", "--limit", "200", "--clients", "10", "--per-client", "2", "--rounds", "2", "--epochs",
-               "1", "--batch-size", "5", "--eval-every", "2", "--device", "cpu"]  # fmt: skip
+               "1", "--batch-size", "5", "--eval-every", "2", "--device", "cpu"]
     drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))
     kinds = {(c.split()[0], (re.search(r"--method \S+", c) or [""])[0]): c for c in drawn}
     start = time.monotonic()
@@ -393,7 +394,7 @@ def test_scaled_results_are_kept_apart_and_marked(small):
 
 def test_how_many_settings_the_best_is_of_is_said(small):
     reproduce.table("t-2", "Another", "top-1", "User 0 | 40", lambda row, column: (
-        ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1)  # fmt: skip
+        ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1)
     go("--only t-1 --seeds 2")
     assert "| User 0 | 40 / 50.50 ± 0.71 (2) [best of 2 of 3 settings] |" in page(small)  # and no verdict on a user
 
@@ -481,9 +482,9 @@ def test_users_are_averaged_over_seeds_before_their_deviation():
 
 def test_measures_are_read_in_the_papers_units():
     record = {"final": {"users": {"PersFL": [0.25, 0.5], "T": [5, 25]}, "personal@test": {"mean": 0.5}}, "rounds": [],
-              "bytes_up": 2e9, "bytes_down": 3e9, "parameters": 11_000_000, "args": {"rounds": 7}}  # fmt: skip
+              "bytes_up": 2e9, "bytes_down": 3e9, "parameters": 11_000_000, "args": {"rounds": 7}}
     for measure, value in (("users/PersFL/1", 50), ("users/T/1", 25), ("personal@test/mean", 50), ("bytes", 5),
-                           ("parameters", 11), ("2*parameters", 22), ("args/rounds", 7)):  # fmt: skip
+                           ("parameters", 11), ("2*parameters", 22), ("args/rounds", 7)):
         assert reproduce.factor(measure) * reproduce.last(record, measure) == value
     assert reproduce.last(record, "users/PersFL/2") is None and reproduce.last(record, "latency/factorised_ms") is None
     rows = {"rounds": [{"global": {"top1": z, "loss": z}} for z in (0.1, 0.3, 0.2)]}
@@ -511,6 +512,22 @@ def test_committed_results_belong_to_runs():
             assert f"{path.parent.name}/{path.name}" in known, path
     for command in reproduce.runs():
         assert all(r.state != "other arguments" for s in reproduce.scales() for r in reproduce.results(command, s)), command
+
+
+def test_committed_records_were_made_by_the_commits_that_they_name():
+    """Their source files are those of that commit, byte by byte."""
+    git = ["git", "-C", str(reproduce.HERE)]
+    if subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout.strip() != "false":
+        pytest.skip("no git checkout, or not all of it")
+    made = set()
+    for path in reproduce.RESULTS.rglob("result.json"):
+        environment = json.loads(path.read_text())["environment"]
+        for environment in (environment, *environment.get("resumed", [])):
+            made |= {(environment["commit"].rstrip("+"), name, digest) for name, digest in environment["sources"].items()}
+    assert made
+    for commit, name, digest in made:
+        file = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, check=True).stdout
+        assert hashlib.sha256(file).hexdigest() == digest, (commit, name)
 
 
 @pytest.mark.skipif(not (reproduce.RESULTS / "README.md").exists(), reason="no page yet")

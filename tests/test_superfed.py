@@ -152,7 +152,7 @@ def test_gradient_against_a_numerical_derivative_of_equation_3(mix, version):
         v = torch.from_numpy(rng.normal(size=net.d)) / net.d**0.5
         h = 1e-5 * v
         slopes = ((objective(w_f + h, w_l) - objective(w_f - h, w_l)) / 2e-5,
-                  (objective(w_f, w_l + h) - objective(w_f, w_l - h)) / 2e-5)  # fmt: skip
+                  (objective(w_f, w_l + h) - objective(w_f, w_l - h)) / 2e-5)
         assert float(g_f @ v) == pytest.approx(float(slopes[0]), abs=1e-8)
         assert float(g_l @ v) == pytest.approx(float(slopes[1]), abs=1e-8)
 
@@ -204,7 +204,7 @@ def test_all_paths_agree(mix, version):
     ends = []
     for _ in paths(fed):
         ends.append(fed.train(superfed.client_step(fed.net, args), start, S, 0, torch.tensor(0.05), torch.tensor(1.0), w,
-                              draw=lambda rng, steps: rng.random((steps, 2 if mix == "layer" else 1))))  # fmt: skip
+                              draw=lambda rng, steps: rng.random((steps, 2 if mix == "layer" else 1))))
     for a, *others in zip(*ends):
         for b in others:
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
@@ -220,7 +220,7 @@ def spy(monkeypatch, replace=None):
     def noting(self, step, start, S, t, eta, phase_two, w_g, **more):
         end = replace(start, S) if replace else train(self, step, start, S, t, eta, phase_two, w_g, **more)
         calls.append(SimpleNamespace(S=list(S), t=t, eta=float(eta), phase_two=float(phase_two), w_g=w_g, start=start, end=end,
-                                     draw=more["draw"]))  # fmt: skip
+                                     draw=more["draw"]))
         return end
 
     monkeypatch.setattr(common.Federation, "train", noting)
@@ -425,7 +425,7 @@ def test_ece_by_hand():
 @pytest.mark.parametrize("dataset, mix, R, K, C, L", [
     ("cifar10", "model", 200, 100, 0.1, 0.4), ("cifar10", "layer", 200, 100, 0.1, 0.8),
     ("cifar100", "model", 300, 100, 0.1, 0.5), ("emnist", "model", 100, None, 0.01, 0.4),
-    ("tinyimagenet", "model", 500, None, 0.03, 0.4)])  # fmt: skip
+    ("tinyimagenet", "model", 500, None, 0.03, 0.4)])
 def test_the_settings_are_the_papers(dataset, mix, R, K, C, L):
     args = superfed.arguments(["--dataset", dataset, "--mix", mix])
     assert (args.rounds, args.fraction, args.start, args.epochs, args.batch_size, args.lr) == (R, C, L, 10, 20, 0.01)
