@@ -71,7 +71,7 @@ Effects are not measured unless stated.
         authors' script could also mean the start alone). For DS-3 of CIFAR-10 and DS-2 of MNIST the paper trained FedAvg's
         column twice as long as Stage 1 (Table 7).
     D9  Users share the data sets' training images. The paper speaks of test images too, but in the authors' logs the users'
-        test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000, a fifth of the 50,000 training images. In DS-1 of MNIST
+        test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000 and 10,003, a fifth of the training images. In DS-1 of MNIST
         users have 600 images each: --limit 6000. DS-1 gives a user equally many images of its 4 classes; the paper says
         "a different number". DS-2 is Dir(.9, ..., .9) over users per class, as in the authors' generator; the paper's words
         and its citation mean a draw per user. In DS-3 users share all training images; in the authors' logs they have 229 to

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model --out runs/model     (Table 1; published: global top-1 .4535, top-5 .8987)
     python superfed.py --dataset cifar10 --mix layer --out runs/layer     (Table 1; published: global top-1 .4706, top-5 .9007)
 
-Measured, all 200 rounds, seed 0, 2 CPU cores, 34 and 33 min:
+Measured, all 200 rounds, seed 0, 2 CPU cores, 31 and 32 min of training:
     results/superfed-1/superfed-cifar10-mix-model/0:
         global 0.4713, personal 0.8529, by the paper's choice of lambda 0.8651
     results/superfed-1/superfed-cifar10-mix-layer/0:
