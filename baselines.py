@@ -60,6 +60,15 @@ def sgd_step(net, args):
     return step
 
 
+def gradient_sum(gradient):
+    """A step that adds up the gradients of f_k at one w over the client's images, [d]."""
+
+    def step(total, batch, w):
+        return total + batch.mask.sum() * gradient(w, batch)
+
+    return step
+
+
 def mean(federation, x):
     """The mean over the sampled clients of all processes: x [m, ...] -> [...]."""
     m = federation.all_reduce(torch.tensor(float(len(x)), device=federation.device))
@@ -204,15 +213,13 @@ def scaffold(federation, run, args):
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
     """
     gradient, descend = sgd(federation.net, args)
+    add = gradient_sum(gradient)
 
     def step(client, batch, eta, c):
         y, u, c_k, reach, v = client  # [d] weights, momentum, control; numbers: D2, and its momentum
         y, u = descend(y, u, gradient(y, batch) - c_k + c, eta)  # l.4 (D1)
         v = args.momentum * v + 1  # D2
         return y, u, c_k, reach + v, v
-
-    def add(client, batch, x):
-        return client + batch.mask.sum() * gradient(x, batch)  # [d] sum of gradients
 
     x = federation.initial_weights()  # l.1: [d]
     state = State(x=x, c=torch.zeros_like(x), C=torch.zeros_like(x).repeat(len(federation.clients), 1))  # l.1: C is [K, d]
@@ -527,6 +534,7 @@ def per_fedavg(federation, run, args):
         draw, 1.4 to 49 on six others), in float64 too; after 200 steps of SGD 2e-5, 5 and 69 times.
     """
     gradient, descend = sgd(federation.net, args)
+    add = gradient_sum(gradient)
     last, least = 2 if args.hessian_free else 1, int(federation.gather(federation.n).min())
     if args.epochs * -(-least // (args.batch_size or least)) <= last:
         common.refuse(f"a step of per-fedavg takes {last + 1} minibatches, and a client with {least} images has fewer; use "
@@ -543,9 +551,6 @@ def per_fedavg(federation, run, args):
         z = torch.where(turn == 0, w - alpha * now, new)  # l.5
         w, u = torch.where(turn == last, new, w), torch.where(turn == last, pace, u)
         return w, u, z, g, (turn + 1) % (last + 1)
-
-    def add(client, batch, w):
-        return client + batch.mask.sum() * gradient(w, batch)  # [d] sum of gradients
 
     state = State(w=federation.initial_weights())  # l.1: [d]
     alpha = torch.tensor(args.per_fedavg_alpha, device=federation.device)

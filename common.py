@@ -88,8 +88,8 @@ def parser(doc, **defaults):
     g.add_argument("--client-test", type=share, default=0.2,
                    help="share of a client's images held out as its own test images; 0: it is tested on central test "
                         "images instead, drawn with its class shares")
-    g.add_argument("--client-val", type=share, default=0.0, help="share of a client's images held out for validation, "
-                                                                 "which superfed.py and persfl.py alone do")
+    g.add_argument("--client-val", type=share, default=0.0, help="share of a client's images held out for validation; "
+                                                                 "superfed.py and persfl.py alone use them")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
     g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
@@ -123,11 +123,11 @@ def parser(doc, **defaults):
 def parse(p, by_dataset, argv=None):
     """Parses argv; by_dataset[DATASET] and then by_dataset[DATASET, SPLIT], where there are such, replace the defaults."""
     first = Parser(add_help=False, allow_abbrev=False)
-    for name in ("dataset", "split"):
-        first.add_argument(f"--{name}", default=p.get_default(name))
+    first.add_argument("--dataset", default=p.get_default("dataset"))
+    first.add_argument("--split")
     given = first.parse_known_args(argv)[0]
-    for key in (given.dataset, (given.dataset, given.split)):
-        p.set_defaults(**by_dataset.get(key, {}))
+    p.set_defaults(**by_dataset.get(given.dataset, {}))
+    p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
     if args.precision is None:
         args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
@@ -438,8 +438,9 @@ class Weights:
             return next(self.parts).view(shape)
         if min(shape) < 1:
             raise RuntimeError(f"{name} would be empty")
-        if name in (known for known, _, _ in self.table):
-            raise RuntimeError(f"two of its tensors are called {name}")
+        layer, layers = name.rsplit(".", 1)[0], [known.rsplit(".", 1)[0] for known, _, _ in self.table]
+        if name in (known for known, _, _ in self.table) or layer in layers and layers[-1] != layer:
+            raise RuntimeError(f"{name} comes a second time, or apart from the other tensors of its layer")
         self.table.append((name, shape, init))
         return torch.zeros(shape)
 
@@ -497,7 +498,7 @@ class Net:
                 raise RuntimeError("it asks for no weights; see the models in common.py")
         except (RuntimeError, ValueError) as problem:
             why = str(problem).splitlines()[0]
-            refuse(f"--model {name} can't take images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
+            refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
         self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
         self.d = sum(self.sizes)
         ends = np.cumsum(self.sizes).tolist()
@@ -807,7 +808,7 @@ class Federation:
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
-        self.ways, self.replays, self.uncaptured, self.slots, self.filled = {}, {}, set(), 0, 0  # engine.py's
+        self.ways, self.replays, self.uncaptured, self.slots, self.filled, self.peak = {}, {}, set(), 0, 0, 0  # engine.py's
         self.at_once = {"images": 4000}  # in evaluation under vmap; a dict, which `only` shares
         threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
         self.map = map if self.vmap else threads.map

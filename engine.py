@@ -12,7 +12,8 @@ below, and tests compare the two for every algorithm.
 fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
 clients go at once, None for all: the fastest), replays (step function and shapes -> the CUDA graph for them, None after their
 first time), uncaptured (the steps, with their way of convolutions, of which none can be made), slots and filled (images
-computed in this round, and how many of them were no padding).
+computed in this round, and how many of them were no padding), and peak (bytes, the most that a GPU held before ways
+were tried).
 """
 
 import contextlib
@@ -231,6 +232,8 @@ def tune(fed, work, order):
     --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
     counts, times = (fed.slots, fed.filled), {}
+    if fed.device.type == "cuda":
+        fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
     for fed.net.route, most in ways:
         seconds = float("inf")
         try:
@@ -244,7 +247,7 @@ def tune(fed, work, order):
         fed.replays.clear()
     fed.slots, fed.filled = counts
     if fed.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(fed.device)  # the record's is that of the way used
+        torch.cuda.reset_peak_memory_stats(fed.device)  # of what was only tried
     best = min(times, key=times.get)
     if best not in ways:
         say(best[1])

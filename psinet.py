@@ -80,6 +80,7 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
     D11  Line 12: a node's images are shuffled again in every epoch.
 """
 
+import functools
 from types import SimpleNamespace as State
 
 import torch
@@ -196,13 +197,13 @@ class PsiNet(common.Net):
         self.every = torch.arange(self.n, device=device)
         name = f"{args.model} " + (f"in {self.n} groups from {self.depth} on" if self.G else "without groups")
 
+        @functools.wraps(self.base)  # which keeps its `decayed`
         def model(m, x, classes):  # what common.Net reads the table of tensors from
             surgery = Surgery(self, m, self.every.cpu())
             y = self.base(surgery, x, classes)
             self.entry, self.macs = surgery.entry, surgery.macs
             return y
 
-        model.decayed = getattr(self.base, "decayed", None)
         super().__init__(name, shape, classes, device, model)
         if self.G and not self.entry:
             names = dict.fromkeys(layer.split(".")[0] for layer, _ in self.layers if "norm" not in layer)

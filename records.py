@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 
 import numpy as np
@@ -48,13 +50,15 @@ class Run:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if leads():
-                (self.out / "result.json.part").write_text("")
-                (self.out / "result.json.part").unlink()
+                tempfile.TemporaryFile(dir=self.out).close()
         except OSError as problem:
             refuse(f"--out {self.out} can't be written to: {problem.strerror}")
         rank, processes = federation.rank, federation.processes
         self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
         sources = [pathlib.Path(file), *(pathlib.Path(__file__).parent / name for name in SHARED)]
+        code = getattr(inspect.unwrap(federation.net.model), "__code__", None)
+        if code and os.path.exists(code.co_filename):  # common.py's, or that of a user's own model
+            sources.append(pathlib.Path(code.co_filename))
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**vars(args), "device": str(federation.device)},
             "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
@@ -73,8 +77,14 @@ class Run:
 
     def rounds(self, state):
         """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. Refuses a folder that another run is writing to."""
-        with only_user(self.out):
+        folder = os.open(self.out, os.O_RDONLY)
+        try:
+            taken = torch.tensor(float(leads() and not locked(folder)), device=self.federation.device)
+            if self.federation.all_reduce(taken):
+                refuse(f"another run is writing to {self.out}; use another --out")
             yield from self.loop(state)
+        finally:
+            os.close(folder)
 
     def loop(self, state):
         self.state, history, per_client = state, [], None
@@ -265,7 +275,7 @@ class Run:
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(federation.device)
+            peak = max(federation.peak, torch.cuda.max_memory_allocated(federation.device))
             graphs = sum(isinstance(one, engine.Replay) for one in federation.replays.values())
             self.environment.update(ways=list(federation.ways.values()), graphs=graphs)
         else:
@@ -311,21 +321,15 @@ def finite(tree):
     return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
 
 
-@contextlib.contextmanager
-def only_user(folder):
-    """Refuses a folder that another run has entered. Its lock ends with the process, whatever ends that."""
-    handle = os.open(folder, os.O_RDONLY)
+def locked(folder):
+    """Locks an open folder until it is closed or this process ends; False if somebody else has."""
     try:
-        if leads():
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        refuse(f"another run is writing to {folder}; use another --out")
+        return False
     except OSError:
         pass  # a file system without locks
-    try:
-        yield
-    finally:
-        os.close(handle)
+    return True
 
 
 def commit(sources):
@@ -337,7 +341,7 @@ def commit(sources):
 
     try:
         foreign = any(here not in path.parents for path in sources)
-        return git("rev-parse", "HEAD") + ("+" if foreign or git("status", "--porcelain", "--", *sources) else "")
+        return git("rev-parse", "HEAD") + ("+" if foreign or git("status", "--porcelain", "--ignored", "--", *sources) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

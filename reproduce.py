@@ -610,8 +610,8 @@ WHY = {
     "superfed-figure-2/LM mu=0.01/nu=2": "L of Layer Mixing is not known here. With .8, 12 of the 100 clients are never "
                                          "sampled in Phase II and are evaluated with a random local model (.434); the other "
                                          "88 have .855, where Model Mixing's same 88 have .845.",
-    "superfed-3/L=0.0": "One seed. An early Phase II costs Layer Mixing's global model accuracy here, too, but half as much as in "
-                        "the paper; unexplained.",
+    "superfed-3/L=0.0": "One seed. An early Phase II costs Layer Mixing's global model accuracy here, too, but half as much as "
+                        "in the paper; unexplained.",
     "psinet-norm": "8 of 100 rounds. Who owns a group decides between the two rows of Psi-Net; FedAvg without normalisation is "
                    "last after so few rounds, but not in the paper (LOG.md).",
     "fedavgm-headline": "500 of 10,000 rounds. Which rate and momentum FedAvgM has decides (README).",

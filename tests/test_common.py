@@ -247,15 +247,20 @@ def test_bad_arguments_are_refused(argv, words, capsys):
 def test_a_model_refuses_images_it_cant_take(model, size, classes, capsys):
     with pytest.raises(SystemExit):
         common.Net(model, (3, size, size), classes)
-    assert f"--model {model} can't take images of {size}x{size}" in capsys.readouterr().err
+    assert f"--model {model} can't be built for images of {size}x{size}" in capsys.readouterr().err
 
 
 def twins(m, x, classes):
     return m.linear("fc", F.relu(m.linear("fc", x.flatten(1), 8)), classes)
 
 
+def apart(m, x, classes):
+    scale = m.take("scale.a", (1,), ("constant", 1.0))
+    return m.linear("fc", x.flatten(1) * scale, classes) + m.take("scale.b", (1,), ("constant", 0.0))
+
+
 @pytest.mark.parametrize("model, words", [
-    (twins, "two of its tensors are called fc.weight"),
+    (twins, "fc.weight comes a second time"), (apart, "scale.b comes a second time, or apart"),
     (lambda m, x, classes: x.flatten(1)[:, :classes], "it asks for no weights"),
 ])
 def test_a_model_whose_layers_cant_be_told_apart_is_refused(model, words, capsys):

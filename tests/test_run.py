@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 import common
 import fedavg
 import fedavgm
+import psinet
 import records
 from conftest import QUICK, TIMES, federation, run
 
@@ -271,7 +273,10 @@ def test_plots(tmp_path):
 
 
 def test_the_commit_is_recorded(tmp_path, monkeypatch):
-    """With a plus for a file that isn't in it as it is: changed, new, or from elsewhere; other files don't matter."""
+    """With a plus for a file that isn't in it as it is: changed, new, ignored, or from elsewhere; other files don't matter."""
+    if not shutil.which("git"):
+        pytest.skip("no git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))  # of no checkout around it
     here, mine = tmp_path / "here", tmp_path / "mine.py"
     here.mkdir()
     files = [here / name for name in ("records.py", "fedavg.py", "other.py")]
@@ -284,13 +289,22 @@ def test_the_commit_is_recorded(tmp_path, monkeypatch):
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
         return subprocess.run(["git", "-C", here, *who, *words], capture_output=True, text=True, check=True).stdout.strip()
 
+    (here / ".gitignore").write_text("ignored.py\n")
     git("init", "-q"), git("add", "."), git("commit", "-q", "-m", "one")
-    (here / "new.py").write_text("one\n")
+    (here / "new.py").write_text("one\n"), (here / "ignored.py").write_text("one\n")
     files[2].write_text("two\n")
     head = git("rev-parse", "HEAD")
     assert records.commit(files[:2]) == head
-    for more in (files[2], here / "new.py", mine):
+    for more in (files[2], here / "new.py", here / "ignored.py", mine):
         assert records.commit([*files[:2], more]) == f"{head}+"
+
+
+def test_the_record_has_the_file_of_a_model_from_elsewhere(toy, tmp_path):
+    """And of one that psinet.py wraps."""
+    for module, more in ((fedavg, []), (psinet, ["--groups", "0"])):
+        argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4", "--rounds", "1", "--device", "cpu", *more]
+        record, _ = run(module, argv, tmp_path / module.__name__)
+        assert set(record["environment"]["sources"]) == {f"{module.__name__}.py", "conftest.py", *records.SHARED}
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
@@ -329,7 +343,7 @@ def test_the_readmes_own_model_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common, "MODELS", dict(common.MODELS))
     exec(readme_lines("import common, fedavg, torch.nn.functional as F").replace('"shapes"', '"shapes", *quick'), {"quick": QUICK[2:]})
-    assert json.loads((tmp_path / "runs/fedavg-shapes-0/result.json").read_text())["args"]["model"] == "mine"
+    assert json.loads((tmp_path / "runs/mine/result.json").read_text())["args"]["model"] == "mine"
 
 
 def test_the_readmes_lines_draw_two_methods(tmp_path, monkeypatch):
