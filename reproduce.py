@@ -600,7 +600,7 @@ WHY = {
     "superfed-1/SuPerFed-LM/CIFAR-10 personal": "After the 40 rounds of the shorter run, 8 of them in Phase II, 46 of the 100 "
                                                 "clients were never sampled in it and are evaluated with a random local "
                                                 "model; after 200 rounds none.",
-    "superfed-1": "Two seeds at most; neighbouring evaluations are up to 3 points (SuPerFed) and 8 (FedAvg-LU) apart in the "
+    "superfed-1": "Two seeds at most; neighbouring evaluations are up to 3 points (SuPerFed) and 11 (FedAvg-LU) apart in the "
                   "last rounds of 200, up to 15 before. Shards are dealt at random here, the authors' code deals five fixed "
                   "pairs of classes (D8 in superfed.py). FedAvg and FedAvg-LU have the same global model by definition; after "
                   "40 rounds they differ by rounding (two machines).",
