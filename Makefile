@@ -1,4 +1,4 @@
-# make demo    two and a half minutes of SuPerFed on the embedded data set, with tables and plots
+# make demo    two minutes of SuPerFed on the embedded data set, with tables and plots
 # make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (about ten minutes on two cores)
 # make compare all 23 methods for a short while on the embedded data set: one table, one plot (15 minutes on two cores)
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
