@@ -115,7 +115,7 @@ def local(federation, run, args):
      3      for each minibatch b:  w_k = w_k - eta * gradient of f_k(w_k; b)
 
     Personal is w_k. Nothing is sent.
-    D1  Only sampled clients train, as in FedSLR: the local work of all the other methods. The benchmark suites (PFLlib,
+    D1  Only sampled clients train, as in FedSLR: as much local work as FedAvg's. The benchmark suites (PFLlib,
         FL-bench) train all clients in every round: --fraction 1. A client that is never sampled is evaluated with w_0.
     """
     step = sgd_step(federation.net, args)
@@ -136,7 +136,7 @@ def centralised(federation, run, args):
      3      for each minibatch b of P:  w = w - eta * gradient of f(w; b)
 
     Personal is w. Images would be sent once, models are not: no bytes are counted.
-    D1  Line 3: a round is C*E epochs of P, as much work as that of the other methods, rounded to whole epochs and at least one.
+    D1  Line 3: a round is C*E epochs of P, as much work as FedAvg's, rounded to whole epochs and at least one.
         No paper says what it is. Momentum starts at 0 in each round, as everywhere here.
     """
     step, epochs = sgd_step(federation.net, args), max(1, round(args.fraction * args.epochs))  # D1
@@ -162,12 +162,14 @@ def fedprox(federation, run, args):
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
      5  after the last round, for every client k:  v_k = w_T;  for each minibatch b:  v_k = v_k - eta * gradient of f_k(v_k; b)
 
-    Personal is w_t; for the -ft methods v_k after the last round. Weights are n_k.
+    Personal is w_t; for the -ft methods v_k after the last round. Weights are n_k, all clients being equally likely in line 1;
+    in the paper's listing, from memory, a client is drawn with a probability like n_k, and the mean is plain.
     D1  Line 3: squared and halved, as in the paper. SuPerFed's code neither squares nor halves; the mu of its tables is not
         known. The default is that of SuPerFed's later code; FedMA's FedProx has .001.
     D2  Clients that stop early and inexact solutions, which the paper is about, are left out, as in all other comparisons.
-    D3  Line 5: the number of epochs is not known. One is what SuPerFed's code has in a path that is never run, with the eta
-        that is the default here. FedProx-LU, too, is tuned without the proximal term, which no paper says.
+    D3  Line 5: the number of epochs is not known (SuPerFed has "small steps"). One is what its code has in a path that is
+        never run, with the eta that is the default here; with --lr-decay it is that of round T. FedProx-LU, too, is tuned
+        without the proximal term, which no paper says.
     """
     gradient, descend = sgd(federation.net, args)
 
@@ -207,9 +209,9 @@ def scaffold(federation, run, args):
 
     Personal is x. Weights are uniform. Twice FedAvg's bytes: c_k^+ - c_k goes up, c down.
     D1  Line 4: in SuPerFed's later code the correction has no effect. FedSLR has Option II and eta_g = 1, the defaults here.
-    D2  Line 6: the paper has no momentum. With it y_k goes further than steps * eta * the mean of its gradients; `reach` takes
-        the place of steps: as far as y_k would go if eta and all gradients were 1. With --momentum 0, as FedSLR has it, reach
-        is the number of steps.
+    D2  Line 6: the paper has no momentum. With the momentum beta, y_k goes further than steps * eta * the mean of its
+        gradients; in place of steps stands `reach`, how far it would go if eta and all gradients were 1: the sum over steps s
+        of 1 + beta + ... + beta^(s-1). With --momentum 0, as FedSLR has it, reach is the number of steps.
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
     """
     gradient, descend = sgd(federation.net, args)
@@ -254,7 +256,8 @@ def feddyn(federation, run, args):
      8      w = mean over S_t of theta_k - h / alpha
 
     Personal is w. Weights are uniform. FedAvg's bytes: the server can follow g_k by itself. h is the mean of all g_k, and with
-    alpha -> 0 lines 4 and 5 are FedAvg's, but line 8 is not: h/alpha stays minus the sum of all rounds' moves, over K.
+    alpha -> 0 lines 4 and 5 are FedAvg's, but line 8 is not: whatever alpha is, -h/alpha is 1/K times the sum of theta_k - w
+    over all rounds and their clients.
     fedslr.py without its low-rank penalty is this with alpha = 1/eta_g.
     D1  Line 5: official alpha is divided by n_k / mean n, the weight decay is 1e-3, and gradients are clipped to the norm 10.
         Here alpha is the same for all, as in the paper, and nothing is clipped; --weight-decay 1e-3. FL-bench's clients lack
@@ -297,12 +300,13 @@ def apfl(federation, run, args):
      8              if adaptive:  alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1], with the v_k before line 7
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. Weights are n_k (FedSLR: uniform).
+    Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. Weights are n_k (FedSLR and, from memory, the paper:
+    uniform). `apfl_alpha` in the record is the mean of all alpha_k.
     D1  Line 6: weights are mixed, as in the paper and in FedSLR; the official code mixes outputs. PFLlib trains v_k alone and
         mixes it into itself; in FL-bench w_k gets its gradient twice. A weight decay acts on the mixture, in FedSLR on v_k.
     D2  Line 8: officially once in a round, on its first minibatch, with another gradient and a penalty of .02 alpha. Here in
         every step, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not known (.25 in its later code).
-    D3  Line 6: the mixture has the w_k of line 5. In the paper, from memory, both gradients are taken before either step.
+    D3  Lines 6 and 8: w_k is that of line 5. In the paper, from memory, both gradients are taken before either step.
     """
     gradient, descend = sgd(federation.net, args)
 
@@ -342,8 +346,9 @@ def fedper(federation, run, args):
      5      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Personal is (w, v_k); there is no global model. Weights are n_k (FedSLR: uniform). Only w is sent.
-    D1  Line 1: all heads start alike; the paper leaves it open. N is not known for SuPerFed, whose text says "penultimate
-        layer", nor for PersFL. Here the last layer by default, as in what FedSLR calls FedRep: its code trains jointly.
+    D1  Lines 1 and 2: all heads start alike, and only S_t trains; in the paper, from memory, each starts at random, and all
+        clients take part in every round. N is not known for SuPerFed, whose text says "penultimate layer", nor for PersFL.
+        Here the last layer by default, as in what FedSLR calls FedRep: its code trains jointly.
     D2  FedSLR evaluates with the base of the round before. Here with the current one.
     """
     step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
@@ -369,7 +374,8 @@ def fedrep(federation, run, args):
      5          for each minibatch b of the body's epochs:  w_k = w_k - eta * gradient by w_k of f_k(w_k, v_k; b)
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is (w, v_k); there is no global model. Weights are n_k, as in the official code (FedSLR: uniform). Only w is sent.
+    Personal is (w, v_k); there is no global model. Weights are n_k, as in the official code (the paper, from memory, and
+    FedSLR: uniform). Only w is sent.
     D1  Lines 4 and 5: 10 epochs for the head and --body-epochs 1, as officially for CIFAR-10; for CIFAR-100 10 and 5. The
         official B is 10, momentum .5, decay 1e-4 of all but biases. What FedSLR calls FedRep is FedPer.
     D2  Officially all clients train their heads for ten more epochs after the last round, and the mean of the last ten rounds
@@ -405,8 +411,8 @@ def lg_fedavg(federation, run, args):
      4          for each minibatch b:  (v_k, w_k) = (v_k, w_k) - eta * gradient of f_k(v_k, w_k; b)
      5      w = mean over S_t of w_k
 
-    Personal is (v_k, w); there is no global model. Weights are uniform. Only w is sent, and only to S_t: the others need it no
-    sooner than they are sampled or evaluated.
+    Personal is (v_k, w); there is no global model. Weights are uniform, as in the official code (in the paper, from memory,
+    n_k). Only w is sent, and only to S_t: the others need it no sooner than they are sampled or evaluated.
     D1  The lower layers are personal, as in the paper. In the official code for CIFAR-10 the convolutions are global, because
         the layers are listed in another order; FL-bench's are the other way round, too. By default all layers before the first
         fully connected one are personal, as in FedSLR. SuPerFed's N is not known.
@@ -468,20 +474,21 @@ def pfedme(federation, run, args):
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = theta_k = w
      4          for each minibatch b, towards the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2:
-     5              K times:  theta_k = theta_k - eta_p * (gradient of f_k(theta_k; b) + lambda * (theta_k - w_k))
+     5              `steps` times:  theta_k = theta_k - eta_p * (gradient of f_k(theta_k; b) + lambda * (theta_k - w_k))
      6              w_k = w_k - eta * lambda * (w_k - theta_k)
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is the last theta_k; w_0 for a client that was never sampled. Weights are n_k, as in the official code.
-    D1  Lines 3 and 7: officially all clients train in every round, and S_t says only whose w_k are averaged. Here only the
-        clients of S_t train, as in every other method. The same where all take part, as in PersFL.
+    Personal is the last theta_k; w_0 for a client that was never sampled. Weights are n_k, as in the official code (in the
+    paper, from memory, uniform). `steps` is the paper's K.
+    D1  Lines 3 and 7: officially and in the paper all clients train in every round, and S_t says only whose w_k are averaged.
+        Here only the clients of S_t train, as in every other method. The same where all take part, as in PersFL.
     D2  Line 4: what the official code calls a local epoch is one minibatch, as many for every user. Here an epoch is a pass
         over all of a client's images.
     D3  Line 5: theta_k goes on from minibatch to minibatch, as officially, where .001*theta_k is added to the gradient:
         --weight-decay .001.
     D4  Line 6: the paper has no momentum (--momentum 0). It is w_k's, lambda * (w_k - theta_k) being the envelope's gradient.
-    D5  The defaults of lambda, K, beta and eta_p are PersFL's for DS-1 of CIFAR-10, with eta .01, B=128, 20 minibatches and 800
-        rounds. SuPerFed's later code has lambda 15. eta_p decays as eta does.
+    D5  The defaults of lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10, with eta .01, B=128, 20 minibatches
+        and 800 rounds. SuPerFed's later code has lambda 15. eta_p decays as eta does.
     """
     gradient, descend = sgd(federation.net, args)  # D3
     lam = args.pfedme_lambda  # D5
@@ -523,15 +530,16 @@ def per_fedavg(federation, run, args):
     Weights are n_k. beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01, beta .001.
     D1  Line 4: D, D' and D'' are the minibatches of the E epochs in turn, so that an epoch has half as many steps as FedAvg's,
         Hessian-free a third. One or two that are left over at the end of a round are not used. Where a client has one
-        minibatch, D and D' are the same images. Officially, and in PersFL's code, all users take 20 such groups a round.
+        minibatch, D and D' are the same images. In pFedMe's authors' code for it, and in PersFL's, all users take 20 groups a
+        round.
     D2  Line 8: PersFL's code does not go back from z to w_k: two plain steps, alpha then beta. Not offered. The paper has no
         momentum (--momentum 0).
     D3  Line 9: the paper's mean is unweighted; n_k as in PersFL's code. The same with equal sizes.
     D4  Line 10: the gradient over all training images, as F_k has it, augmented where --transform does so. The code that
         PersFL used takes minibatches of the TEST images on which it then evaluates. Not offered. alpha does not decay.
-    D5  Line 7: with ReLU the two gradients belong to different linear pieces. Measured on 20 images of `shapes` at w_0 with
-        delta .001, h is several times the exact product's norm away from it (15 to 18 for mnistnet, cnn and cifarnet on one
-        draw, 1.4 to 49 on six others), in float64 too; after 200 steps of SGD 2e-5, 5 and 69 times.
+    D5  Line 7: with ReLU the two gradients belong to different linear pieces. On 20 images of `shapes` at w_0 with delta .001
+        the relative error of h, against the exact product of Hessian and g, is 15 to 18 for mnistnet, cnn and cifarnet, in
+        float64 too (results/LOG.md, 2026-11-20).
     """
     gradient, descend = sgd(federation.net, args)
     add = gradient_sum(gradient)
@@ -619,7 +627,7 @@ def fedspa(federation, run, args):
     D3  Line 6: the cosine and a=.5 are DisPFL's.
     D4  Line 7: g_k is that of the last minibatch, so that growing costs no pass of its own. What was just dropped can come
         back.
-    D5  Line 8: remembered as unweighted. The same with equal sizes.
+    D5  Line 8: the paper's mean, from memory, is unweighted. The same with equal sizes.
     """
     net, device = federation.net, federation.device
     gradient, descend = sgd(net, args)
@@ -735,8 +743,9 @@ def fedma(federation, run, args):
      9          if l = L:  the unit of each class in w = mean over S_t of those in w_k, by k's number of images of this class
 
     Personal is w. Weights are uniform but for line 9. The authors' script: --model vgg9 --split dirichlet-classes --alpha .5
-    --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 10. One round is FedMA, more are FedMA "with communication".
-    Bytes: w to S_t at first, then layer by layer all of w up and all but the last layer down, and Pi_k to client k.
+    --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 10. One round is FedMA, more are FedMA "with
+    communication". Bytes: w to S_t at first, then layer by layer all of w up and all but the last layer down, and Pi_k to
+    client k.
     D1  Line 6: the paper's BBP-MAP lets the global layer grow where a client's unit has no counterpart (officially gamma 7,
         sigma and sigma_0 1, 5 iterations, at most about 700 units). Here it keeps its size: units are matched one-to-one. With
         prior mean 0 and nothing unmatched, BBP-MAP's costs and squared distances lead to the same matching, whatever gamma,
@@ -794,28 +803,28 @@ def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("methods")
     own.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
-    own.add_argument("--mu", type=common.not_negative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
-    own.add_argument("--finetune-epochs", type=common.whole, default=1, help="fedavg-ft, fedprox-ft: epochs at the end")
+    own.add_argument("--mu", type=common.nonnegative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
+    own.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: epochs at the end")
     own.add_argument("--option", choices=("I", "II"), default="II", help="scaffold: how c_k is made new")
     own.add_argument("--global-lr", type=common.positive, default=1.0, help="scaffold: eta_g, the server's step")
     own.add_argument("--feddyn-alpha", type=common.positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
-    own.add_argument("--apfl-alpha", type=common.share, default=0.5, help="apfl: alpha_k at the start")
+    own.add_argument("--apfl-alpha", type=common.fraction, default=0.5, help="apfl: alpha_k at the start")
     own.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
-    own.add_argument("--personal", type=common.count,
+    own.add_argument("--personal", type=common.nonnegative_int,
                      help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
                           "layers (unless given: all before the first fully connected one); a normalisation counts as one")
-    own.add_argument("--body-epochs", type=common.whole, default=1, help="fedrep: epochs on the body, --epochs on the head")
-    own.add_argument("--ditto-lambda", type=common.not_negative, default=0.1, help="ditto: lambda, the pull of v_k to w")
-    own.add_argument("--personal-epochs", type=common.whole, help="ditto: s, epochs on v_k (unless given: --epochs)")
+    own.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
+    own.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
+    own.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")
     own.add_argument("--pfedme-lambda", type=common.positive, default=15.0, help="pfedme: of lambda/2 ||theta_k - w_k||^2")
     own.add_argument("--pfedme-beta", type=common.positive, default=1.0, help="pfedme: beta, the server's step to the mean")
     own.add_argument("--theta-lr", type=common.positive, default=0.001, help="pfedme: eta_p, theta_k's rate; decays as --lr")
-    own.add_argument("--theta-steps", type=common.whole, default=5, help="pfedme: K, steps on theta_k per minibatch")
-    own.add_argument("--per-fedavg-alpha", type=common.not_negative, default=0.01, help="per-fedavg: alpha, step to z")
+    own.add_argument("--theta-steps", type=common.positive_int, default=5, help="pfedme: K, steps on theta_k per minibatch")
+    own.add_argument("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="per-fedavg: alpha, step to z")
     own.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
     own.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
-    own.add_argument("--density", type=common.positive_share, default=0.5, help="fedspa: share of active weights")
-    own.add_argument("--drop", type=common.share, default=0.5, help="fedspa: a, share of a mask that the first round makes new")
+    own.add_argument("--density", type=common.positive_fraction, default=0.5, help="fedspa: share of active weights")
+    own.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, a mask's share that the first round renews")
     return common.parse(parser, BY_DATASET, argv)
 
 

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_map
 
 import engine
 from datasets import DATASETS, limit_images, load_data
-from engine import grad, leads, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import Run, drawing, finite  # noqa: F401
+from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
+from records import Run, drawing, finite, short  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -64,9 +64,9 @@ def between(kind, low, high=float("inf"), without_low=False):
     return parse_number
 
 
-whole, count = between(int, 1), between(int, 0)
-positive, not_negative = between(float, 0, without_low=True), between(float, 0)
-share, positive_share = between(float, 0, 1), between(float, 0, 1, without_low=True)
+positive_int, nonnegative_int = between(int, 1), between(int, 0)
+positive, nonnegative = between(float, 0, without_low=True), between(float, 0)
+fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without_low=True)
 
 
 def parser(doc, **defaults):
@@ -76,43 +76,46 @@ def parser(doc, **defaults):
     g = p.add_argument_group("data (the same in every file)")
     g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
     g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
-    g.add_argument("--limit", type=whole, help="use only this many training images, equally many of each class")
+    g.add_argument("--limit", type=positive_int, help="use only this many training images, equally many of each class")
     g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
                    help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
-    g.add_argument("--alpha", type=not_negative, default=1.0,
+    g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes, alpha per class for fedslr")
-    g.add_argument("--per-client", type=whole, default=2,
+    g.add_argument("--per-client", type=positive_int, default=2,
                    help="s, shards (--split shards) or classes (classes, lognormal) of a client")
-    g.add_argument("--clients", type=whole, default=100, help="K, clients in all (--split semantic and natural find their own)")
-    g.add_argument("--client-test", type=share, default=0.2,
+    g.add_argument("--clients", type=positive_int, default=100,
+                   help="K, clients in all (--split semantic and natural find their own)")
+    g.add_argument("--client-test", type=fraction, default=0.2,
                    help="share of a client's images held out as its own test images; 0: it is tested on central test "
                         "images instead, drawn with its class shares")
-    g.add_argument("--client-val", type=share, default=0.0, help="share of a client's images held out for validation; "
-                                                                 "superfed.py and persfl.py alone use them")
+    g.add_argument("--client-val", type=fraction, default=0.0,
+                   help="share of a client's images held out for validation; superfed.py and persfl.py alone use them")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
     g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
-    g.add_argument("--fraction", type=positive_share, default=0.1, help="C, share of the clients in a round")
-    g.add_argument("--rounds", type=whole, default=100, help="T or R, rounds of communication")
-    g.add_argument("--epochs", type=whole, default=1, help="E, local epochs")
-    g.add_argument("--batch-size", type=count, default=20, help="B, local minibatch; 0: all the client has")
+    g.add_argument("--fraction", type=positive_fraction, default=0.1, help="C, share of the clients in a round")
+    g.add_argument("--rounds", type=positive_int, default=100, help="T or R, rounds of communication")
+    g.add_argument("--epochs", type=positive_int, default=1, help="E, local epochs")
+    g.add_argument("--batch-size", type=nonnegative_int, default=20, help="B, local minibatch; 0: all the client has")
     g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
-    g.add_argument("--lr-decay", type=positive_share, default=1.0, help="eta is multiplied by this every round")
-    g.add_argument("--momentum", type=share, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
-    g.add_argument("--weight-decay", type=not_negative, default=0.0,
+    g.add_argument("--lr-decay", type=positive_fraction, default=1.0, help="eta is multiplied by this every round")
+    g.add_argument("--momentum", type=fraction, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
+    g.add_argument("--weight-decay", type=nonnegative, default=0.0,
                    help="adds this times w to the gradient (tfcnn: its hidden layers' kernels alone)")
     g = p.add_argument_group("running (the same in every file)")
     seed = between(int, 0, 2**32 - 1)
     g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
     g.add_argument("--split-seed", type=seed, default=0, help="of the split alone")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
-    g.add_argument("--parallel", type=whole, help="clients trained at once: threads on the CPU (default: its cores), "
-                                                  "one vmapped step on a GPU (default: what is fastest and fits)")
+    g.add_argument("--parallel", type=positive_int,
+                   help="clients trained at once: threads on the CPU (default: its cores), one vmapped step on a GPU (default: "
+                        "what is fastest and fits)")
     g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
                    help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
                         "the CPU, tf32 on a GPU)")
-    g.add_argument("--eval-every", type=whole, default=5, help="rounds between evaluations; the last is always evaluated")
+    g.add_argument("--eval-every", type=positive_int, default=5,
+                   help="rounds between evaluations; the last is always evaluated")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
     g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
     g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
@@ -184,31 +187,32 @@ def split_clients(data, args):
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
-    own_test = args.client_test
-    if args.split == "fedslr":  # it gives images out twice, so parts of a client's images could share some
-        own_test = 0
-        if args.client_val:
-            refuse("--split fedslr has no validation images; use --client-val 0")
+    own_test = 0 if args.split == "fedslr" else args.client_test  # fedslr gives images out twice: parts could share some
+    if args.split == "fedslr" and args.client_val:
+        refuse("--split fedslr has no validation images; use --client-val 0")
     owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
-    train, val, test = [], [], []
+    split = Split([], [], [])
     for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
-        val_at = int((1 - own_test - args.client_val) * n + 1e-9)  # [training | validation | test]
-        test_at = n - int(own_test * n + 1e-9) if args.client_val else val_at
-        held = index[test_at:] if own_test else matched_test(labels[index], data, rng)
-        if not val_at or (args.client_val and val_at == test_at) or (own_test and test_at == n):
+        n_train = int((1 - own_test - args.client_val) * n + 1e-9)
+        n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
+        train, val, test = np.split(index, [n_train, n - n_test])
+        if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
             how = "--client-test 0" if args.split == "natural" else "fewer --clients, a larger --alpha"
-            refuse(f"--split {args.split} leaves client {k} with {n} images: {val_at} to train on, {test_at - val_at} to "
-                   f"validate, {n - test_at} to test; use {how} or more images")
-        if not len(held):
+            refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
+                   f"{len(test)} to test; use {how} or more images")
+        if not own_test:
+            test = matched_test(labels[index], data, rng)
+        if not len(test):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
                    f"use {'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
-        train, val, test = train + [index[:val_at]], val + [index[val_at:test_at]], test + [held]
-    return Split(train, val, test)
+        for part, numbers in zip(split, (train, val, test)):
+            part.append(numbers)
+    return split
 
 
 def matched_test(labels, data, rng, size=100):
-    """Central test images with the class shares of `labels`: floor(share * size) of each class, or all (FedSLR, section 5.1).
+    """Central test images with the class shares of `labels`: floor(share * size) of each class, or all (FedSLR, B.1).
 
     Without replacement within a client; different clients' may overlap. Shares below 1/size add nothing.
     """
@@ -739,6 +743,14 @@ DRAWS = {"scale": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per trainin
 # 5. Training and evaluation
 
 
+def padded(lists, width):
+    """Lists of image numbers as one array [len(lists), width], filled up with 0, and a mask: where it isn't filling."""
+    index, mask = np.zeros((len(lists), width), np.int64), np.zeros((len(lists), width), bool)
+    for i, numbers in enumerate(lists):
+        index[i, : len(numbers)], mask[i, : len(numbers)] = numbers, True
+    return index, mask
+
+
 class Batch(NamedTuple):
     """One client's minibatch: x [B,C,h,w], y [B], mask [B] (0 where a row only fills up), draw [...] (see train)."""
 
@@ -758,7 +770,7 @@ def sgd(args, w, u, g, eta, decayed=None):
     """A step of SGD with momentum:  u' = momentum * u + g + decay * w,  w' = w - eta * u'.  Returns w', u'.
 
     w, u, g: [..., d] weights, momentum and gradient. decayed [d]: 1 where --weight-decay acts; None if g has it already.
-    Two or three passes through memory; a formula's eight took a seventh of a large CNN's step on a CPU.
+    Two or three passes through memory; written as one formula it has eight, a seventh of a large CNN's step on a CPU.
     """
     u = torch.add(g, u, alpha=args.momentum)
     if args.weight_decay and decayed is not None:
@@ -766,12 +778,12 @@ def sgd(args, w, u, g, eta, decayed=None):
     return torch.addcmul(w, eta, u, value=-1), u
 
 
-class Schedule(NamedTuple):
+class Plan(NamedTuple):
     """What one client does in one call of train: arrays over its steps."""
 
     index: np.ndarray  # [steps, B] numbers of images
-    real: np.ndarray  # [steps, B] False where a row only fills up the last minibatch of an epoch
-    u: np.ndarray  # [steps, B, DRAWS] for the transform
+    mask: np.ndarray  # [steps, B] False where a row only fills up the last minibatch of an epoch
+    uniform: np.ndarray  # [steps, B, DRAWS] draws from [0, 1) for the transform
     draw: np.ndarray  # [steps, ...] for the algorithm
 
 
@@ -798,7 +810,7 @@ class Federation:
             refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")
         self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
-        self.take(np.arange(len(self.whole.train)))
+        self.select(np.arange(len(self.whole.train)))
         self.transform = TRANSFORMS[args.transform](self.data)
         try:
             seen = self.transform(self.images[:1])
@@ -808,13 +820,18 @@ class Federation:
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
-        self.ways, self.replays, self.uncaptured, self.slots, self.filled, self.peak = {}, {}, set(), 0, 0, 0  # engine.py's
+        self.ways = {}  # on a GPU, step function -> the fastest way: of convolutions, and clients at once (None: all)
+        self.replays = {}  # step function and shapes -> the CUDA graph for them
+        self.seen = set()  # step functions and shapes that came before
+        self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
+        self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
+        self.peak = 0  # bytes, the most that a GPU held before ways were tried
         self.at_once = {"images": 4000}  # in evaluation under vmap; a dict, which `only` shares
         threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
         self.map = map if self.vmap else threads.map
         engine.keep_memory()
 
-    def take(self, numbers):
+    def select(self, numbers):
         """Makes this the federation of the clients with these numbers (in ascending order)."""
         self.K = len(numbers)
         self.place = np.flatnonzero(numbers % self.processes == self.rank)  # of this process's clients among them
@@ -825,7 +842,7 @@ class Federation:
     def only(self, numbers):
         """The federation of some clients alone, to sample and evaluate them. numbers: theirs, the same in every process."""
         few = copy.copy(self)
-        few.take(np.sort(numbers))
+        few.select(np.sort(numbers))
         return few
 
     def describe(self):
@@ -886,7 +903,7 @@ class Federation:
         A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
         """
-        plans = [self.schedule(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
+        plans = [self.plan(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
         if self.vmap:
@@ -894,34 +911,31 @@ class Federation:
         states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
         return tree_map(lambda *z: torch.stack(z), *self.map(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
 
-    def schedule(self, k, t, epochs, draw=None, phase=0):
-        """The Schedule of the client in row k in round t, from the client's own random streams."""
+    def plan(self, k, t, epochs, draw=None, phase=0):
+        """The Plan of the client in row k in round t, from the client's own random streams."""
         own = self.split.train[k]
         size = self.args.batch_size or len(own)
         per_epoch = -(-len(own) // size)
         order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[k]), phase)
                                           for purpose in ("order", "augmentation", "algorithm"))
-        index = np.zeros((epochs, per_epoch * size), np.int64)
-        real = np.zeros((epochs, per_epoch * size), bool)
-        for e in range(epochs):
-            index[e, : len(own)], real[e, : len(own)] = order.permutation(own), True
         steps = epochs * per_epoch
-        u = augmentation.random((steps, size, DRAWS[self.args.transform]), np.float32)
+        index, mask = padded([order.permutation(own) for _ in range(epochs)], per_epoch * size)
+        uniform = augmentation.random((steps, size, DRAWS[self.args.transform]), np.float32)
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
-        return Schedule(index.reshape(steps, size), real.reshape(steps, size), u, own_draw.astype(np.float32))
+        return Plan(index.reshape(steps, size), mask.reshape(steps, size), uniform, own_draw.astype(np.float32))
 
-    def batch(self, index, real, u, draw):
-        """The Batch of the images numbered index [B], seen with the draws u [B,DRAWS]; or those of m clients, [m,B] each."""
-        x = self.transform(self.images[index.flatten()], u.flatten(0, -2)).unflatten(0, index.shape)
-        return Batch(x.bfloat16() if self.args.precision == "bf16" else x, self.labels[index], real, draw)
+    def batch(self, index, mask, uniform, draw):
+        """The Batch of the images numbered index [B], seen with uniform [B,DRAWS]; or those of m clients, [m,B] each."""
+        x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2)).unflatten(0, index.shape)
+        return Batch(x.bfloat16() if self.args.precision == "bf16" else x, self.labels[index], mask, draw)
 
     def train_alone(self, step, state, plan, shared):
         """One client, minibatch after minibatch."""
-        for index, real, u, draw in zip(*plan):
+        for index, mask, uniform, draw in zip(*plan):
             if self.stop:
                 raise KeyboardInterrupt
-            index, u, draw = (torch.as_tensor(z, device=self.device) for z in (index[real], u[real], draw))
-            state = step(state, self.batch(index, torch.ones(len(index), device=self.device), u, draw), *shared)
+            index, uniform, draw = (torch.as_tensor(z, device=self.device) for z in (index[mask], uniform[mask], draw))
+            state = step(state, self.batch(index, torch.ones(len(index), device=self.device), uniform, draw), *shared)
         return state
 
     # Evaluation
@@ -941,15 +955,12 @@ class Federation:
         def work(rows):
             if len(rows) == 1:  # 500 images at a time, however many it has
                 return self.logits(W[rows[0]], own[rows[0]])
-            index = np.zeros((len(rows), max(len(own[k]) for k in rows)), np.int64)
-            real = np.zeros(index.shape, bool)
-            for i, k in enumerate(rows):
-                index[i, : len(own[k])], real[i, : len(own[k])] = own[k], True
+            index, mask = padded([own[k] for k in rows], max(len(own[k]) for k in rows))
             these = torch.from_numpy(index).to(self.device)
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
-            return vmap(self.net)(W[rows], x)[torch.from_numpy(real).to(self.device)]
+            return vmap(self.net)(W[rows], x)[torch.from_numpy(mask).to(self.device)]
 
-        parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most, engine.say)
+        parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
         if fitting < most:
             self.at_once["images"] = fitting * longest
         return torch.cat(parts)

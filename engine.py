@@ -3,17 +3,13 @@
 Nothing here changes what is computed, up to rounding: `Federation.train_alone` in common.py is the specification of `train`
 below, and tests compare the two for every algorithm.
 
-    1. Processes and devices            refuse, leads, find_device, cores
+    1. Processes and devices            refuse, is_main_process, find_device, cores
     2. Many clients in one step         train, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
     5. Where nothing is vmapped         vmapped, grad
 
-fed is common.py's Federation. Of it this file also keeps ways (step function -> how convolutions are computed, and how many
-clients go at once, None for all: the fastest), replays (step function and shapes -> the CUDA graph for them, None after their
-first time), uncaptured (the steps, with their way of convolutions, of which none can be made), slots and filled (images
-computed in this round, and how many of them were no padding), and peak (bytes, the most that a GPU held before ways
-were tried).
+fed is common.py's Federation.
 """
 
 import contextlib
@@ -40,12 +36,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 def refuse(message, alone=False):
     """Ends the program because of its input: one line on stderr, exit code 2. alone: other processes don't say the same."""
-    if leads() or alone:
+    if is_main_process() or alone:
         print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def leads():
+def is_main_process():
     """Whether this is the only process, or the one among torchrun's that prints and writes the record."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -124,7 +120,7 @@ TIMED = 32  # minibatches over which ways are timed
 def train(fed, step, state, plans, shared):
     """Federation.train on a GPU: many clients go through a step at once, as many as is fastest and fits.
 
-    plans: the Schedule of each client; state, shared and what is returned are those of Federation.train.
+    plans: the Plan of each client; state, shared and what is returned are those of Federation.train.
     """
     # like with like: those who have most minibatches first
     order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
@@ -133,33 +129,38 @@ def train(fed, step, state, plans, shared):
         few = [plans[i]._make(z[:steps] for z in plans[i]) for i in these]
         return train_together(fed, step, tree_map(lambda z: z[these], state), few, shared)
 
+    def put(these):
+        """Their work's results, into their places: with all parts and a copy of them a state would be held three times."""
+        rows = torch.from_numpy(these).to(fed.device)
+        tree_map(lambda a, b: a.index_copy_(0, rows, b), results, work(these))
+
     with fast_kernels(tf32=fed.args.precision == "tf32"):
         try:
             if fed.graphs and step not in fed.ways:
                 fed.ways[step] = tune(fed, lambda these: work(these, TIMED), order)
             fed.net.route, most = fed.ways.get(step, (fed.net.route, fed.parallel))
-            parts, fitting = in_parts(fed, work, order, most, say)
-            fed.ways[step] = fed.net.route, fitting
-            back = torch.from_numpy(np.argsort(order)).to(fed.device)
-            return tree_map(lambda *z: torch.cat(z)[back], *parts)
+            results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+            fed.ways[step] = fed.net.route, in_parts(fed, put, order, most)[1]
+            return results
         except RuntimeError as problem:
             if not out_of_memory(problem):
                 raise
-            refuse("out of GPU memory with one client at a time; use a smaller --batch-size or --model", alone=True)
+            refuse("out of GPU memory, with one client at a time; use a smaller --batch-size or --model", alone=True)
 
 
 def out_of_memory(problem):
     """Whether an error is PyTorch's for too little memory, or what cuBLAS, cuDNN and CUDA graphs say of it."""
-    return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in ("out of memory", "ALLOC_FAILED"))
+    words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "unable to find an engine")  # the last: for so little memory
+    return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in words)
 
 
 def say(most):
     print(f"memory  the GPU's is too small: {most} clients at once from here on")
 
 
-def in_parts(fed, work, items, most, say):
-    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved when memory runs
-    out, which `say` is told."""
+def in_parts(fed, work, items, most, quiet=False):
+    """The results of work(part) for parts of items with `most` at most (None: all), and that number: halved, with a line
+    unless quiet, when memory runs out."""
     results, start = [], 0
     while start < len(items):
         at_once, full = min(most or len(items), len(items)), False
@@ -172,10 +173,10 @@ def in_parts(fed, work, items, most, say):
             full = True  # what the failed call holds is free only after this block
         if full:
             most = -(-at_once // 2)
-            say(most)
-            fed.replays.clear()
-            if fed.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if not quiet:
+                say(most)
+            forget_graphs(fed)
+            torch.cuda.empty_cache()  # nothing where there is no GPU
     return results, most
 
 
@@ -195,9 +196,9 @@ def train_together(fed, step, state, plans, shared):
             whole[(slice(len(part)), i, *map(slice, part.shape[1:]))] = part
         return torch.from_numpy(whole).to(fed.device)
 
-    real = stacked("real", size)
-    inputs = (stacked("index", size), real.float(), stacked("u", size, plans[0].u.shape[2]),
-              stacked("draw", *plans[0].draw.shape[1:]), real.any(2))  # [steps, m, ...] each; the last: who trains
+    mask = stacked("mask", size)
+    inputs = (stacked("index", size), mask.float(), stacked("uniform", size, plans[0].uniform.shape[2]),
+              stacked("draw", *plans[0].draw.shape[1:]), mask.any(2))  # [steps, m, ...] each; the last: who trains
     done, s, m = [], 0, len(plans)
     while s < steps[0]:
         few = m * 3 // 4
@@ -206,23 +207,23 @@ def train_together(fed, step, state, plans, shared):
             these = tuple(z[s:until, :m] for z in inputs)
             state = runner(fed, step, state, these, shared)(state, these, shared)
             fed.slots += int(until - s) * m * size
-            fed.filled += sum(int(plan.real[s:until].sum()) for plan in plans[:m])
+            fed.filled += sum(int(plan.mask[s:until].sum()) for plan in plans[:m])
         done.append(tree_map(lambda z: z[few:], state))
         state = tree_map(lambda z: z[:few], state)
         s, m = until, few
     return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
 
 
-def step_together(fed, step, state, index, real, u, draw, *shared):
-    """One minibatch of m clients: index and real [m,B], u [m,B,DRAWS], draw [m,...]."""
-    return vmap(step, in_dims=(0, 0) + (None,) * len(shared))(state, fed.batch(index, real, u, draw), *shared)
+def vmapped_step(fed, step, state, index, mask, uniform, draw, *shared):
+    """One minibatch of m clients: index and mask [m,B], uniform [m,B,DRAWS], draw [m,...]."""
+    return vmap(step, in_dims=(0, 0) + (None,) * len(shared))(state, fed.batch(index, mask, uniform, draw), *shared)
 
 
-def steps_together(function, state, inputs, shared):
+def run_steps(function, state, inputs, shared):
     """state after function(state, *inputs[:-1] of a step, *shared) for every step; inputs: [steps, m, ...] each, the last one
     bool: where it is False, a client keeps its state."""
-    for *now, live in zip(*inputs):
-        new = function(state, *now, *shared)
+    for *minibatch, live in zip(*inputs):
+        new = function(state, *minibatch, *shared)
         state = tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
     return state
 
@@ -234,17 +235,17 @@ def tune(fed, work, order):
     counts, times = (fed.slots, fed.filled), {}
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
-    for fed.net.route, most in ways:
-        seconds = float("inf")
+    for route, most in ways:
+        fed.net.route, seconds = route, float("inf")
         try:
             for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
-                most = in_parts(fed, work, order, most, say=lambda most: None)[1]
+                most = in_parts(fed, work, order, most, quiet=True)[1]
                 seconds = min(seconds, now(fed.device) - start)
         except RuntimeError:  # too little memory, or no such convolution on this device
             seconds = float("inf")
-        times[fed.net.route, most] = seconds
-        fed.replays.clear()
+        times[route, most] = seconds
+        forget_graphs(fed)
     fed.slots, fed.filled = counts
     if fed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(fed.device)  # of what was only tried
@@ -260,30 +261,35 @@ def tune(fed, work, order):
 
 def runner(fed, step, state, inputs, shared):
     """What runs many steps together: a Replay where CUDA graphs are used and these shapes came before or are those of so many
-    steps that it pays at once, else steps_together."""
-    every = functools.partial(step_together, fed, step)
-    eager = functools.partial(steps_together, every)
+    steps that it pays at once, else run_steps."""
+    one_step = functools.partial(vmapped_step, fed, step)
+    eager = functools.partial(run_steps, one_step)
     if not fed.graphs or (step, fed.net.route) in fed.uncaptured:
         return eager
     key = step, fed.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
-    if key not in fed.replays:
-        if len(fed.replays) == 64:
-            del fed.replays[next(iter(fed.replays))]  # the oldest
-        fed.replays[key] = None
-        if len(inputs[0]) <= TIMED:
-            return eager
-    if fed.replays[key] is None:
-        try:
-            pool = next((replay.pool for replay in fed.replays.values() if replay), None)  # one at a time: they share memory
-            pool = None if fed.uncaptured else pool  # which a capture that failed may have left unusable
-            fed.replays[key] = Replay(every, state, tuple(z[0] for z in inputs), shared, pool)
-        except RuntimeError as problem:
-            if out_of_memory(problem):
-                raise
-            print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
-            fed.uncaptured.add((step, fed.net.route))
-            return eager
+    if key in fed.replays:
+        return fed.replays[key]
+    if key not in fed.seen and len(inputs[0]) <= TIMED:
+        fed.seen.add(key)
+        return eager
+    if len(fed.replays) == 64:
+        del fed.replays[next(iter(fed.replays))]  # the oldest
+    pool = next((replay.pool for replay in fed.replays.values()), None)  # one at a time runs: they share memory,
+    pool = None if fed.uncaptured else pool  # which a capture that failed may have left unusable
+    try:
+        fed.replays[key] = Replay(one_step, state, tuple(z[0] for z in inputs), shared, pool)
+    except RuntimeError as problem:
+        if out_of_memory(problem):
+            raise
+        print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
+        fed.uncaptured.add((step, fed.net.route))
+        return eager
     return fed.replays[key]
+
+
+def forget_graphs(fed):
+    fed.replays.clear()
+    fed.seen.clear()
 
 
 @functools.cache
@@ -293,7 +299,7 @@ def side_stream(device):
 
 
 class Replay:
-    """steps_together for one function and one set of shapes as a CUDA graph: captured here, replayed for every step.
+    """run_steps for one function and one set of shapes as a CUDA graph: captured here, replayed for every step.
 
     A graph reads and writes the same memory in every replay; so state, inputs and shared are copied there. On a CPU, where the
     tests use it, the function itself is called instead.
@@ -301,8 +307,10 @@ class Replay:
 
     def __init__(self, function, state, inputs, shared, pool=None):
         self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
-        self.go, self.pool = self.once, pool
-        if self.inputs[0].device.type == "cuda":
+        self.go, self.pool = None, pool
+        if self.inputs[0].device.type != "cuda":
+            self.go = self.once  # a reference to itself, which would keep alive what a failed capture holds
+        else:
             main, side, graph = torch.cuda.current_stream(), side_stream(self.inputs[0].device), torch.cuda.CUDAGraph()
             side.wait_stream(main)
             try:
@@ -323,8 +331,8 @@ class Replay:
             self.go, self.pool, self.function = graph.replay, graph.pool(), None
 
     def once(self):
-        *now, live = self.inputs
-        new, memory = self.function(self.state, *now, *self.shared), lambda z: z.untyped_storage().data_ptr()
+        *minibatch, live = self.inputs
+        new, memory = self.function(self.state, *minibatch, *self.shared), lambda z: z.untyped_storage().data_ptr()
         old = {memory(z) for z in tree_leaves(self.state)}
         # a step may hand on a part of its state in another place, which must not be overwritten before it is read
         new = tree_map(lambda a, b: a.clone() if a.data_ptr() != b.data_ptr() and memory(a) in old else a, new, self.state)
@@ -332,8 +340,8 @@ class Replay:
 
     def __call__(self, state, inputs, shared):
         tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))
-        for now in zip(*inputs):
-            for a, b in zip(self.inputs, now):
+        for of_step in zip(*inputs):
+            for a, b in zip(self.inputs, of_step):
                 a.copy_(b)
             self.go()
         return copied(self.state)
@@ -348,8 +356,8 @@ def copied(tree):
 
 
 def conv_by_patches(x, weight, bias, stride, padding):
-    """F.conv2d as one matrix product: where every client has its own weights, it is batched over the clients under vmap, and
-    a convolution is not (it becomes one with a group per client)."""
+    """F.conv2d as one matrix product (im2col): where every client has its own weights, it is batched over the clients under
+    vmap, and a convolution is not (it becomes one with a group per client)."""
     out, kernel = weight.shape[0], weight.shape[2]
     x = Patches.apply(F.pad(x, (padding,) * 4) if padding else x, kernel, stride)
     y = x.flatten(0, 2) @ weight.permute(0, 2, 3, 1).flatten(1).T  # [B*h*w, out]

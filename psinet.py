@@ -9,7 +9,8 @@ was found.
     python psinet.py --dataset cifar10 --per-client 2 --prune (a node drops every group none of whose classes it has)
     python psinet.py --dataset cifar10 --groups 0 --norm bn --clients 1 --split iid --rounds 50 --tv     (which depth to choose)
 
-Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU cores, 11, 11 and 9 min (README: five ways):
+Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU cores, 11, 11 and 9 min
+(results/MEASURED.md has five ways):
     results/scale-0.08/psinet-norm/psinet-cifar10/0: global 0.4201
     results/scale-0.08/psinet-norm/psinet-cifar10-prune/0: global 0.6575, with --prune
     results/scale-0.08/psinet-norm/psinet-cifar10-groups-0-norm-gn/0: global 0.4557, FedAvg with GroupNorm
@@ -17,7 +18,8 @@ Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU 
 There is one model Omega = {Omega_shared, Omega_1, ..., Omega_G}: the weights w, and b, BatchNorm's running means and variances.
 "global" is the server's Omega on the central test images, taken to be the paper's measure; "personal" is that same Omega,
 whole also where nodes are pruned, on central test images drawn with each client's class shares. Clients are called nodes;
-"N x c" is N nodes with c classes each.
+"N x c" is N nodes with c classes each. In the record `macs` counts the multiplications of all forward passes in training so
+far, and `tv` has line 15's TV_l by layers.
 
 The method (its sections 3 and 4), in our words:
 
@@ -46,12 +48,13 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
     D1  Line 3: in the first grouped layer every group sees all shared channels: shared features are said to serve all classes,
         and cut into G slices they would serve one group each: the last shared layer would in effect be grouped already. So the
         first grouped layer has blocks of outputs only. The slices, which the notes' "group convolution" can mean: --enter
-        slice (neighbouring ones overlap where G does not divide the channels). On `shapes`, seeds 0 to 2 (results/LOG.md,
-        2026-11-20), global is .727 with all channels, .784 with slices, .867 with all and --prune. A depthwise
-        convolution there is still shared.
+        slice (neighbouring ones overlap where G does not divide the channels). With --dataset shapes --limit 3000 --rounds 12,
+        seeds 0 to 2 (results/LOG.md, 2026-11-20), global is .73 +- .07 with all channels, .78 +- .04 with slices, .87 +- .02
+        with all and --prune. A depthwise convolution there is still shared.
     D2  Lines 3 and 4: the grouped network's widths aren't known. Here they are the ungrouped network's, rounded up to a
-        multiple of G: it has fewer weights. VGG-9 is taken to be FedMA's, here without its dropout. A group's weights start as
-        those of a layer of the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
+        multiple of G, which makes 848,386 weights of 3,493,258 (VGG-9) and 2.6 million of 15.3 (VGG-16). VGG-9 is taken to be
+        FedMA's, here without its dropout; VGG-16 and MobileNet are common.py's. A group's weights start as those of a layer of
+        the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
     D3  Line 1: G and the depth of the published VGG-9 rows aren't known; the notes call C3-2 to C5-2 (second convolution of
         stage 3 to that of stage 5) nearly optimal, for a network that can't be this VGG-9, which has three stages. Defaults:
         C3-1 (conv5) for VGG-9, so that a convolution follows the first grouped one; C3-2 for VGG-16; for MobileNet the start
@@ -68,13 +71,13 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
         one is pruned "only when the local data all satisfy the group's task"; here a group goes when the node has none of its
         classes. Which cases are extreme is not said; so --prune is off. Measured effect with 4 of 10 classes per node: above.
     D7  Line 13: eta, B, momentum, weight decay and augmentation aren't known; here the values of FedMA's FedAvg runs (.01, 64,
-        .9, 1e-4) with FedSLR's flip and crop. E and T of the ablations aren't known either; E = 1 is Fed2's best in another
-        comparison (of 1, 20, 40, 100, 150), T is read off the axes of its figures. Nor is it known whether published
-        accuracies are the last or the best.
+        .9, 1e-4) with FedSLR's flip and crop. E and T of the ablations aren't known either; T = 100 is read off the axes of
+        Fed2's figures, E = 1 is its best in another comparison (of 1, 20, 40, 100, 150), where about 1000 epochs were trained
+        in all: --rounds 1000. Nor is it known whether published accuracies are the last or the best.
     D8  Line 8: all nodes take part, as far as is known; --fraction samples some.
     D9  Line 14: of a channel, A(x) * dZ_c/dA(x) is summed over its pixels, behind ReLU and pooling, on 20 training images per
-        class, as in testing. Line 15: the notes divide P by the plain sum of its entries, or of the neurons'; here by the sum
-        of their absolute values, for they can have both signs and the sum be 0.
+        class, as in testing. Line 15: the notes' sum is over one neuron's classes or over the neurons, it can be read both
+        ways. Here it is over the classes, of absolute values: entries have both signs, so that their plain sum can be 0.
     D10  Line 16: no rule is given. Suggested is the first layer whose TV reaches the middle between the smallest and the
         largest. It is for a network without groups, trained for 50 epochs at least: in a grouped one P is 0 outside M(g).
     D11  Line 12: a node's images are shuffled again in every epoch.
@@ -183,7 +186,7 @@ class Surgery:
 class PsiNet(common.Net):
     """A model of common.py in groups: `forward` of w [d] and b [d_b], for pruned nodes with n of the G groups.
 
-    M [G, classes/G]: the classes of each group. group [d], group_b [d_b]: whose a number is, -1 if shared. macs: the
+    M [G, classes/G]: the classes of each group. group [d], group_b [d_b]: each number's group, -1 if it is shared. macs: the
     multiplications for one image. G = 0 is the plain network: all is shared.
     """
 
@@ -323,7 +326,7 @@ def show(run, tv):
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("Psi-Net")
-    own.add_argument("--groups", type=common.count, default=10, help="G; 0: FedAvg on the network without groups")
+    own.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0: FedAvg on the network without groups")
     own.add_argument("--depth", help="the layer where grouping starts (unless given: "
                                            + ", ".join(f"{layer} of {model}" for model, layer in DEPTH.items()) + ")")
     own.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +24,18 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import engine
-from engine import device_name, leads, refuse
+from engine import device_name, is_main_process, refuse
 
 SHARED = ("common.py", "datasets.py", "engine.py", "records.py")  # what, beside the algorithm's file, a result depends on
 FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # what a run may change when it is resumed
+
+
+class Kept(NamedTuple):
+    """What the last complete round left."""
+
+    state: dict
+    history: list  # the rows of all rounds
+    per_client: list  # accuracies at the last evaluation; None before it
 
 
 class Run:
@@ -49,7 +58,7 @@ class Run:
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            if leads():
+            if is_main_process():
                 tempfile.TemporaryFile(dir=self.out).close()
         except OSError as problem:
             refuse(f"--out {self.out} can't be written to: {problem.strerror}")
@@ -79,7 +88,7 @@ class Run:
         """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. Refuses a folder that another run is writing to."""
         folder = os.open(self.out, os.O_RDONLY)
         try:
-            taken = torch.tensor(float(leads() and not locked(folder)), device=self.federation.device)
+            taken = torch.tensor(float(is_main_process() and not locked(folder)), device=self.federation.device)
             if self.federation.all_reduce(taken):
                 refuse(f"another run is writing to {self.out}; use another --out")
             yield from self.loop(state)
@@ -95,36 +104,43 @@ class Run:
             if rounds != len(history) * federation.processes:
                 refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
         if not history:
-            for path in (self.out / "result.json",) * leads() + (self.state_file,):  # each process its own
+            for path in (self.out / "result.json",) * is_main_process() + (self.state_file,):  # each process its own
                 if path.exists():
                     os.replace(path, path.with_suffix(".previous" + path.suffix))
                     print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")
-        self.kept = dict(vars(state)), history, per_client  # of the last complete round
+        self.kept = Kept(dict(vars(state)), history, per_client)
         self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", dynamic_ncols=True,
-                        leave=False, disable=None if leads() else True)
+                        leave=False, disable=None if is_main_process() else True)
         if threading.current_thread() is threading.main_thread():
             self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for t in range(len(history), self.args.rounds):
-                self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept[2]
-                self.clock = engine.now(federation.device)
+                self.begin_round(t)
                 yield t, federation.sample(t)
-                self.stop_clock()
-                if "global" in self.row or "personal" in self.row:
-                    passed = engine.now(federation.device) - self.clock - self.row["seconds"]
-                    self.row["evaluation_seconds"] = round(max(0.0, passed), 4)
-                self.add_up()
-                self.check_finite()
-                self.kept = dict(vars(state)), self.kept[1] + [self.row], self.per_client
-                if "global" in self.row or "personal" in self.row:
-                    self.save()
-                if self.pending:
-                    self.interrupt(self.pending, None)
+                self.end_round()
                 self.bar.update()
             self.finish("finished")
         finally:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
+
+    def begin_round(self, t):
+        self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept.per_client
+        self.clock = engine.now(self.federation.device)
+
+    def end_round(self):
+        """Completes the row, keeps what the round left, and saves it if the round was evaluated."""
+        self.stop_clock()
+        if evaluated(self.row):
+            passed = engine.now(self.federation.device) - self.clock - self.row["seconds"]
+            self.row["evaluation_seconds"] = round(max(0.0, passed), 4)
+        self.add_up()
+        self.check_finite()
+        self.kept = Kept(dict(vars(self.state)), [*self.kept.history, self.row], self.per_client)
+        if evaluated(self.row):
+            self.save()
+        if self.pending:
+            self.interrupt(self.pending, None)
 
     def stop_clock(self):
         if self.row["seconds"] is None:
@@ -157,7 +173,7 @@ class Run:
             self.row["global"] = global_
         if personal:
             self.per_client = personal["per_client"]
-            self.row["personal"] = {name: value for name, value in personal.items() if name != "per_client"}
+            self.row["personal"] = short(personal)
         self.row.update(more)
         words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
         if global_:
@@ -200,7 +216,7 @@ class Run:
         self.saving = True  # so that an interruption waits
         if self.federation.processes == 1 or self.status != "interrupted":
             self.save_state()
-        if leads():
+        if is_main_process():
             (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
             os.replace(self.out / "result.json.part", self.out / "result.json")
         self.saving = False
@@ -271,13 +287,12 @@ class Run:
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
         own = ("round", "seconds", "evaluation_seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
-        last = next((row for row in reversed(history) if "global" in row or "personal" in row), {})
+        last = next(filter(evaluated, reversed(history)), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = max(federation.peak, torch.cuda.max_memory_allocated(federation.device))
-            graphs = sum(isinstance(one, engine.Replay) for one in federation.replays.values())
-            self.environment.update(ways=list(federation.ways.values()), graphs=graphs)
+            self.environment.update(ways=list(federation.ways.values()), graphs=len(federation.replays))
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
@@ -312,8 +327,18 @@ class Run:
                     measures = record[when][part]
                     print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
         print(f"record  {self.out}/result.json")
-        if self.args.plot and status == "finished" and leads():
+        if self.args.plot and status == "finished" and is_main_process():
             plot(record, self.federation, self.out)
+
+
+def evaluated(row):
+    """Whether a round was."""
+    return "global" in row or "personal" in row
+
+
+def short(measures):
+    """Those of evaluate_clients without the list of all clients' accuracies."""
+    return {name: value for name, value in measures.items() if name != "per_client"}
 
 
 def finite(tree):
@@ -356,7 +381,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5)):
 
     figure, axes = pyplot.subplots(rows, columns, figsize=size)
     yield axes
-    if leads():
+    if is_main_process():
         figure.savefig(path, dpi=120, bbox_inches="tight")
         print(f"plot    {path}")
     pyplot.close(figure)

@@ -43,7 +43,7 @@ import torch
 
 import common
 import engine
-from records import FREE, SHARED
+from records import FREE, SHARED, evaluated
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, RUNS = HERE / "results", HERE / "runs"
@@ -613,7 +613,7 @@ WHY = {
                         "in the paper; unexplained.",
     "psinet-norm": "8 of 100 rounds. Who owns a group decides between the two rows of Psi-Net; FedAvg without normalisation is "
                    "last after so few rounds, but not in the paper (LOG.md).",
-    "fedavgm-headline": "500 of 10,000 rounds. Which rate and momentum FedAvgM has decides (README).",
+    "fedavgm-headline": "500 of 10,000 rounds. Which rate and momentum FedAvgM has decides (MEASURED.md).",
     "persfl-2": "A user k here has other classes and images than the paper's user k: compare Avg and SD. Learning rates, "
                 "minibatches and epochs of both stages are not known (D3 in persfl.py), nor is FedPer's number of personal "
                 "layers. In DS-3 users share all 50,000 training images; the authors' have about 28,600 in all (D9). What of "
@@ -976,8 +976,8 @@ def read(tree, measure):
 
 def final(record):
     """Everything that a record says of the last evaluated round, and of the run."""
-    evaluated = [row for row in record["rounds"] if "global" in row or "personal" in row] or [{}]
-    return {**record, **evaluated[-1], **record["final"], "bytes": record["bytes_up"] + record["bytes_down"]}
+    rows = list(filter(evaluated, record["rounds"])) or [{}]
+    return {**record, **rows[-1], **record["final"], "bytes": record["bytes_up"] + record["bytes_down"]}
 
 
 def last(record, measure):
@@ -1318,7 +1318,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=about, epilog=commands, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME", nargs="+", help="tables or runs, by the beginnings of their names")
     p.add_argument("--seeds", type=int, default=1, help="seeds 0 to N-1 of each run (1)")
-    p.add_argument("--scale", type=common.positive_share, default=1.0,
+    p.add_argument("--scale", type=common.positive_fraction, default=1.0,
                    help="this share of the rounds; results are kept apart (1)")
     p.add_argument("--budget", type=duration, help="stop after this time: 90s, 30m, 2h")
     for name, text in (("--list", "every cell and run, and what is done"), ("--measure", "time two rounds of each kind of run"),

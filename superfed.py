@@ -10,6 +10,9 @@ Measured, all 200 rounds, seed 0, 2 CPU cores, 31 and 32 min of training:
     results/superfed-1/superfed-cifar10-mix-layer/0:
         global 0.4978, personal 0.8706, by the paper's choice of lambda 0.8706
 
+The personal columns of Tables 1 to 3 are lost in our copy; the authors' slides have .848 (Model Mixing) and .881 (Layer
+Mixing), very likely after the 100 rounds of Figure 2.
+
 Models of one shape: w^f, the federated one, which travels; w^l_k, the local one of client k, which never leaves it; and
 their mixtures W_k(lambda) = (1-lambda) w^f + lambda w^l_k, weight by weight. "global" is the server's w^f on the central
 test images. "personal" is W_k(lambda) on client k's own test images, with one lambda for all clients and layers, chosen on
@@ -42,28 +45,29 @@ Deviations. The copy of the paper that this was written from has lost most formu
 restored from its text and the authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit
 ae1803b); it has Model Mixing only, so that --as official --mix layer is ours. --as official switches D1 to D4 and nothing
 else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 becomes .860 (Model Mixing), and .782 becomes .765
-(Layer Mixing); seeds differ by .02 to .06. Other effects are not measured unless stated.
+(Layer Mixing); standard deviations over the seeds are .02 to .06. Other effects are not measured unless stated.
     D1  Line 13: the official proximal term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared. Here it is
         squared, as in (3); the official one with --as official.
     D2  Lines 11 to 14: officially a bias has one copy, which is federated, never mixed, and no part of the cosine. Here w^l
         has biases too, since the paper makes no exception; the official way with --as official.
     D3  Line 1: the official w^l_k starts alike for all clients, which the paper's "broadcast a copy to all clients" can mean.
         Its text gives each client "a set of paired model parameters [...], each of which is initialized with a different
-        random seed", which may mean only the two of a pair; the authors' later code (KDD 2022) seeds w^l_k with k. So here
-        every client has its own, with --as official all start alike. Not offered: seeding anew before each layer, which
-        correlates the layers, and random generators shared by threads, so that no run can be repeated. The Xavier
+        random seed", which may mean only that the two of a pair differ; the authors' later code (KDD 2022) seeds w^l_k with k.
+        So here every client has its own, with --as official all start alike. Not offered: seeding anew before each layer,
+        which correlates the layers, and random generators shared by threads, so that no run can be repeated. The Xavier
         initialisation is from the official code.
     D4  Lines 2, 11 and 14: officially rounds count from 1, eta is multiplied by .995^r in round r, and Phase II begins with
         round int(L*R), which is one round earlier (two if L*R isn't whole), so that even L = 1 has it in the last round. The
-        paper mentions no decay. --as official does all three.
+        paper mentions no decay. --as official does all three. The authors' later code begins Phase II with the round after
+        it, as here (where L*R is whole).
     D5  Line 11: L of Layer Mixing is not stated. It is .8 here, as Table 1's CIFAR-10 row equals Table 3's row for .8; that
         it is so for the other data sets is a guess, and so are Model Mixing's mu and nu for Layer Mixing. In Phase II a
         client takes part about (1-L)*R*C times: 12 times for Model Mixing on CIFAR-10, 4 times for Layer Mixing. Whoever
         never does is evaluated with a w^l that is still random.
-    D6  Lines 11 and 13: a layer's bias shares the lambda of its weights; neither of the authors' codes mixes the biases of
-        convolutions and linear layers. The cosine is one for the whole model in both schemes, as in the later code.
+    D6  Lines 11 and 13: a layer's bias shares the lambda of its weights; the code for v1 mixes no biases (D2), and the later
+        code's layers have none. The cosine is one for the whole model in both schemes, as in the later code.
     D7  Line 14: momentum 0.9 is in the paper's text, not in its algorithm. Its buffers are 0 at the start of every round, as
-        in the official code. No weight decay in either; --weight-decay is ours.
+        in the official code. Neither paper nor official code has a weight decay; --weight-decay is ours.
     D8  Officially CIFAR-10's shards aren't random (classes 0 and 1, 2 and 3, ... for 20 clients each: the published numbers
         were measured on five pairs of classes), CIFAR-100 has K=200 with 5 classes and 250 images each, and the other splits
         depend on the seed of the initial weights. Not offered: the paper's text says otherwise. Here shards are random, two
@@ -77,8 +81,9 @@ else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 beco
         clients have the current w^f, every --eval-every rounds and after the last.
     D12  The paper reports the best of lambda = 0, .1, ..., 1 (one for all clients, and in Layer Mixing, we assume, one for all
         layers) on the very test images that it is chosen on: personal@test. Here personal is at the lambda with the best mean
-        accuracy over clients on training images (as many of a client's as it has test images; the smaller lambda if equal),
-        which w^l was fitted to, or on --client-val images, of which the paper has none; personal@lambda=0.5 needs no choice.
+        accuracy over clients on training images (of each client as many as it has test images; the smaller lambda if equal),
+        which w^l was fitted to, or on --client-val images, of which the paper's experiments have none;
+        personal@lambda=0.5 needs no choice.
         Measured: the paper's choice is .012 (Model Mixing) and .000 (Layer Mixing) higher (the results above). In Phase I
         lambda is 0. Whether the published numbers are of the last or of the best round is not known; the record has both,
         and `best` is a choice on test images.
@@ -88,9 +93,10 @@ else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 beco
         and the server's w^f. Their traffic isn't counted.
     D15  Line 6: the official n_k counts a client's test images too: the same shares up to rounding. Its average of the w^l_k
         and its local fine-tuning are never used. Not offered: they change nothing.
-    D16  Line 14: in our copy of the paper two lines, of which nothing is left, stand behind the loop over an epoch's
-        minibatches; of the loop's own last line only "(3)" is left. Either may be this update. It is done for every minibatch,
-        as in the official code and for (3) to be of a minibatch; the text has the mixing "at every batch update".
+    D16  Line 14: in our copy of the paper the loop over an epoch's minibatches ends with a line of which only "(3)" is left,
+        and two lines, of which nothing is left, follow the loop. The update may stand in any of them, once per minibatch or
+        once per epoch. It is done for every minibatch, as in the official code and for (3) to be of a minibatch; the text has
+        the mixing "at every batch update".
 """
 
 from math import ceil
@@ -167,7 +173,7 @@ def measure_mixtures(clients, w_f, W_l, paired):
         held.append(clients.evaluate_clients(W, part)["mean"])
         test.append({"lambda": lam, f"{part}_mean": held[-1], **clients.evaluate_clients(W)})  # D10
     chosen, by_test = held.index(max(held)), max(range(len(test)), key=lambda i: test[i]["mean"])
-    short = [{name: value for name, value in measures.items() if name != "per_client"} for measures in test]
+    short = [common.short(measures) for measures in test]
     return {"personal": test[chosen], "personal@test": short[by_test], "personal@lambda=0.5": short[5],
             "personal@lambda=0": short[0], "lambdas": short}
 
@@ -210,13 +216,13 @@ def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("SuPerFed")
     own.add_argument("--mix", choices=("model", "layer"), default="model", help="one lambda, or one per layer")
-    own.add_argument("--mu", type=common.not_negative, default=0.01, help="mu, weight of the proximal term")
-    own.add_argument("--nu", type=common.not_negative, default=2.0, help="nu, weight of the squared cosine in Phase II")
-    own.add_argument("--start", type=common.share,
+    own.add_argument("--mu", type=common.nonnegative, default=0.01, help="mu, weight of the proximal term")
+    own.add_argument("--nu", type=common.nonnegative, default=2.0, help="nu, weight of the squared cosine in Phase II")
+    own.add_argument("--start", type=common.fraction,
                      help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix "
                           "layer; with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
     own.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper", help="whom to follow in D1 to D4")
-    own.add_argument("--unseen", type=common.count, default=0, help="clients that join only after the last round")
+    own.add_argument("--unseen", type=common.nonnegative_int, default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
     if args.as_ == "official":
         parser.set_defaults(lr_decay=0.995)  # D4

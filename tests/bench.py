@@ -19,7 +19,6 @@ import json
 import pathlib
 import statistics
 import sys
-import time
 
 import numpy as np
 import torch
@@ -163,12 +162,6 @@ def memory_of(work, device):
     return (kib("VmHWM") - before) / 1024
 
 
-def clock(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def interleaved(entrants, device, repetitions):
     """Seconds of each entrant's rounds, and the MiB that its first two took at most."""
     seconds, memory = {name: [] for name in entrants}, dict.fromkeys(entrants, 0)
@@ -177,10 +170,10 @@ def interleaved(entrants, device, repetitions):
             if t < -1:
                 memory[name] = max(memory[name], memory_of(lambda: one_round(t + 3), device))
                 continue
-            start = clock(device)
+            start = engine.now(torch.device(device))
             one_round(t + 3)
             if t >= 0:
-                seconds[name].append(clock(device) - start)
+                seconds[name].append(engine.now(torch.device(device)) - start)
     return seconds, memory
 
 
@@ -191,10 +184,10 @@ def peak(device, precision):
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(7):
-        start = clock(device)
+        start = engine.now(torch.device(device))
         with engine.fast_kernels(tf32=precision == "tf32"):
             a @ b
-        times.append(clock(device) - start)
+        times.append(engine.now(torch.device(device)) - start)
     return 2 * n**3 / min(times)
 
 
@@ -265,7 +258,7 @@ def growth(device, repetitions):
         federation = one_round.federation
         own = [np.arange(100 * k, 100 * k + 100) % federation.data.train for k in range(K)]  # clients may share images
         federation.whole = common.Split(own, own, own)
-        federation.take(np.arange(K))
+        federation.select(np.arange(K))
         (every,), (memory,) = (list(part.values()) for part in interleaved({"": one_round}, device, repetitions))
         s = statistics.median(every)
         rows.append({"population": K, "sampled": m, "seconds": s, "ms_per_client": 1000 * s / m, "memory_mb": memory})

@@ -3,7 +3,8 @@
     python tests/compare.py                  (make compare: 23 runs; those that are finished are not run again)
 
 A smoke comparison, not a benchmark: one seed, 30 rounds (persfl: 15, in which all users take part), nothing tuned. Rates and
-momentum are the same for all but where MORE says otherwise. Writes results/compare.json and results/compare.png; the README's table is a copy of what it prints.
+momentum are the same for all but where MORE says otherwise. Writes
+results/compare.json and results/compare.png; the table in results/MEASURED.md is a copy of what it prints.
 """
 
 import hashlib

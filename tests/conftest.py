@@ -11,8 +11,8 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import common  # noqa: E402
+import records  # noqa: E402
 
-TIMES = {"seconds": 0, "evaluation_seconds": 0}  # what differs between equal rounds
 QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--per-client", "2", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
          "--lr", "0.01", "--device", "cpu"]
 
@@ -45,14 +45,11 @@ class Conv(dict):
         return True
 
 
-class Seen(dict):
+class Seen(set):
     """Graphs are made when shapes come again; here they are taken to have come before."""
 
     def __contains__(self, key):
         return True
-
-    def __missing__(self, key):
-        return None
 
 
 def paths(fed):
@@ -61,7 +58,7 @@ def paths(fed):
             "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}
     for way, settings in ways.items():
         fed.net.route = settings.pop("route", "conv")
-        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": Seen(), **settings})
+        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": {}, "seen": Seen(), **settings})
         yield way
 
 
@@ -69,6 +66,45 @@ def run(module, argv, out):
     """Runs an algorithm's main in this process; returns its record and its saved state."""
     module.main([*argv, "--out", str(out)])
     return json.loads((out / "result.json").read_text()), torch.load(out / "state.pt", weights_only=True)["state"]
+
+
+def killed(module, argv, out, when):
+    """A run that dies at the first call of Federation.train for which when(t, options) is true, at t = 0 the first round."""
+
+    class Killed(Exception):
+        pass
+
+    train = common.Federation.train
+
+    def dying(self, step, clients, S, t, *shared, **options):
+        if when(t, options):
+            raise Killed
+        return train(self, step, clients, S, t, *shared, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common.Federation, "train", dying)
+        module.main([*argv, "--out", str(out)])
+
+
+def same(a, b):
+    """Two records, but for what differs between any two runs."""
+    for record in (a, b):
+        for row in record["rounds"]:
+            row.update(seconds=0, evaluation_seconds=0)
+        for name in ("seconds_per_round", "peak_memory_mb", "environment"):
+            record.pop(name)
+        for name in records.FREE:
+            record["args"].pop(name, None)
+    return a == b
+
+
+def refused(capsys, words, call, *args, **named):
+    """The call ends as a wrong command line does: one line on stderr, with these words, and exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        call(*args, **named)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "error:" in error and words in error and error.count("\n") == 1, error
 
 
 def softmax_gradient(w, x, y, classes=3):

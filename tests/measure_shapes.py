@@ -13,10 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import common  # noqa: E402
 import datasets  # noqa: E402
-
-
-def linear(m, x, classes):
-    return m.linear("fc", x.flatten(1), classes)
+from conftest import linear  # noqa: E402
 
 
 common.MODELS["linear"] = linear

@@ -116,7 +116,7 @@ class Operations(TorchDispatchMode):
             if not moves and not (looks_up and places[0] == "gpu"):
                 raise Wrong(what)
         if self.capturing:
-            if kind is aten._linalg_svd:
+            if kind is aten._linalg_eigh:
                 raise RuntimeError("called a synchronizing CUDA operation")  # as PyTorch says it
             by_host = looks_up and any(p == "cpu" or x.dtype == torch.bool for x, p in zip(tensors[1:], places[1:]))
             if kind in WAITS or "cpu" in places and moves or by_host:

@@ -11,7 +11,7 @@ from torch.func import grad, hessian
 import baselines
 import common
 import fedavg
-from conftest import QUICK, run
+from conftest import QUICK, refused, run
 from test_baselines import federation, go, small_images  # noqa: F401
 
 SMALL = [*QUICK, "--model", "mnistnet", "--epochs", "2", "--lr", "0.05"]
@@ -371,9 +371,7 @@ def test_fedma_freezes_what_is_matched_and_trains_the_rest(tmp_path, monkeypatch
 @pytest.mark.parametrize("model", ["resnet18", "mobilenet", "tfcnn"])
 def test_fedma_refuses_what_is_no_chain(model, tmp_path, capsys):
     """tfcnn has a normalisation over neighbouring channels: its layers are a chain, but their units have an order."""
-    with pytest.raises(SystemExit) as stop:
-        go("fedma", [*SMALL, "--model", model], tmp_path)
-    assert stop.value.code == 2 and "use --model vgg9" in capsys.readouterr().err
+    refused(capsys, "use --model vgg9", go, "fedma", [*SMALL, "--model", model], tmp_path)
 
 
 # Bad input
@@ -383,18 +381,12 @@ def test_per_fedavg_refuses_clients_with_too_few_minibatches(tmp_path, capsys):
     """First-order, two are enough."""
     argv = [*SMALL, "--epochs", "2", "--batch-size", "0"]
     go("per-fedavg", argv, tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        go("per-fedavg", [*argv, "--hessian-free"], tmp_path)
-    assert stop.value.code == 2 and "takes 3 minibatches" in capsys.readouterr().err
+    refused(capsys, "takes 3 minibatches", go, "per-fedavg", [*argv, "--hessian-free"], tmp_path)
 
 
 def test_hessian_free_refuses_coarse_products(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        go("per-fedavg", [*SMALL, "--hessian-free", "--precision", "bf16"], tmp_path)
-    assert stop.value.code == 2 and "use --precision fp32" in capsys.readouterr().err
+    refused(capsys, "use --precision fp32", go, "per-fedavg", [*SMALL, "--hessian-free", "--precision", "bf16"], tmp_path)
 
 
 def test_fedspa_refuses_a_density_below_its_biases(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        go("fedspa", [*SMALL, "--density", "1e-5"], tmp_path)
-    assert stop.value.code == 2 and "use more" in capsys.readouterr().err
+    refused(capsys, "use more", go, "fedspa", [*SMALL, "--density", "1e-5"], tmp_path)

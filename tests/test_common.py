@@ -14,7 +14,7 @@ from PIL import Image
 import common
 import datasets
 import fedavg
-from conftest import federation
+from conftest import federation, refused
 
 CPU = ["--device", "cpu"]
 
@@ -115,14 +115,14 @@ def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
     (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\n")
     (root / "train" / "n01" / "images").mkdir(parents=True)
     Image.new("RGB", (64, 64)).save(root / "train" / "n01" / "images" / "a.JPEG")
-    refused(capsys, ["--dataset", "tinyimagenet", "--data-dir", str(tmp_path), *CPU], "is incomplete; remove it")
+    refused(capsys, "is incomplete; remove it", fedavg.main, ["--dataset", "tinyimagenet", "--data-dir", str(tmp_path), *CPU])
     (root / "val" / "val_annotations.txt").write_text("no tab\n")
-    refused(capsys, ["--dataset", "tinyimagenet", "--data-dir", str(tmp_path), *CPU], "could not get the data set tinyimagenet")
+    refused(capsys, "could not get the data set tinyimagenet", fedavg.main, ["--dataset", "tinyimagenet", "--data-dir", str(tmp_path), *CPU])
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (raw / f"{part}-ubyte").write_bytes(b"garbage")
-    refused(capsys, ["--dataset", "mnist", "--data-dir", str(tmp_path), *CPU], "could not get the data set mnist")
+    refused(capsys, "could not get the data set mnist", fedavg.main, ["--dataset", "mnist", "--data-dir", str(tmp_path), *CPU])
 
 
 def test_limit_takes_equally_many_of_each_class(tmp_path):
@@ -132,14 +132,6 @@ def test_limit_takes_equally_many_of_each_class(tmp_path):
 
 
 # Bad input: one line on stderr, exit code 2
-
-
-def refused(capsys, argv, words):
-    with pytest.raises(SystemExit) as stop:
-        fedavg.main(argv)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2
-    assert len(lines) == 1 and "error:" in lines[0] and words in lines[0], lines
 
 
 def broken(**changes):
@@ -171,7 +163,7 @@ def broken(**changes):
 ])
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
-    refused(capsys, ["--dataset", str(tmp_path / "bad.npz"), *CPU], words)
+    refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
 def test_broken_and_missing_files_are_refused(tmp_path, capsys):
@@ -179,16 +171,16 @@ def test_broken_and_missing_files_are_refused(tmp_path, capsys):
     whole = (tmp_path / "whole.npz").read_bytes()
     for content in (b"", b"no zip at all", whole[: len(whole) // 2], whole[:-30]):
         (tmp_path / "part.npz").write_bytes(content)
-        refused(capsys, ["--dataset", str(tmp_path / "part.npz"), *CPU], "can't be read as a .npz")
+        refused(capsys, "can't be read as a .npz", fedavg.main, ["--dataset", str(tmp_path / "part.npz"), *CPU])
     np.savez_compressed(tmp_path / "small.npz", **arrays())
     for kind in ("whole", "small"):
         damaged = bytearray((tmp_path / f"{kind}.npz").read_bytes())
         for place in range(300, 400):
             damaged[place] ^= 0xFF
         (tmp_path / "part.npz").write_bytes(damaged)
-        refused(capsys, ["--dataset", str(tmp_path / "part.npz"), *CPU], "can't be read as a .npz")
-    refused(capsys, ["--dataset", str(tmp_path / "none.npz"), *CPU], "there is no file")
-    refused(capsys, ["--dataset", "cifar11", *CPU], "no data set is called 'cifar11'")
+        refused(capsys, "can't be read as a .npz", fedavg.main, ["--dataset", str(tmp_path / "part.npz"), *CPU])
+    refused(capsys, "there is no file", fedavg.main, ["--dataset", str(tmp_path / "none.npz"), *CPU])
+    refused(capsys, "no data set is called 'cifar11'", fedavg.main, ["--dataset", "cifar11", *CPU])
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "emnist", "tinyimagenet"])
@@ -197,7 +189,7 @@ def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypat
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr("urllib.request.urlopen", offline)
-    refused(capsys, ["--dataset", name, "--data-dir", str(tmp_path), *CPU], f"{tmp_path}/{name}.npz")
+    refused(capsys, f"{tmp_path}/{name}.npz", fedavg.main, ["--dataset", name, "--data-dir", str(tmp_path), *CPU])
 
 
 SHAPES = ["--dataset", "shapes", *CPU]
@@ -240,7 +232,7 @@ SHAPES = ["--dataset", "shapes", *CPU]
     ([*SHAPES, "--out", "/sys"], "--out /sys can't be written to"),
 ])
 def test_bad_arguments_are_refused(argv, words, capsys):
-    refused(capsys, argv, words)
+    refused(capsys, words, fedavg.main, argv)
 
 
 @pytest.mark.parametrize("model, size, classes", [("cnn", 24, 4), ("cifarnet", 8, 4), ("vgg9", 2, 4), ("vgg16", 16, 4), ("tfcnn", 0, 4)])
@@ -264,12 +256,10 @@ def apart(m, x, classes):
     (lambda m, x, classes: x.flatten(1)[:, :classes], "it asks for no weights"),
 ])
 def test_a_model_whose_layers_cant_be_told_apart_is_refused(model, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        common.Net("mine", (3, 8, 8), 4, model=model)
-    assert stop.value.code == 2 and words in capsys.readouterr().err
+    refused(capsys, words, common.Net, "mine", (3, 8, 8), 4, model=model)
 
 
-def test_every_number_in_help_is_a_default_and_names_its_symbol(capsys):
+def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
         fedavg.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -369,11 +359,11 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
         assert sorted([*fed.split.train[k], *fed.split.test[k]]) == np.flatnonzero(owner == k).tolist()
     fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--limit", "38"]))
     assert fed.whole.train[1].max() < 38 and (fed.data.owner == np.delete(owner, [38, 39])).all()
-    refused(capsys, [*argv, "--limit", "35"], "leaves a client of --split natural without images")
+    refused(capsys, "leaves a client of --split natural without images", fedavg.main, [*argv, "--limit", "35"])
     np.savez(tmp_path / "bytes.npz", **arrays(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
-    refused(capsys, argv, "use --client-test 0 or more images")
+    refused(capsys, "use --client-test 0 or more images", fedavg.main, argv)
 
 
 def test_semantic_clusters_of_emnist():
@@ -575,9 +565,9 @@ def test_fedslr_transform(width):
 def test_augmentation_comes_from_the_clients_own_stream():
     argv = ["--dataset", "shapes", "--limit", "400", "--clients", "5", "--model", "tfcnn", "--transform", "tensorflow", *CPU]
     a, b = federation(argv), federation([*argv, "--seed", "1"])
-    assert np.array_equal(a.schedule(2, 7, 1, None).u, a.schedule(2, 7, 1, None).u)
-    for other in (a.schedule(3, 7, 1, None), a.schedule(2, 8, 1, None), b.schedule(2, 7, 1, None)):
-        assert not np.array_equal(a.schedule(2, 7, 1, None).u, other.u)
+    assert np.array_equal(a.plan(2, 7, 1, None).uniform, a.plan(2, 7, 1, None).uniform)
+    for other in (a.plan(3, 7, 1, None), a.plan(2, 8, 1, None), b.plan(2, 7, 1, None)):
+        assert not np.array_equal(a.plan(2, 7, 1, None).uniform, other.uniform)
 
 
 # Measures

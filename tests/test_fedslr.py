@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad
 
 import common
 import fedavg
 import fedslr
-from conftest import QUICK, TIMES, paths, pixels, run, softmax_gradient
+from conftest import QUICK, killed, paths, pixels, refused, run, same, softmax_gradient
 
 SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1", "--parallel", "1"]
 VARIANTS = ["fedslr", "lpgd", "gpgd", "s+s"]
@@ -107,7 +106,7 @@ def test_the_nuclear_prox_against_a_solution_without_singular_values(net):
     assert np.linalg.norm(found - V) > 1
 
 
-def test_equal_shapes_in_one_svd_are_each_its_own():
+def test_matrices_of_equal_shape_are_each_their_own():
     """MobileNet has five pointwise layers of 512x512."""
     net = common.Net("mobilenet", (3, 32, 32), 10)
     shapes = [(rows, columns) for _, rows, columns in fedslr.matrices(net)]
@@ -187,52 +186,6 @@ def test_four_rounds_by_hand(variant, copy, toy_argv, tmp_path):
         assert state["ranks"].tolist() == [np.linalg.matrix_rank(w[:12].reshape(3, 4), 1e-9)] == [2]
     if variant == "s+s":
         assert state["numbers"] == np.count_nonzero(w) < 15
-
-
-def test_without_the_low_rank_penalty_it_is_feddyn(toy_argv, tmp_path):
-    """Acar et al. 2021 with alpha = 1/eta_g = .25: server state h, client gradients g_k; in numpy, softmax regression."""
-    fed = federation(toy_argv)
-    w, h, g, alpha = fed.initial_weights().double().numpy(), np.zeros(15), np.zeros((3, 15)), 0.25
-    for t in range(4):
-        S, theta = fed.sample(t), {}
-        for k in S:
-            theta[k] = w
-            for _ in range(2):
-                d = softmax_gradient(theta[k], *pixels(fed, fed.split.train[k]))
-                theta[k] = theta[k] - 0.5 * (d - g[k] + alpha * (theta[k] - w))
-            g[k] = g[k] - alpha * (theta[k] - w)
-        h = h - alpha / 3 * sum(theta[k] - w for k in S)
-        w = sum(theta.values()) / len(S) - h / alpha
-    plain = ["--lambda", "0", "--eta-g", "4", "--lr-decay", "1", "--weight-decay", "0", "--epochs", "2"]
-    _, state = run(fedslr, [*toy_argv, *plain], tmp_path)
-    np.testing.assert_allclose(state["w"].numpy(), w, atol=5e-6)
-    np.testing.assert_allclose(state["gamma"].numpy(), g, atol=5e-6)
-
-
-def test_without_the_low_rank_penalty_a_network_is_feddyn_s(tmp_path):
-    """The same with minibatches, for a network with a hidden layer, in torch: h_k here are Acar et al.'s code's, -g_k/alpha."""
-    argv = [*SMALL, "--rounds", "3", "--batch-size", "10", "--epochs", "2", "--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0"]
-    fed = federation([*argv, "--limit", "160"])
-    w, alpha = fed.initial_weights(), 0.2
-    h = torch.zeros(8, len(w))
-
-    def loss(theta, x, y):
-        a, b, c, d = theta.split([307200, 100, 1000, 10])
-        return F.cross_entropy(F.relu(x.flatten(1) @ a.view(100, -1).T + b) @ c.view(10, 100).T + d, y)
-
-    for t in range(3):
-        ends = []
-        for k in fed.sample(t):
-            theta, plan = w, fed.schedule(k, t, 2)
-            for index, real in zip(plan.index, plan.real):
-                x = torch.from_numpy(fed.data.images[index[real]]).permute(0, 3, 1, 2) / 255
-                linear = theta - 0.1 * grad(loss)(theta, x, torch.from_numpy(fed.data.labels[index[real]]))
-                theta = linear - 0.1 * alpha * (theta - w + h[k])
-            h[k] += theta - w
-            ends.append(theta)
-        w = torch.stack(ends).mean(0) + h.mean(0)
-    _, state = run(fedslr, [*argv, "--limit", "160"], tmp_path)
-    torch.testing.assert_close(state["w"], w, atol=2e-5, rtol=0)
 
 
 def squares(logits, batch):
@@ -385,30 +338,16 @@ def test_clients_that_were_never_sampled_have_the_first_p(start, tmp_path):
     assert record["final"]["personal"]["per_client"][idle[0]] == pytest.approx(right.mean())
 
 
-class Stop(Exception):
-    pass
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     """Killed in Phase II of t = 3, after the evaluation at the end of t = 1: t = 2 and 3 are done again."""
     argv = [*SMALL, "--rounds", "5", "--eval-every", "2", "--lambda", "0.01"]
     whole, a = run(fedslr, argv, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-
-        def dying(self, *arguments, train=common.Federation.train, **more):
-            if arguments[3] == 3 and more:
-                raise Stop
-            return train(self, *arguments, **more)
-
-        patch.setattr(common.Federation, "train", dying)
-        with pytest.raises(Stop):
-            fedslr.main([*argv, "--out", str(tmp_path / "cut")])
+    killed(fedslr, argv, tmp_path / "cut", lambda t, options: t == 3 and options)
     again, b = run(fedslr, [*argv, "--resume"], tmp_path / "cut")
     assert sorted(a) == ["gamma", "gamma_mean", "numbers", "p", "ranks", "w"]
     for name in a:
         assert a[name] == b[name] if name == "numbers" else torch.equal(a[name], b[name])
-    for row, other in zip(whole["rounds"], again["rounds"], strict=True):
-        assert {**row, **TIMES} == {**other, **TIMES}
+    assert same(whole, again)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -484,24 +423,17 @@ def gigabytes(row, *ways):
     return 1000 * 10 * sum(row[way] for way in ways) / 1e9
 
 
-# what the paper calls 893.92 for every data set; LG-FedAvg's 0.41 of it, FedRep's 893.51 (the last layer, and all others)
-@pytest.mark.parametrize("classes, size, dense, lg, rep", [
-    (10, 32, 893.92, 0.41, 893.51), (100, 32, 897.60, 4.08, 889.84), (200, 64, 902.33, 8.13, 885.78)])
-def test_table_2_s_closed_forms(classes, size, dense, lg, rep, untrained, tmp_path):
+# what the paper calls 893.92 for every data set
+@pytest.mark.parametrize("classes, size, dense", [(10, 32, 893.92), (100, 32, 897.60), (200, 64, 902.33)])
+def test_table_2_s_closed_forms(classes, size, dense, untrained, tmp_path):
     """GB of 1000 rounds with 10 clients, from what a round of a run says it sent; facts.md A4.5, A4.7."""
     record = untrained(fedslr, classes, size, tmp_path, "--variant", "lpgd")
     whole = [gigabytes(row, "bytes_up", "bytes_down") for row in record["rounds"]]
     assert [round(gb, 2) for gb in whole] == [dense, dense]
-    net, fc = resnet(classes, size)
-    share = fc / net.d
-    base = 4 * 20 * 1000 * 11_173_952 / 1e9
-    assert record["parameters"] == net.d and (round(base * share, 2), round(base * (1 - share), 2)) == (lg, rep)
     if classes == 10:
+        assert record["parameters"] == 11_173_952
         fedavg_s = untrained(fedavg, classes, size, tmp_path, "--momentum", "0")
         assert fedavg_s["bytes_up"] + fedavg_s["bytes_down"] == record["bytes_up"] + record["bytes_down"]
-        assert (round(2 * whole[0], 2), round(whole[0] / 2, 2)) == (1787.83, 446.96)  # SCAFFOLD, FedSpa
-        millions = record["parameters"] / 1e6
-        assert (round(millions, 2), round(2 * millions, 2), round(millions / 2, 2)) == (11.17, 22.35, 5.59)  # APFL, FedSpa
 
 
 def test_fedslr_s_bytes_in_table_2(untrained, tmp_path):
@@ -603,9 +535,7 @@ def test_the_settings_are_the_papers(dataset):
 
 @pytest.mark.parametrize("argv", [["--momentum", "0.9"], ["--export", "/nowhere/w.pt"], ["--eta-g", "0"], ["--lambda", "-1"]])
 def test_bad_input_is_refused_in_one_line(argv, capsys):
-    with pytest.raises(SystemExit) as ended:
-        fedslr.arguments(argv)
-    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    refused(capsys, argv[0], fedslr.arguments, argv)
 
 
 def test_a_run_that_diverges_exports_nothing(tmp_path):

@@ -13,7 +13,7 @@ import common
 import engine
 import fedavg
 import pretend
-from conftest import Conv, Seen, run
+from conftest import Conv, Seen, killed, run
 from test_processes import COMMANDS, SOME
 
 REAL = torch.cuda.is_available()
@@ -51,7 +51,7 @@ def gpu(name=""):
         init(self, args)
         self.vmap, self.graphs, self.parallel = True, True, None
         if "tuned" not in name:
-            self.ways, self.replays = Conv(), Seen()
+            self.ways, self.seen = Conv(), Seen()
         if "patches" in name:
             self.net.route = "patches"
 
@@ -125,16 +125,9 @@ def test_the_gpus_way_gives_what_the_loop_gives(name, tmp_path, capsys):
 def test_a_run_is_resumed_on_it(tmp_path):
     argv = [*SOME, "--model", "mnistnet", "--rounds", "3", "--eval-every", "1", *(["--device", "cuda", "--precision", "fp32"] if REAL else [])]
 
-    def dying(self, *arguments, train=common.Federation.train, **more):
-        if arguments[3] == 2:
-            raise InterruptedError
-        return train(self, *arguments, **more)
-
     with gpu():
         _, want = run(fedavg, argv, tmp_path / "whole")
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
-            patch.setattr(common.Federation, "train", dying)
-            run(fedavg, argv, tmp_path / "parts")
+        killed(fedavg, argv, tmp_path / "parts", lambda t, _: t == 2)
         record, state = run(fedavg, [*argv, "--resume"], tmp_path / "parts")
     assert [row["round"] for row in record["rounds"]] == [1, 2, 3]
     torch.testing.assert_close(state["w"], want["w"], atol=1e-6, rtol=1e-5)
@@ -159,7 +152,7 @@ def test_a_capture_that_breaks_leaves_other_graphs_unharmed():
 
 @pytest.mark.skipif(not REAL, reason="wants a real GPU")
 def test_when_memory_runs_out_fewer_clients_go_together(tmp_path, capsys):
-    """Eight ResNet-18 take more than 4 GiB when they train; they have 3, of which what goes in and comes out takes two."""
+    """Eight ResNet-18 take more than 3 GiB when they train, which they have; what goes in and comes out takes one of them."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.get_device_properties(0).total_memory)

@@ -1,5 +1,7 @@
 """What the files say of themselves: pseudocode tags, deviations, commands, numbers, lengths."""
 
+import functools
+import inspect
 import json
 import pathlib
 import re
@@ -8,10 +10,10 @@ import shlex
 import numpy as np
 import pytest
 
-import common
-import reproduce
+import baselines
 import compare
 import fedavg
+import reproduce
 
 HERE = pathlib.Path(fedavg.__file__).parent
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
@@ -23,9 +25,13 @@ def parts(name):
     return doc, code
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+LISTINGS = {name: parts(name) for name in ALGORITHMS}
+LISTINGS |= {method.__name__: inspect.getsource(method).split('"""', 2)[1:] for method in baselines.METHODS.values()}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
 def test_every_line_of_the_pseudocode_is_cited_and_every_citation_exists(name):
-    doc, code = parts(name)
+    doc, code = LISTINGS[name]
     lines = {int(number) for number in re.findall(r"^ {4,5}(\d{1,2})  ", doc, re.M)}
     assert lines == set(range(1, max(lines) + 1))
     cited = set()
@@ -36,9 +42,9 @@ def test_every_line_of_the_pseudocode_is_cited_and_every_citation_exists(name):
     assert cited == lines
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", LISTINGS)
 def test_every_deviation_is_cited_where_it_happens(name):
-    doc, code = parts(name)
+    doc, code = LISTINGS[name]
     listed = set(re.findall(r"^    (D\d+)  ", doc, re.M))
     assert listed == {f"D{i + 1}" for i in range(len(listed))}
     assert set(re.findall(r"\bD\d+\b", "\n".join(re.findall(r"#.*", code)))) == listed
@@ -53,9 +59,15 @@ def test_the_main_loop_fits_on_a_screen_and_the_file_in_400_lines(name):
     assert main.count("\n") <= 55
 
 
+@functools.cache
+def pages():
+    """README.md and results/MEASURED.md, with links from the top."""
+    return (HERE / "README.md").read_text() + (HERE / "results" / "MEASURED.md").read_text().replace("](", "](results/")
+
+
 def commands():
-    """Every `python NAME.py ...` in the README and the docstrings."""
-    texts = [(HERE / "README.md").read_text()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
+    """Every `python NAME.py ...` in the pages and the docstrings."""
+    texts = [pages()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
     found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", "\n".join(texts), re.M)
     return sorted({(name, " ".join(argv.split())) for name, argv in found})
 
@@ -63,22 +75,12 @@ def commands():
 @pytest.mark.parametrize("name, argv", commands())
 def test_commands_in_the_text_parse(name, argv, monkeypatch):
     """Up to the point where data would be read."""
-
-    class Parsed(Exception):
-        pass
-
-    def stop(args):
-        raise Parsed
-
-    monkeypatch.setattr(common, "Federation", stop)
-    module = __import__(name)
     if name == "reproduce":
         for work in ("show", "reproduce", "rebuild", "quick", "measure", "accept"):
-            monkeypatch.setattr(module, work, lambda *_: 0)
-        assert module.main(shlex.split(argv)) == 0
-        return
-    with pytest.raises(Parsed):
-        module.main(shlex.split(argv))
+            monkeypatch.setattr(reproduce, work, lambda *_: 0)
+        assert reproduce.main(shlex.split(argv)) == 0
+    else:
+        assert reproduce.arguments(f"{name}.py {argv}")
 
 
 def quotable(path):
@@ -102,7 +104,7 @@ def measure(when, part, name):
     return lambda record: f"{of(record)[part][name]:.4f}"
 
 
-# What stands in a column of the README's tables, by the column's title
+# What stands in a column of the pages' tables, by the column's title
 COLUMNS = {
     "minutes": training, "minutes of training": training, "s/round": lambda record: f"{record['seconds_per_round']:.1f} s",
     "rounds": lambda record: str(len(record["rounds"])), "global, last": measure("final", "global", "top1"),
@@ -113,10 +115,10 @@ COLUMNS = {
 }
 
 
-def test_numbers_in_the_readme_are_those_of_the_committed_results():
+def test_numbers_in_the_pages_are_those_of_the_committed_results():
     """Every table row that links to a result.json; a cell may be empty."""
     found, titles = [], None
-    for line in (HERE / "README.md").read_text().splitlines():
+    for line in pages().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|") or "---" in line:
             continue
@@ -132,9 +134,9 @@ def test_numbers_in_the_readme_are_those_of_the_committed_results():
     assert set(COLUMNS) - {"minutes", "minutes of training"} == set(found)
 
 
-def test_persfls_table_in_the_readme_is_that_of_its_records():
+def test_persfls_table_is_that_of_its_records():
     """Runs, FedAvg, fine-tuned and PersFL in per cent: means over users and runs."""
-    rows = re.findall(r"^\| \[.*\]\((results/persfl-.*)\) \|(.*)\|$", (HERE / "README.md").read_text(), re.M)
+    rows = re.findall(r"^\| \[.*\]\((results/persfl-.*)\) \|(.*)\|$", pages(), re.M)
     assert len(rows) == 6
     for folder, numbers in rows:
         users = [json.loads(path.read_text())["final"]["users"] for path in (HERE / folder).glob("*/result.json")]
@@ -146,7 +148,7 @@ def test_persfls_table_in_the_readme_is_that_of_its_records():
 def test_the_table_of_all_methods_is_that_of_its_record():
     rows = json.loads((HERE / "results" / "compare.json").read_text())["rows"]
     assert {row["method"].split()[0] for row in rows} == set(compare.METHODS)
-    assert "\n".join(compare.lines(rows)) in (HERE / "README.md").read_text()
+    assert "\n".join(compare.lines(rows)) in pages()
 
 
 @pytest.mark.parametrize("name", compare.METHODS)
@@ -158,6 +160,8 @@ def test_the_commands_of_the_comparison_parse(name, monkeypatch):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
     """Four digits behind the name of a folder under results/, on its line or the next, are from its record."""
-    for path, rest in re.findall(r"(results/[\w./-]+\w):\s+(.*)", parts(name)[0]):
+    found = re.findall(r"(results/[\w./-]+\w):\s+(.*)", parts(name)[0])
+    assert found
+    for path, rest in found:
         quoted = re.findall(r"0\.\d{4}", rest)
         assert quoted and set(quoted) <= quotable(f"{path}/result.json")

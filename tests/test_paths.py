@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 import common
 import engine
 import fedavg
-from conftest import QUICK, Conv, Seen, federation, run
+from conftest import QUICK, Conv, Seen, federation, refused, run
 
 UNEQUAL = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--fraction", "1", "--model", "mnistnet"]
 
@@ -92,9 +92,7 @@ def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(engine, "train_together", none)
-    with pytest.raises(SystemExit) as stop:
-        trained(fed, np.arange(8))
-    assert stop.value.code == 2 and "out of GPU memory with one client at a time" in capsys.readouterr().err
+    refused(capsys, "out of GPU memory, with one client at a time", trained, fed, np.arange(8))
 
 
 def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
@@ -127,14 +125,14 @@ def test_only_the_clients_with_minibatches_left_go_on():
     fed.clients, fed.n = np.arange(4), torch.tensor([30.0, 70, 5, 20])
     want = trained(fed, np.arange(4))
     fed.vmap, fed.parallel, seen = True, None, []
-    together = engine.step_together
+    together = engine.vmapped_step
 
     def watched(fed, step, state, index, *rest):
         seen.append(len(index))
         return together(fed, step, state, index, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "step_together", watched)
+        patch.setattr(engine, "vmapped_step", watched)
         torch.testing.assert_close(trained(fed, np.arange(4)), want, atol=1e-5, rtol=1e-4)
     assert seen == [4, 3, 2, 1, 1, 1, 1]
     assert (fed.slots, fed.filled) == (10 * (4 + 3 + 2 + 4), 30 + 70 + 5 + 20)
@@ -176,7 +174,7 @@ def test_a_step_that_cannot_be_captured_runs_without_and_others_with(capsys, mon
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
     fed.vmap = fed.graphs = True
-    fed.ways, fed.replays = Conv(), Seen()
+    fed.ways, fed.seen = Conv(), Seen()
     init, pools = engine.Replay.__init__, []
 
     def fail(self, function, *_):
@@ -204,7 +202,7 @@ def test_a_step_may_hand_on_its_state_in_another_place(function):
     make = torch.Generator().manual_seed(0)
     state = tuple(torch.randn(2, 2, generator=make) for _ in range(3))
     inputs = torch.zeros(3, 2, 1), torch.tensor([[True, True]] * 2 + [[True, False]])
-    want = engine.steps_together(function, state, inputs, ())
+    want = engine.run_steps(function, state, inputs, ())
     got = engine.Replay(function, state, tuple(z[0] for z in inputs), ())(state, inputs, ())
     torch.testing.assert_close(got, want, atol=0, rtol=0)
 
@@ -260,9 +258,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(tmp_path):
 
 
 def test_tf32_is_refused_on_a_cpu(capsys):
-    with pytest.raises(SystemExit) as stop:
-        federation([*QUICK, "--precision", "tf32"])
-    assert stop.value.code == 2 and "--precision tf32 is for GPUs" in capsys.readouterr().err
+    refused(capsys, "--precision tf32 is for GPUs", federation, [*QUICK, "--precision", "tf32"])
 
 
 def test_tf32_and_cudnns_timing_are_for_training_alone():

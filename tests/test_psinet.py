@@ -10,7 +10,7 @@ from torch.func import grad
 import common
 import fedavg
 import psinet
-from conftest import QUICK, TIMES, paths, run
+from conftest import QUICK, killed, paths, refused, run, same
 
 # all nodes take part, with 2 classes each
 SMALL = [*QUICK, "--split", "classes", "--clients", "5", "--per-client", "2", "--fraction", "1", "--model", "tiny",
@@ -416,7 +416,7 @@ def test_all_paths_agree(enter, norm):
     """Pruned nodes with other groups and of other sizes, in float64; nodes that finish early keep their state."""
     argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--clients", "4", "--epochs", "1", "--batch-size", "20"]
     fed = common.Federation(psinet.arguments(argv))
-    fed.transform, fed.dtype = lambda x, u=None: common.scale(x).double(), torch.double
+    fed.transform = lambda x, u=None: common.scale(x).double()
     assert len({len(index) // 20 for index in fed.split.train}) > 1
     net = fed.net = psi(norm=norm, enter=enter, n=3)
     w, b = start(net)
@@ -442,27 +442,13 @@ def test_multiplications_are_added_up_over_rounds_epochs_and_nodes(tmp_path, mon
     assert [row["macs"] for row in record["rounds"][1:]] == work[1:].tolist() and record["final"]["macs"] == work[2]
 
 
-class Stop(Exception):
-    pass
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     argv = [*SMALL, "--prune", "--rounds", "4", "--eval-every", "2", "--split", "dirichlet", "--alpha", "3"]
     whole, a = run(psinet, argv, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-
-        def dying(self, *arguments, train=common.Federation.train, **more):
-            if arguments[3] == 3:
-                raise Stop
-            return train(self, *arguments, **more)
-
-        patch.setattr(common.Federation, "train", dying)
-        with pytest.raises(Stop):
-            psinet.main([*argv, "--out", str(tmp_path / "cut")])
+    killed(psinet, argv, tmp_path / "cut", lambda t, _: t == 3)
     again, b = run(psinet, [*argv, "--resume"], tmp_path / "cut")
     assert torch.equal(a["w"], b["w"]) and torch.equal(a["b"], b["b"]) and len(b["b"]) == 12
-    for row, other in zip(whole["rounds"], again["rounds"], strict=True):
-        assert {**row, **TIMES} == {**other, **TIMES}
+    assert same(whole, again)
 
 
 def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path):
@@ -491,9 +477,7 @@ def test_what_is_printed(tmp_path, capsys):
 @pytest.mark.parametrize("flags, words", [
     (["--groups", "4"], "divisor of 10"), (["--depth", "conv9"], "conv1"), (["--groups", "-1"], "at least 0")])
 def test_refusals(flags, words, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        psinet.main([*SMALL, *flags, "--out", str(tmp_path)])
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    refused(capsys, words, psinet.main, [*SMALL, *flags, "--out", str(tmp_path)])
 
 
 # Class preferences and total variance
@@ -614,9 +598,7 @@ def test_the_settings_are_the_papers():
     (["--model", "tfcnn", "--depth", "fc3"], "can't be grouped"), (["--model", "resnet18", "--depth", "stage3"], "can't be grouped"),
 ])
 def test_what_makes_no_sense_is_refused(argv, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        psinet.arguments(["--dataset", "shapes", *argv])
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    refused(capsys, words, psinet.arguments, ["--dataset", "shapes", *argv])
 
 
 def test_without_groups_the_tutorials_network_keeps_its_weight_decay():

@@ -181,17 +181,14 @@ def test_commands_say_what_their_cells_are():
 
 
 def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
-    """One of each file and method, then others by a seeded draw until the time is up: two rounds, everything made small."""
+    """One of each file and method, and 20 others by a seeded draw: two rounds, everything made small."""
     images = datasets.shapes(200, 100)
     monkeypatch.setattr(datasets, "shapes", lambda: images)
     smaller = ["--dataset", "shapes", "--limit", "200", "--clients", "10", "--per-client", "2", "--rounds", "2", "--epochs",
                "1", "--batch-size", "5", "--eval-every", "2", "--device", "cpu"]
     drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))
     kinds = {(c.split()[0], (re.search(r"--method \S+", c) or [""])[0]): c for c in drawn}
-    start = time.monotonic()
-    for i, command in enumerate([*kinds.values(), *drawn]):
-        if i >= len(kinds) and time.monotonic() - start > 40:
-            break
+    for i, command in enumerate([*kinds.values(), *drawn[:20]]):
         out = tmp_path / str(i)
         out.mkdir()
         file, *flags = reproduce.expand(command, out)
@@ -531,7 +528,6 @@ def test_committed_records_were_made_by_the_commits_that_they_name():
         assert hashlib.sha256(file).hexdigest() == digest, (commit, name)
 
 
-@pytest.mark.skipif(not (reproduce.RESULTS / "README.md").exists(), reason="no page yet")
 def test_the_committed_page_has_the_numbers_of_the_committed_records():
     """Up to what depends on today's source files: what is stale."""
     def plain(text):

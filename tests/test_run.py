@@ -21,7 +21,7 @@ import fedavg
 import fedavgm
 import psinet
 import records
-from conftest import QUICK, TIMES, federation, run
+from conftest import QUICK, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
 GLOBAL = {"top1", "top5", "loss", "ece", "mce"}
@@ -55,42 +55,12 @@ def test_the_record(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def same(a, b):
-    """Two records, but for what differs between any two runs."""
-    for record in (a, b):
-        for row in record["rounds"]:
-            row.update(TIMES)
-        for name in ("seconds_per_round", "peak_memory_mb", "environment"):
-            record.pop(name)
-        for name in records.FREE:
-            record["args"].pop(name, None)
-    return a == b
-
-
-def killed(module, argv, out, monkeypatch):
-    """A run that ends in the middle of round 4."""
-
-    class Stop(Exception):
-        pass
-
-    train = common.Federation.train
-
-    def dying(self, step, clients, S, t, *shared, **options):
-        if t == 3:
-            raise Stop
-        return train(self, step, clients, S, t, *shared, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(common.Federation, "train", dying)
-        module.main([*argv, "--out", str(out)])
-
-
 @pytest.mark.parametrize("module, more", [(fedavg, ["--momentum", "0.9"]), (fedavgm, ["--model", "cnn", "--transform", "scale", "--beta", "0.9", "--lr", "0.02"])])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp_path):
     """Killed in the middle of round 4, after the evaluation of round 2: rounds 3 and 4 are done again."""
     argv = [*QUICK, "--rounds", "6", "--eval-every", "2", *more]
     whole, state = run(module, argv, tmp_path / "whole")
-    killed(module, argv, tmp_path / "parts", monkeypatch)
+    killed(module, argv, tmp_path / "parts", lambda t, _: t == 3)
     assert len(json.loads((tmp_path / "parts" / "result.json").read_text())["rounds"]) == 2
     parts, resumed = run(module, [*argv, "--resume", "--parallel", "3"], tmp_path / "parts")
     assert set(state) == set(resumed) and all(torch.equal(state[name], resumed[name]) for name in state)
@@ -113,9 +83,7 @@ def test_resume_overwrites_no_record(tmp_path, capsys):
     run(fedavg, QUICK, tmp_path)
     (tmp_path / "state.pt").unlink()
     before = (tmp_path / "result.json").read_bytes()
-    with pytest.raises(SystemExit) as refused:
-        fedavg.main([*QUICK, "--resume", "--plot", "--out", str(tmp_path)])
-    assert refused.value.code == 2 and "leave out --resume" in capsys.readouterr().err
+    refused(capsys, "leave out --resume", fedavg.main, [*QUICK, "--resume", "--plot", "--out", str(tmp_path)])
     assert (tmp_path / "result.json").read_bytes() == before
     interrupted = before.replace(b'"status": "finished"', b'"status": "interrupted"')
     (tmp_path / "result.json").write_bytes(interrupted)
@@ -126,7 +94,7 @@ def test_resume_overwrites_no_record(tmp_path, capsys):
 def test_a_resumed_record_names_every_environment(tmp_path, monkeypatch):
     """Rounds keep the versions that they were done by, and a plot of a finished run changes none."""
     argv = [*QUICK, "--rounds", "4", "--eval-every", "2"]
-    killed(fedavg, argv, tmp_path, monkeypatch)
+    killed(fedavg, argv, tmp_path, lambda t, _: t == 3)
     then = json.loads((tmp_path / "result.json").read_text())["environment"]
     monkeypatch.setattr(np, "__version__", "99")
     record, _ = run(fedavg, [*argv, "--resume"], tmp_path)
@@ -151,9 +119,7 @@ def test_an_earlier_record_is_kept(tmp_path):
 ])
 def test_a_state_of_other_arguments_is_refused(more, words, tmp_path, capsys):
     run(fedavg, QUICK, tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        fedavg.main([*QUICK, *more, "--resume", "--out", str(tmp_path)])
-    assert stop.value.code == 2 and words in capsys.readouterr().err
+    refused(capsys, words, fedavg.main, [*QUICK, *more, "--resume", "--out", str(tmp_path)])
 
 
 def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
@@ -163,14 +129,9 @@ def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
     for change, words in (({"sources": {**saved["sources"], "common.py": "0" * 64}}, "another version of common.py"),
                           ({"data": "0" * 16}, "belongs to other data"), ({"split": "0" * 16}, "belongs to other split")):
         torch.save({**saved, **change}, path)
-        with pytest.raises(SystemExit) as stop:
-            fedavg.main([*QUICK, "--resume", "--out", str(tmp_path)])
-        assert stop.value.code == 2 and words in capsys.readouterr().err
+        refused(capsys, words, fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(SystemExit) as stop:
-        fedavg.main([*QUICK, "--resume", "--out", str(tmp_path)])
-    error = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "can't be read" in error and "\n" not in error
+    refused(capsys, "can't be read", fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
 
 
 def test_divergence_is_recorded_and_the_last_finite_state_kept(tmp_path, capsys, monkeypatch):
@@ -242,8 +203,11 @@ def test_a_signal_while_saving_waits_for_the_files_to_be_whole(tmp_path, monkeyp
 def test_a_large_learning_rate_diverges(tmp_path):
     with pytest.raises(SystemExit) as stop:
         fedavg.main([*QUICK, "--lr", "1e6", "--rounds", "8", "--out", str(tmp_path)])
-    text = (tmp_path / "result.json").read_text()
-    assert stop.value.code == 3 and json.loads(text)["diverged"] and "NaN" not in text and "Infinity" not in text
+    assert stop.value.code == 3 and json.loads((tmp_path / "result.json").read_text())["diverged"]
+
+
+def test_a_record_has_no_number_that_json_has_not():
+    assert records.finite({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}, "d": "x"}) == {"a": [None, 1.5], "b": {"c": None}, "d": "x"}
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -313,9 +277,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
     fed = federation(argv)
     rounds = records.Run(fedavg.__file__, fed.args, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
     next(rounds)
-    with pytest.raises(SystemExit) as stop:
-        fedavg.main(argv)
-    assert stop.value.code == 2 and "another run is writing to" in capsys.readouterr().err
+    refused(capsys, "another run is writing to", fedavg.main, argv)
     assert not list((tmp_path / "run").iterdir())
     rounds.close()
     fedavg.main(argv)
