@@ -9,7 +9,7 @@ Read from top to bottom, or jump:
     5. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
 
 Images come from datasets.py, the loop over the rounds and the record from records.py, and what makes training fast from
-engine.py. To follow an algorithm, read Federation.train, schedule and train_alone (5), and run.rounds (records.py).
+engine.py. To follow an algorithm, read Federation.train, plan and train_alone (5), and run.rounds (records.py).
 
 Shapes in comments: d numbers in a model, K clients, m of them sampled in a round, N images, B images in a minibatch,
 H x W pixels, C channels. Global measures are taken on the data set's central test images; personal ones on each
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 import engine
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import Run, drawing, finite, short  # noqa: F401
+from records import Run, drawing, finite, without_clients  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -822,7 +822,7 @@ class Federation:
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
         self.ways = {}  # on a GPU, step function -> the fastest way: of convolutions, and clients at once (None: all)
         self.replays = {}  # step function and shapes -> the CUDA graph for them
-        self.seen = set()  # step functions and shapes that came before
+        self.shapes_seen = set()  # step functions and shapes that came before
         self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.peak = 0  # bytes, the most that a GPU held before ways were tried
@@ -895,10 +895,10 @@ class Federation:
         """Takes every client of S through its minibatches of round t, and returns their states.
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
-        function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]. shared:
-        tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers, handed to
-        step as batch.draw. epochs: E, --epochs by default. phase: another number for every further pass in the same round,
-        or it sees the same minibatches.
+        function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
+        shapes and types. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
+        random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: another number for every further
+        pass in the same round, or it sees the same minibatches.
 
         A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.

@@ -56,7 +56,7 @@ def find_device(name):
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as problem:
-        refuse(f"--device {name} can't be used: {str(problem).splitlines()[0]}; use --device cpu",
+        refuse(f"--device {name} can't be used: {first_line(problem)}; use --device cpu",
                alone=name == "cuda" and torch.cuda.is_available())  # then there is one, but not one for this process
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -129,7 +129,7 @@ def train(fed, step, state, plans, shared):
         few = [plans[i]._make(z[:steps] for z in plans[i]) for i in these]
         return train_together(fed, step, tree_map(lambda z: z[these], state), few, shared)
 
-    def put(these):
+    def put(results, these):
         """Their work's results, into their places: with all parts and a copy of them a state would be held three times."""
         rows = torch.from_numpy(these).to(fed.device)
         tree_map(lambda a, b: a.index_copy_(0, rows, b), results, work(these))
@@ -140,12 +140,17 @@ def train(fed, step, state, plans, shared):
                 fed.ways[step] = tune(fed, lambda these: work(these, TIMED), order)
             fed.net.route, most = fed.ways.get(step, (fed.net.route, fed.parallel))
             results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
-            fed.ways[step] = fed.net.route, in_parts(fed, put, order, most)[1]
+            fed.ways[step] = fed.net.route, in_parts(fed, functools.partial(put, results), order, most)[1]
             return results
         except RuntimeError as problem:
             if not out_of_memory(problem):
                 raise
-            refuse("out of GPU memory, with one client at a time; use a smaller --batch-size or --model", alone=True)
+            refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or "
+                   "--model", alone=True)
+
+
+def first_line(problem):
+    return (str(problem).splitlines() or [type(problem).__name__])[0]
 
 
 def out_of_memory(problem):
@@ -269,19 +274,21 @@ def runner(fed, step, state, inputs, shared):
     key = step, fed.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
     if key in fed.replays:
         return fed.replays[key]
-    if key not in fed.seen and len(inputs[0]) <= TIMED:
-        fed.seen.add(key)
+    if key not in fed.shapes_seen and len(inputs[0]) <= TIMED:
+        fed.shapes_seen.add(key)
         return eager
     if len(fed.replays) == 64:
-        del fed.replays[next(iter(fed.replays))]  # the oldest
-    pool = next((replay.pool for replay in fed.replays.values()), None)  # one at a time runs: they share memory,
-    pool = None if fed.uncaptured else pool  # which a capture that failed may have left unusable
+        oldest = next(iter(fed.replays))
+        del fed.replays[oldest]
+        fed.shapes_seen.discard(oldest)
+    # one graph runs at a time, so that they share memory, which a capture that failed may have left unusable
+    pool = None if fed.uncaptured else next((replay.pool for replay in fed.replays.values()), None)
     try:
         fed.replays[key] = Replay(one_step, state, tuple(z[0] for z in inputs), shared, pool)
     except RuntimeError as problem:
         if out_of_memory(problem):
             raise
-        print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({str(problem).splitlines()[0]})")
+        print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({first_line(problem)})")
         fed.uncaptured.add((step, fed.net.route))
         return eager
     return fed.replays[key]
@@ -289,7 +296,7 @@ def runner(fed, step, state, inputs, shared):
 
 def forget_graphs(fed):
     fed.replays.clear()
-    fed.seen.clear()
+    fed.shapes_seen.clear()
 
 
 @functools.cache
@@ -307,9 +314,9 @@ class Replay:
 
     def __init__(self, function, state, inputs, shared, pool=None):
         self.function, (self.state, self.inputs, self.shared) = function, copied((state, inputs, shared))
-        self.go, self.pool = None, pool
+        self.go, self.pool = None, pool  # not self.once: by this reference to itself a failed capture's memory would stay alive
         if self.inputs[0].device.type != "cuda":
-            self.go = self.once  # a reference to itself, which would keep alive what a failed capture holds
+            self.go = self.once
         else:
             main, side, graph = torch.cuda.current_stream(), side_stream(self.inputs[0].device), torch.cuda.CUDAGraph()
             side.wait_stream(main)

@@ -3,8 +3,8 @@ Deep Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
     python fedavg.py --dataset cifar10            (row FedAvg of SuPerFed's Table 1: top-1 .4709, top-5 .8937)
 
-Measured, seed 0, 2 CPU cores: all 200 rounds in 25 min (by baselines.py --method fedavg-ft, whose global model is the same),
-and 40 rounds in 10 min; the best evaluation in brackets:
+Measured, seed 0, 2 CPU cores: all 200 rounds in 25 min (by baselines.py --method fedavg-ft, whose global model is the same but
+for rounding: at round 40 it had .329), and 40 rounds in 10 min; the best evaluation in brackets:
     results/superfed-1/fedavg-ft-cifar10/0: global 0.4607 (0.4641)
     results/scale-0.2/superfed-1/fedavg-cifar10/0: global 0.3096 (0.3096)
 
@@ -83,7 +83,7 @@ def main(argv=None):
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D5)
         eta = federation.eta(t)  # D4
         w = state.w.expand(len(S), -1)  # [m, d]
-        # The loops of l.9-10 are in common.py: E and B in Federation.schedule, the minibatches in Federation.train_alone
+        # The loops of l.9-10 are in common.py: E and B in Federation.plan, the minibatches in Federation.train_alone
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-10 (D2), l.12: [m, d]
         n_k = federation.n[S]  # [m]
         state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.7 (D1): [d]

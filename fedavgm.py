@@ -42,11 +42,11 @@ Deviations
     D2  Line 13: the paper's weight decay of .004 does not say of what. Here it adds .004*w to the gradient of the kernels of
         the two hidden fully connected layers alone, as in the TensorFlow tutorial that the network is from (with another
         --model: of all weights). Flower's reproduction takes twice as much. Effect not measured.
-    D3  For every point the paper searches eta and beta over grids (Flower's has eta from 1e-4 to .3 and beta 0, .7, .9, .97,
-        .99, .997), takes each setting's mean over 5 runs with different clients, and shows the best. Its text does not say
-        which that was; its Figure 6, which our copy lacks, marks some. Here one run of one setting: the defaults are what
-        Flower's reproduction chose for E=1, C=.05 and this alpha, for a network with BatchNorm and images without
-        augmentation.
+    D3  For every point the paper searches eta and beta over grids, which our copy has lost (Flower's: eta from 1e-4 to .3,
+        beta .7, .9, .97, .99, .997), and shows the best; FedAvg's in Figure 2 is a mean over 5 runs with different clients.
+        Its text does not name the best, its Figure 6, which our copy lacks, marks some. Here one run of one setting: the
+        defaults are what Flower's reproduction chose for E=1, C=.05 and this alpha, for a network with BatchNorm and images
+        without augmentation.
     D4  Images are augmented as in the tutorial: a random 24x24 window, flip, brightness, contrast, mean 0 and deviation 1 per
         image. The paper does not say whether its were. The ranges of brightness and contrast and the initial weights are
         from memory of the tutorial. Effect not measured.

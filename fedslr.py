@@ -72,9 +72,9 @@ say" means: in what is left of our copy.
         p_i is: non-zeros alone, without their positions; the ranks of w are not computed, but recorded as full. S+LR and
         LR+LR, which the paper calls too slow, are not offered.
     D10  Data and model. alpha = .1 is per class, as officially; the paper cites Hsu et al., whose .1 is .1/classes per class.
-        A class that is used up is dealt out again, as officially, so that clients share images. Flip, crop, GroupNorm with 2
-        groups and a last layer without bias are the official code's, on which the paper does not say anything. Evaluated every
-        20th round, officially every 5th: `best` chooses among fewer.
+        A class that is used up is dealt out again, as officially, so that clients share images. The paper has ResNet-18 with
+        GroupNorm; the number of its groups, 2, a last layer without bias, flip and crop are the official code's. Evaluated
+        every 20th round, officially every 5th: `best` chooses among fewer.
 """
 
 import os
@@ -140,8 +140,9 @@ def count(net, ranks):
 def prox_nuclear(net, v, tau):
     """Line 8's argmin for lambda*eta_g = tau: w [d], and the ranks [L] of its matrices. Equal shapes go together.
 
-    A = U diag(s) V' becomes A V diag(soft(s)/s) V', with the eigenvectors V and eigenvalues s^2 of A'A, in float64. An SVD in
-    float32 takes as long on a CPU, with a hundred times the rounding error.
+    A = U diag(s) V' becomes A V diag(soft(s)/s) V', with the eigenvectors V and eigenvalues s^2 of A'A (of AA' if A is wide),
+    in float64. An SVD in float32 takes as long on a CPU, with many times the rounding error. For tau = 0 singular values
+    below 1e-8 of the largest are rounding, and count by chance.
     """
     parts, ranks, together = list(v.split(net.sizes)), {}, {}
     for i, rows, columns in matrices(net):
@@ -152,9 +153,9 @@ def prox_nuclear(net, v, tau):
         squares, V = torch.linalg.eigh(tall.mT @ tall)
         s = squares.clamp(min=0).sqrt()  # [b, smaller side]
         shrunk = soft(s, tau)  # l.8
-        product = (tall @ (V * (shrunk / s.clamp(min=1e-30))[:, None]) @ V.mT).to(A)
-        A = (product if rows >= columns else product.mT) + (A - A)  # A - A: 0 or, where a run diverges, not a number
-        for i, matrix, kept in zip(group, A, shrunk > 0):
+        low = (tall @ (V * (shrunk / s.clamp(min=1e-300))[:, None]) @ V.mT).to(A)
+        low = (low if rows >= columns else low.mT) + (A - A)  # A - A: 0 or, where a run diverges, not a number
+        for i, matrix, kept in zip(group, low, shrunk > 0):
             parts[i], ranks[i] = pi_inverse(matrix, net.tensors[i][2]).flatten(), kept.sum()
     return torch.cat(parts), torch.stack([ranks[i] for i in sorted(ranks)])
 
@@ -280,7 +281,7 @@ def measure(federation, state):
     names = [federation.net.tensors[i][0].removesuffix(".weight") for i, _, _ in matrices(federation.net)]
     return {
         "personal": federation.evaluate_clients(state.w + state.p),  # D4
-        "gkr": common.short(gkr),
+        "gkr": common.without_clients(gkr),
         "numbers": {"gkr": state.numbers, "mixed": float(mixed.mean()), "mixed_std": std},
         "ranks": dict(zip(names, state.ranks.tolist())),
     }

@@ -44,11 +44,12 @@ The paper's Algorithm 1, in our words (K users, n_k training images of user k):
 
 Deviations. The authors' code of both stages is not available; a part of their code for the baselines is, with its results.
 Effects are not measured unless stated.
-    D1  Lines 4 to 6: the candidates are the G that users are sent, from G_1, untrained, to G_{E_G}, as section 4.1 chooses
-        "before updating the local version"; the G that the last round makes is none, and only --teacher final sends it to the
-        users. The words below (2), the model "learned in" each round, would have it and not G_1. It matters where the last
-        candidate wins: for 9 of 20 users in DS-2 of CIFAR-10 and 12 of 20 in DS-2 of MNIST (two runs), for 4 of 20 or fewer
-        elsewhere. Section 4.1 says once that teachers are chosen by accuracy; the algorithm and (2) say by loss, as here.
+    D1  Lines 4 to 6: the candidates are the G that users are sent, from G_1, untrained, to G_{E_G}, as in section 4.1 users
+        store them "before updating the local version"; the G that the last round makes is none, and only --teacher final sends
+        it to the users. The words below (2), the model "learned in" each round, would have it and not G_1. It matters where
+        the last candidate wins: for 9 of 20 users in DS-2 of CIFAR-10 and 12 of 20 in DS-2 of MNIST (two runs), for 4 of 20 or
+        fewer elsewhere. Section 4.1 says once that teachers are chosen by accuracy; the algorithm and (2) say by loss, as
+        here.
     D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
     D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, E_L, E and any momentum are unknown, in both stages (the algorithm
         calls Stage 2's number of epochs E_L, the costs in 4.3 E; there E_L is Stage 1's); B is 20 or 128 in the authors' code
@@ -78,12 +79,12 @@ Effects are not measured unless stated.
     D9  Users share the data sets' training images. The paper speaks of test images too, but in the authors' logs the users'
         test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000 and 10,003, a fifth of the training images. In DS-1 of MNIST
         users have 600 images each: --limit 6000. DS-1 gives a user equally many images of its 4 classes; in the paper users
-        "may have different classes and a different number" of images. DS-2 draws a Dir(.9, ..., .9) over users for each
-        class, as the authors' generator and the paper's first words about it; its words on the prior and on small alpha, and
-        its citation, mean a draw per user. (The generator takes class 0's size for every class; not here.) In DS-3 user k
-        has classes k and k+1, as in pFedMe's generator, and users share all training images; in the authors' logs they have
-        229 to 1,457 test images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here than
-        there.
+        have the same total but "may have [...] a different number of samples per class". DS-2 draws a Dir(.9, ..., .9) over
+        users for each class, as the authors' generator and the paper's first words about it; its words on the prior and on
+        small alpha, and its citation, mean a draw per user. (The generator takes class 0's size for every class; not here.) In
+        DS-3 user k has classes k and k+1, as in pFedMe's generator, and users share all training images; in the authors' logs
+        they have 229 to 1,457 test images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more
+        here than there.
     D10  Section 6 describes new users without an experiment. With --unseen N the last N users train in no round. Each chooses
         its teacher among the G of all rounds, which here it does round by round as the others do, and then does Stage 2.
     D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do. Their
@@ -196,7 +197,7 @@ def measure(federation, numbers, A, G, e, select):
         "PersFL": found[select]["per_client"], "T": [GRID[i][0] for i in best[select]],
         "lambda": [GRID[i][1] for i in best[select]], "teacher's round": e.tolist(),
     }
-    short = {f"personal@{name}": common.short(measures) for name, measures in found.items()}
+    short = {f"personal@{name}": common.without_clients(measures) for name, measures in found.items()}
     return {"personal": found[select], **short, "users": table, "grid": GRID, "students": students}, models[select]
 
 

@@ -52,9 +52,9 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
         seeds 0 to 2 (results/LOG.md, 2026-11-20), global is .73 +- .07 with all channels, .78 +- .04 with slices, .87 +- .02
         with all and --prune. A depthwise convolution there is still shared.
     D2  Lines 3 and 4: the grouped network's widths aren't known. Here they are the ungrouped network's, rounded up to a
-        multiple of G, which makes 848,386 weights of 3,493,258 (VGG-9) and 2.6 million of 15.3 (VGG-16). VGG-9 is taken to be
-        FedMA's, here without its dropout; VGG-16 and MobileNet are common.py's. A group's weights start as those of a layer of
-        the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
+        multiple of G, which with 10 groups leaves 848,386 of 3,493,258 weights (VGG-9) and 2.6 of 15.3 million (VGG-16). VGG-9
+        is taken to be FedMA's, here without its dropout; VGG-16 and MobileNet are common.py's. A group's weights start as
+        those of a layer of the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
     D3  Line 1: G and the depth of the published VGG-9 rows aren't known; the notes call C3-2 to C5-2 (second convolution of
         stage 3 to that of stage 5) nearly optimal, for a network that can't be this VGG-9, which has three stages. Defaults:
         C3-1 (conv5) for VGG-9, so that a convolution follows the first grouped one; C3-2 for VGG-16; for MobileNet the start
@@ -71,13 +71,13 @@ Deviations. The notes are silent unless they are quoted. No effect is measured u
         one is pruned "only when the local data all satisfy the group's task"; here a group goes when the node has none of its
         classes. Which cases are extreme is not said; so --prune is off. Measured effect with 4 of 10 classes per node: above.
     D7  Line 13: eta, B, momentum, weight decay and augmentation aren't known; here the values of FedMA's FedAvg runs (.01, 64,
-        .9, 1e-4) with FedSLR's flip and crop. E and T of the ablations aren't known either; T = 100 is read off the axes of
-        Fed2's figures, E = 1 is its best in another comparison (of 1, 20, 40, 100, 150), where about 1000 epochs were trained
-        in all: --rounds 1000. Nor is it known whether published accuracies are the last or the best.
+        .9, 1e-4) with FedSLR's flip and crop. E and T of the ablations aren't known either; T = 100 (CIFAR-100: 200) is read
+        off the axes of Fed2's figures, E = 1 is its best in another comparison (of 1, 20, 40, 100, 150), where about 1000
+        epochs were trained in all: --rounds 1000. Nor is it known whether published accuracies are the last or the best.
     D8  Line 8: all nodes take part, as far as is known; --fraction samples some.
     D9  Line 14: of a channel, A(x) * dZ_c/dA(x) is summed over its pixels, behind ReLU and pooling, on 20 training images per
-        class, as in testing. Line 15: the notes' sum is over one neuron's classes or over the neurons, it can be read both
-        ways. Here it is over the classes, of absolute values: entries have both signs, so that their plain sum can be 0.
+        class, as in testing. Line 15: the notes' sum can be read as over one neuron's classes or as over the neurons. Here it
+        is over the classes, of absolute values: entries have both signs, so that their plain sum can be 0.
     D10  Line 16: no rule is given. Suggested is the first layer whose TV reaches the middle between the smallest and the
         largest. It is for a network without groups, trained for 50 epochs at least: in a grouped one P is 0 outside M(g).
     D11  Line 12: a node's images are shuffled again in every epoch.

@@ -79,6 +79,7 @@ class Run:
             "commit": commit(sources), "sources": self.identity["sources"],
         }
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
+        self.over = False  # whether there is a finished record, to which nothing comes
         self.parameters = federation.net.d
         federation.describe()
 
@@ -100,6 +101,9 @@ class Run:
         federation = self.federation
         if self.args.resume:
             history, per_client = self.restore()
+            path = self.out / "result.json"
+            status = json.loads(path.read_text())["status"] if path.exists() else None
+            self.over = status == "finished" and len(history) == self.args.rounds
             rounds = federation.all_reduce(torch.tensor(len(history), device=federation.device))
             if rounds != len(history) * federation.processes:
                 refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
@@ -129,7 +133,7 @@ class Run:
         self.clock = engine.now(self.federation.device)
 
     def end_round(self):
-        """Completes the row, keeps what the round left, and saves it if the round was evaluated."""
+        """Completes the row, keeps what the round left, and saves it if the round was evaluated. May end the program."""
         self.stop_clock()
         if evaluated(self.row):
             passed = engine.now(self.federation.device) - self.clock - self.row["seconds"]
@@ -173,7 +177,7 @@ class Run:
             self.row["global"] = global_
         if personal:
             self.per_client = personal["per_client"]
-            self.row["personal"] = short(personal)
+            self.row["personal"] = without_clients(personal)
         self.row.update(more)
         words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
         if global_:
@@ -202,7 +206,7 @@ class Run:
         record is written, since they need not be in the same round: the states of the last evaluation stay."""
         capturing = self.federation.device.type == "cuda" and (
             torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())  # the step before a capture
-        if self.saving or capturing:  # not now: save or rounds comes back to it
+        if self.saving or capturing:  # not now: save or end_round comes back to it
             self.pending = number
             return
         self.federation.stop = True  # the workers give up at their next minibatch
@@ -216,7 +220,7 @@ class Run:
         self.saving = True  # so that an interruption waits
         if self.federation.processes == 1 or self.status != "interrupted":
             self.save_state()
-        if is_main_process():
+        if is_main_process() and not self.over:
             (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
             os.replace(self.out / "result.json.part", self.out / "result.json")
         self.saving = False
@@ -336,7 +340,7 @@ def evaluated(row):
     return "global" in row or "personal" in row
 
 
-def short(measures):
+def without_clients(measures):
     """Those of evaluate_clients without the list of all clients' accuracies."""
     return {name: value for name, value in measures.items() if name != "per_client"}
 

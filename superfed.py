@@ -58,14 +58,15 @@ else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 beco
         initialisation is from the official code.
     D4  Lines 2, 11 and 14: officially rounds count from 1, eta is multiplied by .995^r in round r, and Phase II begins with
         round int(L*R), which is one round earlier (two if L*R isn't whole), so that even L = 1 has it in the last round. The
-        paper mentions no decay. --as official does all three. The authors' later code begins Phase II with the round after
-        it, as here (where L*R is whole).
+        paper mentions no decay. --as official does all three. The authors' later code begins Phase II one round later than
+        that for v1, as here where L*R is whole.
     D5  Line 11: L of Layer Mixing is not stated. It is .8 here, as Table 1's CIFAR-10 row equals Table 3's row for .8; that
         it is so for the other data sets is a guess, and so are Model Mixing's mu and nu for Layer Mixing. In Phase II a
         client takes part about (1-L)*R*C times: 12 times for Model Mixing on CIFAR-10, 4 times for Layer Mixing. Whoever
         never does is evaluated with a w^l that is still random.
-    D6  Lines 11 and 13: a layer's bias shares the lambda of its weights; the code for v1 mixes no biases (D2), and the later
-        code's layers have none. The cosine is one for the whole model in both schemes, as in the later code.
+    D6  Lines 11 and 13: a layer's bias shares the lambda of its weights; the code for v1 mixes no biases (D2); the later
+        code's convolutions and linear layers have none, and BatchNorm's are mixed. The cosine is one for the whole model in
+        both schemes, as in the later code.
     D7  Line 14: momentum 0.9 is in the paper's text, not in its algorithm. Its buffers are 0 at the start of every round, as
         in the official code. Neither paper nor official code has a weight decay; --weight-decay is ours.
     D8  Officially CIFAR-10's shards aren't random (classes 0 and 1, 2 and 3, ... for 20 clients each: the published numbers
@@ -173,7 +174,7 @@ def measure_mixtures(clients, w_f, W_l, paired):
         held.append(clients.evaluate_clients(W, part)["mean"])
         test.append({"lambda": lam, f"{part}_mean": held[-1], **clients.evaluate_clients(W)})  # D10
     chosen, by_test = held.index(max(held)), max(range(len(test)), key=lambda i: test[i]["mean"])
-    short = [common.short(measures) for measures in test]
+    short = [common.without_clients(measures) for measures in test]
     return {"personal": test[chosen], "personal@test": short[by_test], "personal@lambda=0.5": short[5],
             "personal@lambda=0": short[0], "lambdas": short}
 

@@ -58,7 +58,7 @@ def paths(fed):
             "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}
     for way, settings in ways.items():
         fed.net.route = settings.pop("route", "conv")
-        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": {}, "seen": Seen(), **settings})
+        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": {}, "shapes_seen": Seen(), **settings})
         yield way
 
 

@@ -116,8 +116,19 @@ def test_matrices_of_equal_shape_are_each_their_own():
     for (i, rows, columns), rank in list(zip(fedslr.matrices(net), ranks))[:13]:
         _, where, shape = net.tensors[i]
         U, s, Vh = np.linalg.svd(matrix(v[where].view(shape)).astype(float), full_matrices=False)
-        np.testing.assert_allclose(matrix(w[where].view(shape)), (U * np.maximum(s - 0.5, 0)) @ Vh, atol=1e-5)
+        np.testing.assert_allclose(matrix(w[where].view(shape)), (U * np.maximum(s - 0.5, 0)) @ Vh, atol=1e-7)
         assert int(rank) == (s > 0.5).sum()
+
+
+def test_the_least_and_the_largest_penalty(net):
+    """Without one, matrices stay as they are, with all their ranks; zeros stay zeros, and so does what is shrunk away."""
+    v = net.init(np.random.default_rng(0))
+    w, ranks = fedslr.prox_nuclear(net, v, 0.0)
+    torch.testing.assert_close(w, v, atol=1e-6, rtol=1e-5)
+    assert ranks.tolist() == fedslr.full_ranks(net).tolist() == [15, 3, 18, 4]
+    for start, tau in ((v, 100.0), (torch.zeros_like(v), 0.1)):
+        w, ranks = fedslr.prox_nuclear(net, start, tau)
+        assert not w[fedslr.in_matrices(net) == 1].any() and not ranks.any()
 
 
 # Rounds by hand

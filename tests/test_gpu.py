@@ -51,7 +51,7 @@ def gpu(name=""):
         init(self, args)
         self.vmap, self.graphs, self.parallel = True, True, None
         if "tuned" not in name:
-            self.ways, self.seen = Conv(), Seen()
+            self.ways, self.shapes_seen = Conv(), Seen()
         if "patches" in name:
             self.net.route = "patches"
 
@@ -117,7 +117,7 @@ def test_the_gpus_way_gives_what_the_loop_gives(name, tmp_path, capsys):
             assert np.allclose(value, record["final"][part][measure], atol=atol), (part, measure)
     assert any("padding" in row for row in record["rounds"])
     captured = "can't be captured" not in capsys.readouterr().out
-    assert captured == (name != "fedslr, lpgd")  # its singular values wait for the GPU
+    assert captured == (name != "fedslr, lpgd")  # its eigenvalues wait for the GPU
     if REAL:
         assert record["environment"]["ways"] and (record["environment"]["graphs"] or not captured)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import baselines
+import common
 import compare
 import fedavg
 import reproduce
@@ -63,6 +64,12 @@ def test_the_main_loop_fits_on_a_screen_and_the_file_in_400_lines(name):
 def pages():
     """README.md and results/MEASURED.md, with links from the top."""
     return (HERE / "README.md").read_text() + (HERE / "results" / "MEASURED.md").read_text().replace("](", "](results/")
+
+
+def test_methods_of_federation_that_texts_name_exist():
+    texts = "\n".join(path.read_text() for path in (*HERE.glob("*.py"), *HERE.glob("*.md")))
+    named = set(re.findall(r"\bFederation\.(\w+)", texts))
+    assert len(named) > 2 and all(hasattr(common.Federation, name) for name in named)
 
 
 def commands():

@@ -63,7 +63,10 @@ def trained_by(fed, step, S=range(8)):
     return fed.train(step, (w, torch.zeros_like(w)), np.array(S), 0, torch.tensor(0.1))[0]
 
 
-@pytest.mark.parametrize("problem", [torch.cuda.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it")])
+@pytest.mark.parametrize("problem", [
+    torch.cuda.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("FIND was unable to find an engine to execute this computation")])
 def test_out_of_memory_halves_until_it_fits(problem, capsys, monkeypatch):
     """A device that holds three clients: 8 are tried, then 4, then 2 go together."""
     fed = federation(UNEQUAL)
@@ -174,7 +177,7 @@ def test_a_step_that_cannot_be_captured_runs_without_and_others_with(capsys, mon
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
     fed.vmap = fed.graphs = True
-    fed.ways, fed.seen = Conv(), Seen()
+    fed.ways, fed.shapes_seen = Conv(), Seen()
     init, pools = engine.Replay.__init__, []
 
     def fail(self, function, *_):

@@ -79,7 +79,7 @@ def test_four_rounds_by_hand(official, toy_argv, tmp_path):
     np.testing.assert_allclose(state["W_l"].numpy(), W_l, atol=5e-6)
 
 
-def test_without_phase_two_it_is_fedprox_with_the_gradient_2_mu(toy_argv, tmp_path):
+def test_without_phase_two_only_the_proximal_term_is_left(toy_argv, tmp_path):
     w, _ = by_hand(toy_argv, 4, lambda t: 0.3, mu=0.4)
     record, state = run(superfed, [*toy_argv, "--start", "1", "--mu", "0.4", "--momentum", "0"], tmp_path)
     np.testing.assert_allclose(state["w_f"].numpy(), w, atol=2e-6)
