@@ -1317,7 +1317,7 @@ def main(argv=None):
     about, commands, _ = __doc__.split("\n\n")
     p = argparse.ArgumentParser(description=about, epilog=commands, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME", nargs="+", help="tables or runs, by the beginnings of their names")
-    p.add_argument("--seeds", type=int, default=1, help="seeds 0 to N-1 of each run (1)")
+    p.add_argument("--seeds", type=common.positive_int, default=1, help="seeds 0 to N-1 of each run (1)")
     p.add_argument("--scale", type=common.positive_fraction, default=1.0,
                    help="this share of the rounds; results are kept apart (1)")
     p.add_argument("--budget", type=duration, help="stop after this time: 90s, 30m, 2h")
