@@ -8,8 +8,8 @@ its most skewed setting, E and C unknown), seed 0, 2 CPU cores, 13 to 15 min eac
     results/scale-0.05/fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0: global 0.3913 (.3913)
     results/scale-0.05/fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.003-beta-0.97/0: global 0.1000 (.1808)
     results/scale-0.05/fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0: global 0.2607 (.3141), FedAvg
-The first and the last setting have .402 (.407) and .353 (.408) at alpha .1, .653 (.653) and .687 (.687) at alpha 100
-(results/MEASURED.md, with C = .1 beside C = .05).
+The first and the last setting have .402 (.407) and .353 (.408) at alpha .1, .653 (.653) and .687 (.687) at alpha 100, and with
+--fraction .1 at alpha 0 .374 (.409) and .338 (.356); results/MEASURED.md has all.
 
 There is one model. "global" is the server's w on the central test images, the paper's measure; "personal" is that same w on
 test images drawn with each client's class shares.
