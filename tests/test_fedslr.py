@@ -402,12 +402,6 @@ def test_a_diverging_run_ends_as_diverged(variant, tmp_path):
 RANK_100 = 2_297_664  # numbers in a ResNet-18 for 10 classes whose matrices have rank 100 at most
 
 
-def resnet(classes, image):
-    net = common.Net("resnet18", (3, image, image), classes)
-    fc = sum(where.stop - where.start for name, where, _ in net.tensors if name.startswith("fc"))
-    return net, fc
-
-
 @pytest.fixture
 def untrained(monkeypatch):
     """Runs a file's main for a ResNet-18 and one client, but trains, evaluates, decomposes and saves nothing; the record."""
@@ -457,7 +451,7 @@ def test_fedslr_s_bytes_in_table_2(untrained, tmp_path):
 
 def test_numbers_of_a_factorised_resnet_18_by_hand():
     """Rank 100, or full where that is less, everywhere: kernels of n outputs and m inputs are 3n x 3m, shortcuts n x m."""
-    net, _ = resnet(10, 32)
+    net = common.Net("resnet18", (3, 32, 32), 10)
     kernels = [(3, 64, 3)] + [(64, 64, 3)] * 4
     for n in (128, 256, 512):
         kernels += [(n // 2, n, 3), (n, n, 3), (n // 2, n, 1), (n, n, 3), (n, n, 3)]
