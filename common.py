@@ -32,7 +32,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 import engine
-from datasets import DATASETS, limit_images, load_data
+from datasets import DATASETS, augment_once, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
 from records import Run, drawing, finite, without_clients  # noqa: F401
 
@@ -77,6 +77,8 @@ def parser(doc, **defaults):
     g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
     g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
     g.add_argument("--limit", type=positive_int, help="use only this many training images, equally many of each class")
+    g.add_argument("--augment-once", action="store_true",
+                   help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
     g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
                    help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
@@ -711,21 +713,33 @@ def tensorflow(x, u=None, size=24):
     return (x / std).permute(0, 3, 1, 2)
 
 
-def fedslr(data):
-    """FedSLR's: channels to mean 0 and standard deviation 1 over the training images; a flip with probability 1/2; and with
-    probability 1/2 a random window after padding with 0, 4 pixels wide (8 for Tiny ImageNet). Its code standardises Tiny
-    ImageNet by .5 and .5 instead.
-    """
+def standardised(data):
+    """Images [n,H,W,C] with channels of mean 0 and standard deviation 1 over the training images, as a function."""
     channels = range(data.images.shape[3])
     counts = np.stack([np.bincount(data.images[: data.train, :, :, c].ravel(), minlength=256) for c in channels], 1)
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
     std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
     at = functools.cache(lambda device: torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device))
+    return lambda x: (x.float() / 255 - at(x.device)[0]) / at(x.device)[1]
+
+
+def normalize(data):
+    """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
+    standard = standardised(data)
+    return lambda x, u=None: standard(x).permute(0, 3, 1, 2)
+
+
+def fedslr(data):
+    """FedSLR's: channels to mean 0 and standard deviation 1 over the training images; a flip with probability 1/2; and with
+    probability 1/2 a random window after padding with 0, 4 pixels wide (8 for Tiny ImageNet). Its code standardises Tiny
+    ImageNet by .5 and .5 instead.
+    """
+    standard = standardised(data)
     size, pad = data.images.shape[1:3], 8 if data.images.shape[1] == 64 else 4
 
     def transform(x, u=None):
-        x = (x.float() / 255 - at(x.device)[0]) / at(x.device)[1]
+        x = standard(x)
         if u is not None:
             move = u[:, 1] < 0.5
             top, left = (torch.where(move, (u[:, i] * (2 * pad + 1)).long(), pad) for i in (2, 3))
@@ -735,8 +749,8 @@ def fedslr(data):
     return transform
 
 
-TRANSFORMS = {"scale": lambda data: scale, "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
-DRAWS = {"scale": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per training image
+TRANSFORMS = {"scale": lambda data: scale, "normalize": normalize, "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
+DRAWS = {"scale": 0, "normalize": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per training image
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -805,6 +819,8 @@ class Federation:
             dist.barrier()
         if args.limit:
             self.data = limit_images(self.data, args.limit)
+        if args.augment_once:
+            self.data = augment_once(self.data, stream(args.split_seed, "split", round=1))
         self.whole = split_clients(self.data, args)
         if len(self.whole.train) < self.processes:
             refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")

@@ -554,12 +554,29 @@ def test_fedslr_transform(width):
     transform = common.fedslr(data)
     z = transform(torch.from_numpy(images[:40])).numpy()
     assert np.abs(z.mean((0, 2, 3))).max() < 1e-5 and np.abs(z.std((0, 2, 3)) - 1).max() < 1e-5
+    assert np.array_equal(common.normalize(data)(torch.from_numpy(images[:40])).numpy(), z)
     u = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.1, 0.0, 0.99], [0.9, 0.9, 0.0, 0.0]])
     flipped, moved, plain = transform(torch.from_numpy(images[:3]), u).numpy()
     assert np.array_equal(flipped, z[0][:, :, ::-1]) and np.array_equal(plain, z[2])
     want = np.zeros((3, 8, width), np.float32)
     want[:, 4:, : width - 4] = z[1][:, :4, 4:]  # the window's corner lies 4 rows above and 4 columns right of the image's
     assert np.array_equal(moved, want)
+
+
+def test_augment_once_moves_and_mirrors_images_for_good():
+    """Pixels of value 1 to 54 tell where an image was moved: each of the 81 ways and their mirror images occur."""
+    argv = [*SHAPES, "--limit", "1000", "--augment-once"]
+    images = np.tile(np.arange(1, 55, dtype=np.uint8).reshape(1, 6, 9, 1), (5000, 1, 1, 1))
+    data = datasets.Data("x", images, np.arange(5000) % 2, 4000, 2)
+    changed = datasets.augment_once(data, np.random.default_rng(0))
+    wide = np.pad(images[0, :, :, 0], 4)
+    windows = [wide[i : i + 6, j : j + 9] for i in range(9) for j in range(9)]
+    ways = [way.tobytes() for window in windows for way in (window, window[:, ::-1])]
+    counts = np.bincount([ways.index(image.tobytes()) for image in changed.images], minlength=162)
+    assert changed.images.shape == images.shape and abs(counts / 5000 * 162 - 1).max() < 0.8 and counts.min() > 0
+    assert abs(counts[::2].sum() - 2500) < 150 and np.array_equal(changed.labels, data.labels)
+    plain, a, b, other = (federation(words).images for words in (argv[:-1], argv, argv, [*argv, "--split-seed", "1"]))
+    assert torch.equal(a, b) and not torch.equal(a, other) and not torch.equal(a, plain)
 
 
 def test_augmentation_comes_from_the_clients_own_stream():
