@@ -141,15 +141,18 @@ def test_numbers_in_the_pages_are_those_of_the_committed_results():
     assert set(COLUMNS) - {"minutes", "minutes of training"} == set(found)
 
 
-def test_persfls_table_is_that_of_its_records():
-    """Runs, FedAvg, fine-tuned and PersFL in per cent: means over users and runs."""
+def test_persfls_tables_are_those_of_their_records():
+    """Means over users and runs: FedAvg, fine-tuned and PersFL in per cent, T, lambda; behind +- the spread over users."""
     rows = re.findall(r"^\| \[.*\]\((results/persfl-.*)\) \|(.*)\|$", pages(), re.M)
-    assert len(rows) == 6
+    assert len(rows) == 9
     for folder, numbers in rows:
-        users = [json.loads(path.read_text())["final"]["users"] for path in (HERE / folder).glob("*/result.json")]
-        runs, fedavg_, _, tuned, ours, _ = map(float, numbers.split("|"))
-        means = [100 * np.mean([run[name] for run in users]) for name in ("FedAvg", "fine-tuned", "PersFL")]
-        assert runs == len(users) and [fedavg_, tuned, ours] == [round(mean, 1) for mean in means]
+        users = [json.loads(path.read_text())["final"]["users"] for path in (HERE / folder).rglob("result.json")]
+        runs, *cells = [list(map(float, cell.split("+-"))) for cell in numbers.split("|")]
+        assert runs == [len(users)]
+        for name, cell in zip(("FedAvg", "fine-tuned", "PersFL", "T", "lambda"), [cells[0], *cells[2:4], *cells[5::2]]):
+            mean = np.mean([run[name] for run in users], 0) * (1 if name in ("T", "lambda") else 100)
+            want = [round(mean.mean(), 3 if name == "lambda" else 1), round(mean.std(ddof=1), 1)]
+            assert cell == want[: len(cell)], (folder, name)
 
 
 def test_the_table_of_all_methods_is_that_of_its_record():
