@@ -714,7 +714,7 @@ def tensorflow(x, u=None, size=24):
 
 
 def standardised(data):
-    """Images [n,H,W,C] with channels of mean 0 and standard deviation 1 over the training images, as a function."""
+    """A function: images [n,H,W,C] -> floats, whose channels have mean 0 and standard deviation 1 over the training images."""
     channels = range(data.images.shape[3])
     counts = np.stack([np.bincount(data.images[: data.train, :, :, c].ravel(), minlength=256) for c in channels], 1)
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
@@ -820,7 +820,7 @@ class Federation:
         if args.limit:
             self.data = limit_images(self.data, args.limit)
         if args.augment_once:
-            self.data = augment_once(self.data, stream(args.split_seed, "split", round=1))
+            self.data = augment_once(self.data, stream(args.split_seed, "split", 1))
         self.whole = split_clients(self.data, args)
         if len(self.whole.train) < self.processes:
             refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")

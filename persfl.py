@@ -47,8 +47,9 @@ Effects are not measured unless stated.
     D1  Lines 4 to 6: the candidates are the G that users are sent, from G_1, untrained, to G_{E_G}, as in section 4.1 users
         store them "before updating the local version"; the G that the last round makes is none, and only --teacher final sends
         it to the users. The words below (2), the model "learned in" each round, would have it and not G_1. It matters where
-        the last candidate wins: for 31 of 50 users in DS-2 of MNIST and 9 of 30 in DS-2 of CIFAR-10, for 6 of 30 or fewer
-        elsewhere. Section 4.1 says once that teachers are chosen by accuracy; the algorithm and (2) say by loss, as here.
+        the last candidate wins: for 31 of 50 users in DS-2 of MNIST (11 with the images of D9) and 9 of 30 in DS-2 of
+        CIFAR-10, for 6 of 30 or fewer elsewhere. Section 4.1 says once that teachers are chosen by accuracy; the algorithm and
+        (2) say by loss, as here.
     D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
     D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, E_L, E and any momentum are unknown, in both stages (the algorithm
         calls Stage 2's number of epochs E_L, the costs in 4.3 E; there E_L is Stage 1's); B is 20 or 128 in the authors' code
@@ -58,8 +59,10 @@ Effects are not measured unless stated.
         50 rounds. None of the settings tried gives all of FedAvg's published columns.
     D4  Lines 10 and 12: images are shuffled again in every epoch. The loss of a minibatch is a mean over its images and a sum
         over classes; the authors' reduction is unknown, and PyTorch's default would make the soft loss ten times smaller.
-        Images are scaled to [0, 1]. The authors' were probably normalised: with --transform normalize, five runs on MNIST's
-        DS-1 have FedAvg .914 and a mean lambda of .05 (scaled .893, .08; published .920, .04), PersFL .952 (.939; .986).
+        Images are scaled to [0, 1]. The authors' may have been normalised: DS-2's generator does so (D9), the baselines' code
+        for DS-1 shows no scaling at all. With --transform normalize, five runs on MNIST's DS-1 have FedAvg .914 and a mean
+        lambda of .045 (scaled .893, .08; published .920, .035), PersFL .952 (.939; .986); a higher eta on scaled images has a
+        like effect (LOG.md).
     D5  Line 12: (3) writes KL(A, O), line 20 of the paper's algorithm KL(s, A). Both write it in the same order as the cross-
         entropy beside it, prediction and target in (3), target and prediction in the algorithm: the teacher is the target.
         Then KL is CE less the entropy of s_b, which does not depend on A, and PersFL and PersFL-GD have the same gradients.
@@ -82,11 +85,11 @@ Effects are not measured unless stated.
         have the same total but "may have [...] a different number of samples per class". DS-2 draws a Dir(.9, ..., .9) over
         users for each class, as the authors' generator and the paper's first words about it; its words on the prior and on
         small alpha, and its citation, mean a draw per user. The generator takes class 0's size for every class, which is not
-        done here. It also moves and mirrors images at random, of which the paper says nothing: with --augment-once --transform
-        normalize, five runs on MNIST have FedAvg .857 and PersFL .879 (published .855, .880; without .944, .956). In DS-3 user
-        k has classes k and k+1, as in pFedMe's generator, and users share all training images; in the authors' logs they have
-        229 to 1,457 test images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here than
-        there.
+        done here. It also moves, mirrors and normalises training images, of which the paper says nothing. As if that had been
+        done once, and stored: --augment-once --transform normalize. So five runs on MNIST have FedAvg .857 and PersFL .879
+        (published .855, .880; with neither flag .944, .956), but a mean lambda of .315 (.51). In DS-3 user k has classes k and
+        k+1, as in pFedMe's generator, and users share all training images; in the authors' logs they have 229 to 1,457 test
+        images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here than there.
     D10  Section 6 describes new users without an experiment. With --unseen N the last N users train in no round. Each chooses
         its teacher among the G of all rounds, which here it does round by round as the others do, and then does Stage 2.
     D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do. Their

@@ -629,7 +629,7 @@ WHY = {
     "persfl-4": "As for Tables 2 and 3.",
     "persfl-5": "A user k here has other classes and images than the paper's user k: compare columns. On MNIST the mean "
                 "lambda over five runs is .08 in DS-1 (paper: .035) and .22 in DS-2 (.51), with normalised images .045 and, "
-                "moved and mirrored once, .32 (D4 and D9 in persfl.py).",
+                "moved and mirrored once, .315 (D4 and D9 in persfl.py). What is left is unexplained.",
     "persfl-6": "As for Tables 2 and 3. PersFL and PersFL-GD have the same gradients (D5 in persfl.py). On MNIST's DS-1 "
                 "they agree for every user; on CIFAR-10's the records are of two machines, on which Stage 1 differs, too.",
 }

@@ -240,7 +240,7 @@ def main(argv=None):
     net, K, device = federation.net, federation.K, federation.device
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} clients to train; use a smaller number")
-    order = common.stream(args.split_seed, "split", 1).permutation(K)
+    order = common.stream(args.split_seed, "split", 2).permutation(K)
     taking_part, joining = for_evaluation(federation, order[args.unseen :]), for_evaluation(federation, order[: args.unseen])
     seen, unseen = (np.searchsorted(federation.clients, few.clients) for few in (taking_part, joining))  # their rows
     federation.sample = lambda t: seen[taking_part.sample(t)]  # D14: C*K counts those that take part
