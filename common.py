@@ -32,7 +32,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 import engine
-from datasets import DATASETS, augment_once, limit_images, load_data
+from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
 from records import Run, drawing, finite, without_clients  # noqa: F401
 
@@ -693,6 +693,16 @@ def window(x, top, left, size, flip):
     return x[torch.arange(len(x), device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
+def augment_once(data, rng, pad=4):
+    """The data set with every image, training and test, moved by up to `pad` pixels each way (0 comes in) and mirrored with
+    probability 1/2, once and for all."""
+    n, height, width, _ = data.images.shape
+    top, left = torch.from_numpy(rng.integers(0, 2 * pad + 1, (2, n)))
+    wide = F.pad(torch.from_numpy(data.images), (0, 0, pad, pad, pad, pad))
+    images = window(wide, top, left, (height, width), torch.from_numpy(rng.random(n) < 0.5))
+    return data._replace(images=images.numpy())
+
+
 def tensorflow(x, u=None, size=24):
     """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip, brightness, contrast; per image
     mean 0 and standard deviation 1. Without u: the central window. Its ranges (+-63 of 255, 0.2 to 1.8) are from memory.
@@ -713,38 +723,32 @@ def tensorflow(x, u=None, size=24):
     return (x / std).permute(0, 3, 1, 2)
 
 
-def standardised(data):
-    """A function: images [n,H,W,C] -> floats, whose channels have mean 0 and standard deviation 1 over the training images."""
+def normalize(data):
+    """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
     channels = range(data.images.shape[3])
     counts = np.stack([np.bincount(data.images[: data.train, :, :, c].ravel(), minlength=256) for c in channels], 1)
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
     std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
     at = functools.cache(lambda device: torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device))
-    return lambda x: (x.float() / 255 - at(x.device)[0]) / at(x.device)[1]
-
-
-def normalize(data):
-    """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
-    standard = standardised(data)
-    return lambda x, u=None: standard(x).permute(0, 3, 1, 2)
+    return lambda x, u=None: ((x.float() / 255 - at(x.device)[0]) / at(x.device)[1]).permute(0, 3, 1, 2)
 
 
 def fedslr(data):
-    """FedSLR's: channels to mean 0 and standard deviation 1 over the training images; a flip with probability 1/2; and with
-    probability 1/2 a random window after padding with 0, 4 pixels wide (8 for Tiny ImageNet). Its code standardises Tiny
-    ImageNet by .5 and .5 instead.
+    """FedSLR's: normalize; a flip with probability 1/2; and with probability 1/2 a random window after padding with 0, 4 pixels
+    wide (8 for Tiny ImageNet). Its code normalises Tiny ImageNet by .5 and .5 instead.
     """
-    standard = standardised(data)
+    normalized = normalize(data)
     size, pad = data.images.shape[1:3], 8 if data.images.shape[1] == 64 else 4
 
     def transform(x, u=None):
-        x = standard(x)
-        if u is not None:
-            move = u[:, 1] < 0.5
-            top, left = (torch.where(move, (u[:, i] * (2 * pad + 1)).long(), pad) for i in (2, 3))
-            x = window(F.pad(x, (0, 0, pad, pad, pad, pad)), top, left, size, u[:, 0] < 0.5)
-        return x.permute(0, 3, 1, 2)
+        x = normalized(x)
+        if u is None:
+            return x
+        move = u[:, 1] < 0.5
+        top, left = (torch.where(move, (u[:, i] * (2 * pad + 1)).long(), pad) for i in (2, 3))
+        x = F.pad(x.permute(0, 2, 3, 1), (0, 0, pad, pad, pad, pad))
+        return window(x, top, left, size, u[:, 0] < 0.5).permute(0, 3, 1, 2)
 
     return transform
 

@@ -212,14 +212,3 @@ def limit_images(data, limit):
     keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.train, len(data.images))])
     owner = None if data.owner is None else data.owner[keep[:limit]]
     return data._replace(images=data.images[keep], labels=data.labels[keep], train=limit, owner=owner)
-
-
-def augment_once(data, rng, pad=4):
-    """The data set with every image, training and test, moved by up to `pad` pixels each way (0 comes in) and mirrored with
-    probability 1/2, once and for all."""
-    n, height, width, _ = data.images.shape
-    wide = np.pad(data.images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-    top, left = rng.integers(0, 2 * pad + 1, (2, n, 1))
-    rows = top + np.arange(height)  # [n, height]
-    columns = left + np.where(rng.random((n, 1)) < 0.5, np.arange(width)[::-1], np.arange(width))  # [n, width]
-    return data._replace(images=wide[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]])

@@ -85,11 +85,12 @@ Effects are not measured unless stated.
         have the same total but "may have [...] a different number of samples per class". DS-2 draws a Dir(.9, ..., .9) over
         users for each class, as the authors' generator and the paper's first words about it; its words on the prior and on
         small alpha, and its citation, mean a draw per user. The generator takes class 0's size for every class, which is not
-        done here. It also moves, mirrors and normalises training images, of which the paper says nothing. As if that had been
-        done once, and stored: --augment-once --transform normalize. So five runs on MNIST have FedAvg .857 and PersFL .879
-        (published .855, .880; with neither flag .944, .956), but a mean lambda of .315 (.51). In DS-3 user k has classes k and
-        k+1, as in pFedMe's generator, and users share all training images; in the authors' logs they have 229 to 1,457 test
-        images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here than there.
+        done here. It also moves, mirrors and normalises training images, of which the paper says nothing. --augment-once
+        --transform normalize does so once, as if the generator's output had been stored: then five runs on MNIST have FedAvg
+        .857 and PersFL .879 (published .855, .880; with neither flag .944, .956), but a mean lambda of .315 (.51). In DS-3
+        user k has classes k and k+1, as in pFedMe's generator, and users share all training images; in the authors' logs they
+        have 229 to 1,457 test images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here
+        than there.
     D10  Section 6 describes new users without an experiment. With --unseen N the last N users train in no round. Each chooses
         its teacher among the G of all rounds, which here it does round by round as the others do, and then does Stage 2.
     D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do. Their

@@ -568,7 +568,7 @@ def test_augment_once_moves_and_mirrors_images_for_good():
     argv = [*SHAPES, "--limit", "1000", "--augment-once"]
     images = np.tile(np.arange(1, 55, dtype=np.uint8).reshape(1, 6, 9, 1), (5000, 1, 1, 1))
     data = datasets.Data("x", images, np.arange(5000) % 2, 4000, 2)
-    changed = datasets.augment_once(data, np.random.default_rng(0))
+    changed = common.augment_once(data, np.random.default_rng(0))
     wide = np.pad(images[0, :, :, 0], 4)
     windows = [wide[i : i + 6, j : j + 9] for i in range(9) for j in range(9)]
     ways = [way.tobytes() for window in windows for way in (window, window[:, ::-1])]
