@@ -41,25 +41,25 @@ The paper's Algorithm 1, in our words (K clients, n_k training images of client 
 
 Rounds count from 0 here (line 2's range is lost in our copy of the paper), and from 1 in what the program prints.
 
-Deviations. The copy of the paper that this was written from has lost most formulas; (3) and the body of ClientUpdate are
-restored from its text and the authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit
-ae1803b); it has Model Mixing only, so that --as official --mix layer is ours. --as official switches D1 to D4 and nothing
-else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 becomes .860 (Model Mixing), and .782 becomes .765
+Deviations. Our copy of the paper has lost most formulas; (3) and the body of ClientUpdate are restored from its text and the
+authors' slides. "Official" is the authors' code for v1 (github vaseline555/SuPerFed, commit ae1803b). It has Model Mixing
+only, so that --as official --mix layer is our combination. --as official switches D1 to D4 and nothing else. On `shapes`
+(means over seeds 0 to 2, results/LOG.md, 2026-11-20) personal is .863 without and .860 with it (Model Mixing), .782 and .765
 (Layer Mixing); standard deviations over the seeds are .02 to .06. Other effects are not measured unless stated.
     D1  Line 13: the official proximal term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared. Here it is
         squared, as in (3); the official one with --as official.
     D2  Lines 11 to 14: officially a bias has one copy, which is federated, never mixed, and no part of the cosine. Here w^l
         has biases too, since the paper makes no exception; the official way with --as official.
-    D3  Line 1: the official w^l_k starts alike for all clients, which the paper's "broadcast a copy to all clients" can mean.
+    D3  Line 1: officially w^l_k starts alike for all clients, which the paper's "broadcast a copy to all clients" can mean.
         Its text gives each client "a set of paired model parameters [...], each of which is initialized with a different
-        random seed", which may mean only that the two of a pair differ; the authors' later code (KDD 2022) seeds w^l_k with k.
-        So here every client has its own, with --as official all start alike. Not offered: seeding anew before each layer,
-        which correlates the layers, and random generators shared by threads, so that no run can be repeated. The Xavier
-        initialisation is from the official code.
+        random seed", which may mean only that w^f and w^l_k differ; the authors' later code (KDD 2022) seeds w^l_k with k. So
+        here every client has its own, and with --as official all start alike. Two more differences are not offered: the
+        official code seeds anew before each layer, which correlates the layers, and its threads share random generators, so
+        that no run can be repeated. The Xavier initialisation is from the official code.
     D4  Lines 2, 11 and 14: officially rounds count from 1, eta is multiplied by .995^r in round r, and Phase II begins with
-        round int(L*R), which is one round earlier (two if L*R isn't whole), so that even L = 1 has it in the last round. The
-        paper mentions no decay. --as official does all three. The authors' later code begins Phase II one round later than
-        that for v1, as here where L*R is whole.
+        round int(L*R). That is one round earlier than here, two if L*R isn't whole, and even with L = 1 the last round is in
+        Phase II. The paper mentions no decay. --as official does all three. In the authors' later code Phase II begins one
+        round later than in the code for v1, which is as here where L*R is whole.
     D5  Line 11: L of Layer Mixing is not stated. It is .8 here, as Table 1's CIFAR-10 row equals Table 3's row for .8; that
         it is so for the other data sets is a guess, and so are Model Mixing's mu and nu for Layer Mixing. In Phase II a
         client takes part about (1-L)*R*C times: 12 times for Model Mixing on CIFAR-10, 4 times for Layer Mixing. Whoever
@@ -69,25 +69,24 @@ else; on `shapes`, seeds 0 to 2 (results/LOG.md, 2026-11-20), personal .863 beco
         both schemes, as in the later code.
     D7  Line 14: momentum 0.9 is in the paper's text, not in its algorithm. Its buffers are 0 at the start of every round, as
         in the official code. Neither paper nor official code has a weight decay; --weight-decay is ours.
-    D8  Officially CIFAR-10's shards aren't random (classes 0 and 1, 2 and 3, ... for 20 clients each: the published numbers
-        were measured on five pairs of classes), CIFAR-100 has K=200 with 5 classes and 250 images each, and the other splits
-        depend on the seed of the initial weights. Not offered: the paper's text says otherwise. Here shards are random, two
-        for each of K=100. For EMNIST and Tiny ImageNet K is what the random sizes give (paper: 1,543 and 390; code: 388);
-        EMNIST has 116,323 central test images (paper: 82,587).
+    D8  The split. Officially CIFAR-10's shards aren't random: 20 clients have classes 0 and 1, 20 have 2 and 3, and so on, so
+        that the published numbers were measured on five pairs of classes. CIFAR-100 has K=200 with 5 classes and 250 images
+        each, and the other splits depend on the seed of the initial weights. Not offered: the paper's text says otherwise.
+        Here shards are random, two for each of K=100. For EMNIST and Tiny ImageNet K is what the random sizes give (paper:
+        1,543 and 390, official code for Tiny ImageNet: 388); EMNIST has 116,323 central test images (paper: 82,587).
     D9  Lines 9 and 10: the official code drops the last, smaller minibatch, in testing too, where it still divides by all
         images. Not offered: it lowers EMNIST's and Tiny ImageNet's accuracies by an artefact. Here all images count.
     D10  Official ECE is a mean over minibatches of 20 test images, which is too high. Not offered: here over all of a client's.
-    D11  Officially the personal models are evaluated every 100 rounds before that round's training, and a client outside S_t
-        with the w^f that it last received or trained, however old. Not offered: it measures who was sampled. Here all
-        clients have the current w^f, every --eval-every rounds and after the last.
+    D11  Officially the personal models are evaluated every 100 rounds, before that round's training, and a client outside S_t
+        with the w^f that it last received or trained, however old. Not offered: it measures who was sampled. Here all clients
+        have the current w^f, every --eval-every rounds and after the last.
     D12  The paper reports the best of lambda = 0, .1, ..., 1 (one for all clients, and in Layer Mixing, we assume, one for all
-        layers) on the very test images that it is chosen on: personal@test. Here personal is at the lambda with the best mean
-        accuracy over clients on training images (of each client as many as it has test images; the smaller lambda if equal),
-        which w^l was fitted to, or on --client-val images, of which the paper's experiments have none;
-        personal@lambda=0.5 needs no choice.
-        Measured: the paper's choice is .012 (Model Mixing) and .000 (Layer Mixing) higher (the results above). In Phase I
-        lambda is 0. Whether the published numbers are of the last or of the best round is not known; the record has both,
-        and `best` is a choice on test images.
+        layers) on the very test images that it is chosen on: personal@test. Here "personal" is at the lambda with the best
+        mean accuracy over clients on training images (of each client as many as it has test images; the smaller lambda if
+        equal), although w^l was fitted to these, or with --client-val on validation images, of which the paper's experiments
+        have none. personal@lambda=0.5 needs no choice. In Phase I lambda is 0. Measured, in the two runs above: the paper's
+        choice is .012 (Model Mixing) and .000 (Layer Mixing) higher. Whether the published numbers are of the last or of the
+        best round is not known; the record has both, and `best` is a choice on test images.
     D13  Line 3: C*K is rounded down.
     D14  The paper's abstract claims gains for unseen clients; it describes no experiment. With --unseen N, N random clients
         take no part in line 3; after the last round each does lines 7 to 14 once, in Phase II, and is evaluated with its w^l
