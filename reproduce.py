@@ -896,7 +896,7 @@ def by_value(found):
     return sorted(found, key=key)
 
 
-def reproduce(found, budget, dry):
+def reproduce(found, budget, dry=False):
     """Runs what is missing. Returns an exit code: 1 if a run failed, 130 if the user stopped it."""
     deadline = budget and time.monotonic() + budget
     todo = by_value([r for r in found if not r.sound])
@@ -1339,13 +1339,12 @@ def main(argv=None):
     if args.measure:
         measure(commands)
     found = [result(command, seed, args.scale) for seed in range(args.seeds) for command in commands]
-    if args.list or args.measure:
+    if args.list or args.measure or args.dry_run:
         with contextlib.suppress(BrokenPipeError):  # | head
-            show(found)
+            reproduce(found, args.budget, dry=True) if args.dry_run else show(found)
         return 0
-    code = 0 if args.tables or args.accept else reproduce(found, args.budget, args.dry_run)
-    if not args.dry_run:
-        rebuild()
+    code = 0 if args.tables or args.accept else reproduce(found, args.budget)
+    rebuild()
     return code
 
 
