@@ -7,13 +7,14 @@ below, and tests compare the two for every algorithm.
     2. Many clients in one step         train, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
-    5. Where nothing is vmapped         vmapped, grad
+    5. Gradients                        vmapped, grad
 
 fed is common.py's Federation.
 """
 
 import contextlib
 import ctypes
+import datetime
 import functools
 import os
 import pathlib
@@ -50,6 +51,8 @@ def find_device(name):
     """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process.
     Refuses a device that isn't there."""
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if processes > 1 and name.startswith("cuda:"):
+        refuse(f"--device {name} is one GPU for {processes} processes; use --device cuda, which gives each its own")
     try:
         device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and processes > 1 else name)
         device = torch.zeros(1, device=device).device  # with its number
@@ -63,7 +66,8 @@ def find_device(name):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # but see fast_kernels
     if processes > 1 and not dist.is_initialized():
         gpu = device.type == "cuda"
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+        patience = datetime.timedelta(hours=2)  # the others wait while one downloads
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, device_id=device if gpu else None)
         if rank:
             sys.stdout = open(os.devnull, "w")
     return device, rank, processes
@@ -155,7 +159,8 @@ def first_line(problem):
 
 def out_of_memory(problem):
     """Whether an error is PyTorch's for too little memory, or what cuBLAS, cuDNN and CUDA graphs say of it."""
-    words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "unable to find an engine")  # the last: for so little memory
+    words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED",
+             "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine")  # the last: for so little memory
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in words)
 
 
@@ -395,7 +400,7 @@ class Patches(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Where nothing is vmapped
+# 5. Gradients
 
 
 def vmapped():
@@ -404,18 +409,34 @@ def vmapped():
 
 
 def grad(function, argnums=0, has_aux=False):
-    """torch.func.grad of a function of tensors, with less overhead where nothing is vmapped: a sixth of a small CNN's step."""
+    """torch.func.grad of a function of tensors, without what that pays for second derivatives, unless this is inside another.
+
+    Where nothing is vmapped, torch.autograd.grad saves a sixth of a small CNN's step. Under vmap, torch.func.vjp saves nearly
+    half of the memory that a ResNet-18's step holds, and GroupNorm's backward is one operation instead of twenty.
+    """
 
     def gradient(*args):
-        if vmapped():
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        if any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels):
             return torch.func.grad(function, argnums, has_aux)(*args)
         args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
-        for i in wanted:
-            args[i] = args[i].detach().requires_grad_()
-        with torch.enable_grad():
-            value, aux = function(*args) if has_aux else (function(*args), None)
-        found = torch.autograd.grad(value, [args[i] for i in wanted], allow_unused=True, materialize_grads=True)
+
+        def of(*chosen):
+            for i, z in zip(wanted, chosen):
+                args[i] = z
+            return function(*args)
+
+        chosen = [args[i] for i in wanted]
+        if levels:
+            value, back, *aux = torch.func.vjp(of, *chosen, has_aux=has_aux)
+            found = back(torch.ones_like(value), retain_graph=False, create_graph=False)
+        else:
+            chosen = [z.detach().requires_grad_() for z in chosen]
+            with torch.enable_grad():
+                value, *aux = of(*chosen) if has_aux else (of(*chosen),)
+            found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
+            aux = tree_map(torch.Tensor.detach, aux)
         found = found[0] if isinstance(argnums, int) else found
-        return (found, tree_map(torch.Tensor.detach, aux)) if has_aux else found
+        return (found, *aux) if has_aux else found
 
     return gradient

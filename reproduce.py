@@ -2,7 +2,7 @@
 
     python reproduce.py                                   run what is missing, most valuable first, and rebuild the page
     python reproduce.py --list                            every cell, its command, its time on this device, whether it is done
-    python reproduce.py --measure --only persfl           two rounds of each kind of run here, so that --list knows its time
+    python reproduce.py --measure --only persfl           three rounds of each kind of run here, so that --list knows its time
     python reproduce.py --only superfed-1 --seeds 3       one table (or a part: superfed-1/superfed-cifar10-mix-model)
     python reproduce.py --scale 0.1 --budget 30m          a tenth of the rounds, kept apart; stops in time, continues later
     python reproduce.py --tables                          the page alone, from the results there are
@@ -831,17 +831,17 @@ def spell(seconds):
 
 
 def measure(commands, limit=120):
-    """Two rounds of each kind, of which the seconds go to runs/measured.json."""
+    """Three rounds of each kind, of which the fastest goes to runs/measured.json: on a GPU the first tries ways of training."""
     kinds = {kind(c): c for c in reversed(commands) if kind(c) not in seconds_per_round()}
     for i, (name, command) in enumerate(kinds.items()):
         with tempfile.TemporaryDirectory() as out:
-            words = expand(command, out, rounds=2, eval_every=2)
+            words = expand(command, out, rounds=3, eval_every=3)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, timeout=limit)
             path = pathlib.Path(out) / "result.json"
             rows = json.loads(path.read_text())["rounds"] if path.exists() else []
-            every = arguments(command).get("eval_every", 1)  # rounds for one evaluation, here two
-            one = sum(row["seconds"] / 2 + row.get("evaluation_seconds", 0) / every for row in rows)
+            every = arguments(command).get("eval_every", 1)  # rounds for one evaluation, here three
+            one = rows and min(row["seconds"] for row in rows) + sum(row.get("evaluation_seconds", 0) for row in rows) / every
         print(f"measure {i + 1}/{len(kinds)}  {f'{one:.2f} s a round' if one else 'none in time':<18}{name}", flush=True)
         if one:
             known = timings()
@@ -1322,7 +1322,8 @@ def main(argv=None):
     p.add_argument("--scale", type=common.positive_fraction, default=1.0,
                    help="this share of the rounds; results are kept apart (1)")
     p.add_argument("--budget", type=duration, help="stop after this time: 90s, 30m, 2h")
-    for name, text in (("--list", "every cell and run, and what is done"), ("--measure", "time two rounds of each kind of run"),
+    for name, text in (("--list", "every cell and run, and what is done"),
+                       ("--measure", "time three rounds of each kind of run"),
                        ("--dry-run", "say what would be run, in which order"), ("--tables", "rebuild the page alone"),
                        ("--quick", "who beats whom, on the embedded data set")):
         p.add_argument(name, action="store_true", help=text)

@@ -279,13 +279,18 @@ def main():
     print(f"{name}, torch {torch.__version__}")
     result = {"device": name, "torch": torch.__version__, "repetitions": args.repetitions,
               "commit": records.commit([__file__, *(pathlib.Path(common.__file__).parent / name for name in records.SHARED)])}
-    result["workloads"] = [workload(w, args.device, args.repetitions) for w in WORKLOADS if args.only in (None, w)]
-    if args.only in (None, "growth"):
-        result["growth"] = growth(args.device, args.repetitions)
     out = args.out or pathlib.Path(f"runs/bench-{args.device}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nrecord  {out}")
+    result["workloads"] = []
+    for part in (*WORKLOADS, "growth"):
+        if args.only not in (None, part):
+            continue
+        if part == "growth":
+            result["growth"] = growth(args.device, args.repetitions)
+        else:
+            result["workloads"].append(workload(part, args.device, args.repetitions))
+        out.write_text(json.dumps(result, indent=1) + "\n")  # what is done stays if the next is killed
+    print(f"\nrecord  {out}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from PIL import Image
 
 import common
 import datasets
+import engine
 import fedavg
 from conftest import federation, refused
 
@@ -193,6 +194,11 @@ def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypat
 
 
 SHAPES = ["--dataset", "shapes", *CPU]
+
+
+def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(capsys, "--device cuda:0 is one GPU for 2 processes; use --device cuda", engine.find_device, "cuda:0")
 
 
 @pytest.mark.parametrize("argv, words", [

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 import engine
@@ -53,6 +54,26 @@ def test_grad_is_that_of_torch_func():
         same(engine.grad(f)(a, b), grad(f)(a, b))
 
 
+def test_grad_keeps_nothing_for_second_derivatives():
+    """Where only vmap is around it, GroupNorm's backward is PyTorch's own, not the formula that can be differentiated again."""
+
+    def f(x):
+        return F.group_norm(x, 2).sin().sum()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            names.append(op.overloadpacket.__name__)
+            return op(*args, **(kwargs or {}))
+
+    x, found = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.double), []
+    for gradient in (engine.grad(f), grad(f)):
+        names = []
+        with Names():
+            found.append((vmap(gradient)(x), "native_group_norm_backward" in names))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert [own for _, own in found] == [True, False]
+
+
 def trained(fed, S):
     """fedavg.py's clients after one round."""
     return trained_by(fed, fedavg.client_step(fed.net, fed.args), S)
@@ -66,6 +87,7 @@ def trained_by(fed, step, S=range(8)):
 @pytest.mark.parametrize("problem", [
     torch.cuda.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("FIND was unable to find an engine to execute this computation")])
 def test_out_of_memory_halves_until_it_fits(problem, capsys, monkeypatch):
     """A device that holds three clients: 8 are tried, then 4, then 2 go together."""

@@ -219,7 +219,7 @@ with open(here / "log", "a") as log:
     log.write(f"{args.lr:g} {args.seed} from {done}\\n")
 def write(status):
     top1 = (args.seed + 40 + done) / 100
-    rows = [{"round": t + 1, "seconds": 6.0, "global": {"top1": top1}} for t in range(done)]
+    rows = [{"round": t + 1, "seconds": 90.0 if t == 0 and args.rounds == 3 else 6.0, "global": {"top1": top1}} for t in range(done)]
     names = ("stand_in.py", "common.py", "datasets.py", "engine.py", "records.py")
     sources = {n: hashlib.sha256((here / n).read_bytes()).hexdigest() for n in names}
     (out / "state.pt").write_text(str(done))
@@ -451,7 +451,8 @@ def test_the_list_and_the_dry_run_run_nothing(small, capsys):
         go("--only nothing")
 
 
-def test_two_rounds_measure_a_kind(small, capsys):
+def test_three_rounds_measure_a_kind(small, capsys):
+    """Of which the first is slow."""
     go("--measure")
     assert json.loads((small / "runs" / "measured.json").read_text()) == {"a device": {"stand_in.py": 6.0}}
     assert "missing, 60 s: python stand_in.py" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
