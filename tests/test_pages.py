@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import pathlib
 import re
@@ -120,6 +121,22 @@ COLUMNS = {
     "0": measure("final", "personal@lambda=0", "mean"), "mixed, or a client's own": measure("final", "personal", "mean"),
     "GKR, or a global model": lambda record: measure("final", "gkr" if "gkr" in record["final"] else "personal", "mean")(record),
 }
+
+
+def test_the_table_of_settings_is_that_of_the_defaults():
+    columns = {"clients": "clients", "model": "model", "rounds": "rounds", "E": "epochs", "B": "batch_size", "eta": "lr",
+               "momentum": "momentum", "weight decay": "weight_decay"}
+    lines = (HERE / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| command | split |"))
+    titles, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
+                        for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])]
+    assert {row[0].split()[1][:-3] for row in rows} == {*ALGORITHMS, "baselines"}
+    for row in rows:
+        args, row = reproduce.arguments(row[0].strip("`").removeprefix("python ")), dict(zip(titles, row))
+        assert {title: row[title] for title in columns} == {title: str(args[name]).removesuffix(".0")
+                                                            for title, name in columns.items()}, row
+        size = args["alpha"] if args["split"] in ("dirichlet", "fedslr") else args["per_client"]
+        assert row["split"] == f"{args['split']}, {size}" and int(row["in a round"]) == args["fraction"] * args["clients"]
 
 
 def test_numbers_in_the_pages_are_those_of_the_committed_results():
