@@ -4,12 +4,13 @@
 
 Each function below is one method: its reference, its pseudocode in our words, its deviations D1..Dn, its step for one client
 and one minibatch, and its rounds. K clients; f_k the mean loss on the n_k training images of client k, f_k(w; b) that on a
-minibatch b; S_t = max(C*K, 1) random clients, C*K rounded down, m of them; eta the local learning rate; w_0 the same initial
+minibatch b; S_t a set of m = max(C*K, 1) random clients, C*K rounded down; eta the local learning rate; w_0 the same initial
 weights for all methods. "Minibatches" are those of the E local epochs, drawn anew in each epoch. "official" means code by the
 method's authors. Effects of deviations are not measured unless stated.
 
-"global" is the server's model on the central test images; "personal" is what the function says, on each client's own test
-images: all clients have the server's current model, and what they keep is as they left it when last sampled.
+"global" is the server's model on the central test images; "personal" is measured on each client's own test images, with the
+model that the function names. For it every client, sampled or not, has the server's current model; what a client keeps for
+itself is as it was after the last round in which it was sampled.
 
 Local SGD has momentum and weight decay as in fedavg.py: the momentum's buffers are 0 at the start of every round, the decay is
 a part of f_k. The defaults are fedavg.py's, SuPerFed's settings for Tables 1 and 2, momentum .9 among them. SuPerFed and FedSLR
@@ -137,7 +138,7 @@ def centralised(federation, run, args):
 
     Personal is w. Images would be sent once, models are not: no bytes are counted.
     D1  Line 3: a round is C*E epochs of P, as much work as FedAvg's, rounded to whole epochs and at least one.
-        No paper says what it is. Momentum starts at 0 in each round, as everywhere here.
+        What work the papers' central training had is not known. Momentum starts at 0 in each round, as everywhere here.
     """
     step, epochs = sgd_step(federation.net, args), max(1, round(args.fraction * args.epochs))  # D1
     federation.split = federation.split._replace(train=[np.concatenate(federation.whole.train)])  # l.1: P, in the first row
@@ -167,9 +168,9 @@ def fedprox(federation, run, args):
     D1  Line 3: squared and halved, as in the paper. SuPerFed's code neither squares nor halves; the mu of its tables is not
         known. The default is that of SuPerFed's later code; FedMA's FedProx has .001.
     D2  Clients that stop early and inexact solutions, which the paper is about, are left out, as in all other comparisons.
-    D3  Line 5: the number of epochs is not known (SuPerFed has "small steps"). One is what its code has in a path that is
-        never run, with the eta that is the default here; with --lr-decay it is that of round T. FedProx-LU, too, is tuned
-        without the proximal term, which no paper says.
+    D3  Line 5: the number of epochs is not known (SuPerFed's paper has "small steps"). One is what its code has in a path that
+        is never run, with the eta that is the default here; with --lr-decay eta is that of round T. FedProx-LU, too, is
+        fine-tuned without the proximal term; no paper says whether it has one.
     """
     gradient, descend = sgd(federation.net, args)
 
@@ -208,10 +209,11 @@ def scaffold(federation, run, args):
      9      c_k = c_k^+
 
     Personal is x. Weights are uniform. Twice FedAvg's bytes: c_k^+ - c_k goes up, c down.
-    D1  Line 4: in SuPerFed's later code the correction has no effect. FedSLR has Option II and eta_g = 1, the defaults here.
-    D2  Line 6: the paper has no momentum. With the momentum beta, y_k goes further than steps * eta * the mean of its
-        gradients; in place of steps stands `reach`, how far it would go if eta and all gradients were 1: the sum over steps s
-        of 1 + beta + ... + beta^(s-1). With --momentum 0, as FedSLR has it, reach is the number of steps.
+    D1  Lines 4, 6 and 7: in SuPerFed's later code the correction has no effect. The defaults are FedSLR's, Option II and
+        eta_g = 1.
+    D2  Line 6: the paper has no momentum; then (x - y_k) / (steps * eta) is the mean of line 4's gradients. With a momentum
+        beta y_k goes further. So `reach` takes the place of steps, the distance if eta and all gradients were 1: the sum over
+        steps s of 1 + beta + ... + beta^(s-1). With --momentum 0, as FedSLR has it, reach is the number of steps.
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
     """
     gradient, descend = sgd(federation.net, args)
@@ -255,13 +257,14 @@ def feddyn(federation, run, args):
      7      h = h - alpha/K * sum over S_t of (theta_k - w)
      8      w = mean over S_t of theta_k - h / alpha
 
-    Personal is w. Weights are uniform. FedAvg's bytes: the server can follow g_k by itself. h is the mean of all g_k, and with
-    alpha -> 0 lines 4 and 5 are FedAvg's, but line 8 is not: whatever alpha is, -h/alpha is 1/K times the sum of theta_k - w
-    over all rounds and their clients.
+    Personal is w. Weights are uniform. FedAvg's bytes: the server can compute every g_k by itself. h is the mean of all g_k;
+    in the paper's line 7, from memory, m is the number of all clients, K here. As alpha goes to 0, lines 4 and 5 become
+    FedAvg's, but line 8 does not: for every alpha, -h/alpha is the sum of theta_k - w over all past rounds and their clients,
+    divided by K.
     fedslr.py without its low-rank penalty is this with alpha = 1/eta_g.
-    D1  Line 5: official alpha is divided by n_k / mean n, the weight decay is 1e-3, and gradients are clipped to the norm 10.
-        Here alpha is the same for all, as in the paper, and nothing is clipped; --weight-decay 1e-3. FL-bench's clients lack
-        the quadratic term unless a weight decay is set.
+    D1  Line 5: SGD for the paper's exact minimum, as officially, where alpha is divided by n_k / mean n, the weight decay is
+        1e-3, and gradients are clipped to the norm 10. Here alpha is the same for all, as in the paper, and nothing is
+        clipped; --weight-decay 1e-3. FL-bench's clients lack the quadratic term unless a weight decay is set.
     D2  The official plots show the mean of all clients' last theta_k too, and "all" is what is usually quoted. Here only w.
     D3  alpha is FedSLR's; the official example for CIFAR-10 has .01. The paper has no momentum (--momentum 0).
     """
@@ -306,7 +309,7 @@ def apfl(federation, run, args):
         mixes it into itself; in FL-bench w_k gets its gradient twice. A weight decay acts on the mixture, in FedSLR on v_k.
     D2  Line 8: officially once in a round, on its first minibatch, with another gradient and a penalty of .02 alpha. Here in
         every step, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not known (.25 in its later code).
-    D3  Lines 6 and 8: w_k is that of line 5. In the paper, from memory, both gradients are taken before either step.
+    D3  Lines 6 and 8: w_k is that of line 5, as officially. In the paper, from memory, both gradients come before either step.
     """
     gradient, descend = sgd(federation.net, args)
 
@@ -376,8 +379,9 @@ def fedrep(federation, run, args):
 
     Personal is (w, v_k); there is no global model. Weights are n_k, as in the official code (the paper, from memory, and
     FedSLR: uniform). Only w is sent.
-    D1  Lines 4 and 5: 10 epochs for the head and --body-epochs 1, as officially for CIFAR-10; for CIFAR-100 10 and 5. The
-        official B is 10, momentum .5, decay 1e-4 of all but biases. What FedSLR calls FedRep is FedPer.
+    D1  Lines 4 and 5: 10 epochs for the head and --body-epochs 1, as officially for CIFAR-10; for CIFAR-100 10 and 5. In the
+        paper, from memory, the body takes one step. The official B is 10, momentum .5, decay 1e-4 of all but biases. What
+        FedSLR calls FedRep is FedPer.
     D2  Officially all clients train their heads for ten more epochs after the last round, and the mean of the last ten rounds
         is reported too. Not offered.
     """
@@ -412,7 +416,8 @@ def lg_fedavg(federation, run, args):
      5      w = mean over S_t of w_k
 
     Personal is (v_k, w); there is no global model. Weights are uniform, as in the official code (in the paper, from memory,
-    n_k). Only w is sent, and only to S_t: the others need it no sooner than they are sampled or evaluated.
+    n_k). Only w is sent, and only to S_t: the others need it no sooner than they are sampled or evaluated. The paper's further
+    losses for the local representations, and its tests on new clients, are left out.
     D1  The lower layers are personal, as in the paper. In the official code for CIFAR-10 the convolutions are global, because
         the layers are listed in another order; FL-bench's are the other way round, too. By default all layers before the first
         fully connected one are personal, as in FedSLR. SuPerFed's N is not known.
@@ -442,9 +447,11 @@ def ditto(federation, run, args):
      5          for each minibatch b of s epochs:  v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
 
-    Personal is v_k. Weights are uniform, as in the official code. With lambda = 0 and s = E v_k is Local's model.
-    D1  Lines 4 and 5: officially steps on v_k and on w_k alternate, on the same minibatch. Here one pass follows the other over
-        the same minibatches, which comes to the same. FedSLR has E=2 and s=1; here s is E unless --personal-epochs is given.
+    Personal is v_k. Weights are uniform, as officially, where clients are drawn with probabilities like n_k, however. With
+    lambda = 0 and s = E v_k is Local's model.
+    D1  Lines 4 and 5: officially steps on v_k and on w_k alternate, on the same minibatch, and E and s count minibatches. Here
+        one pass follows the other over the same minibatches, which comes to the same. FedSLR has E=2 and s=1; here s is E
+        unless --personal-epochs is given.
     D2  Line 5: FedSLR's code pulls v_k towards w after the gradient's step, not in it. Its lambda is the default. Officially
         lambda is .1, 1 or 2, or each client's choice by validation loss. Not offered.
     """
@@ -473,7 +480,7 @@ def pfedme(federation, run, args):
      1  w = w_0
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = theta_k = w
-     4          for each minibatch b, towards the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2:
+     4          for each minibatch b  (line 5 seeks theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2):
      5              `steps` times:  theta_k = theta_k - eta_p * (gradient of f_k(theta_k; b) + lambda * (theta_k - w_k))
      6              w_k = w_k - eta * lambda * (w_k - theta_k)
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
@@ -486,7 +493,8 @@ def pfedme(federation, run, args):
         over all of a client's images.
     D3  Line 5: theta_k goes on from minibatch to minibatch, as officially, where .001*theta_k is added to the gradient:
         --weight-decay .001.
-    D4  Line 6: the paper has no momentum (--momentum 0). It is w_k's, lambda * (w_k - theta_k) being the envelope's gradient.
+    D4  Line 6: the paper has no momentum (--momentum 0). Here w_k has it, since lambda * (w_k - theta_k) is the gradient of
+        the envelope; the steps on theta_k have none.
     D5  The defaults of lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10, with eta .01, B=128, 20 minibatches
         and 800 rounds. SuPerFed's later code has lambda 15. eta_p decays as eta does.
     """
@@ -536,10 +544,12 @@ def per_fedavg(federation, run, args):
         momentum (--momentum 0).
     D3  Line 9: the paper's mean is unweighted; n_k as in PersFL's code. The same with equal sizes.
     D4  Line 10: the gradient over all training images, as F_k has it, augmented where --transform does so. The code that
-        PersFL used takes minibatches of the TEST images on which it then evaluates. Not offered. alpha does not decay.
-    D5  Line 7: with ReLU the two gradients belong to different linear pieces. On 20 images of `shapes` at w_0 with delta .001
-        the relative error of h, against the exact product of Hessian and g, is 15 to 18 for mnistnet, cnn and cifarnet on one
-        draw (1.4 to 49 on six others), in float64 too; after 200 steps of SGD 2e-5, 5 and 69 (results/LOG.md, 2026-11-20).
+        PersFL used takes two plain steps, alpha then beta, on minibatches of the TEST images on which it then evaluates. Not
+        offered. alpha does not decay.
+    D5  Line 7: with ReLU the two gradients can belong to different linear pieces, and h is then wrong. Its relative error
+        against the exact product of Hessian and g, on 20 images of `shapes` with delta .001: at w_0 15 to 18 for mnistnet, cnn
+        and cifarnet on one draw, 1.4 to 49 on six others, in float64 too; after 200 steps of SGD 2e-5, 5 and 69 for the three
+        (results/LOG.md, 2026-11-20).
     """
     gradient, descend = sgd(federation.net, args)
     add = gradient_sum(gradient)
@@ -747,9 +757,9 @@ def fedma(federation, run, args):
     communication". Bytes: w to S_t at first, then layer by layer all of w up and all but the last layer down, and Pi_k to
     client k.
     D1  Line 6: the paper's BBP-MAP lets the global layer grow where a client's unit has no counterpart (officially gamma 7,
-        sigma and sigma_0 1, 5 iterations, at most about 700 units). Here it keeps its size: units are matched one-to-one. With
-        prior mean 0 and nothing unmatched, BBP-MAP's costs and squared distances lead to the same matching, whatever gamma,
-        sigma and sigma_0 are: that of the largest products.
+        sigma and sigma_0 1, 5 iterations, at most about 700 units). Here it keeps its size: units are matched one-to-one. If
+        the prior mean is 0 and no unit stays unmatched, BBP-MAP's costs and squared distances lead to the same matching for
+        every gamma, sigma and sigma_0: the one with the largest sum of inner products.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client, by number, is matched to the sum of those
         before it, and in up to 4 further sweeps to the sum of all others.
     D3  Line 7: the plain mean; the posterior's is pulled to the prior mean.

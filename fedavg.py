@@ -3,8 +3,8 @@ Deep Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
     python fedavg.py --dataset cifar10            (row FedAvg of SuPerFed's Table 1: top-1 .4709, top-5 .8937)
 
-Measured, seed 0, 2 CPU cores: all 200 rounds in 25 min (by baselines.py --method fedavg-ft, whose global model is the same but
-for rounding: at round 40 it had .329), and 40 rounds in 10 min; the best evaluation in brackets:
+Measured, seed 0, 2 CPU cores, the best evaluation in brackets: all 200 rounds in 25 min, on an Intel Xeon, by baselines.py
+--method fedavg-ft, whose global model is the same but for rounding (at round 40 .329), and 40 rounds in 10 min on an AMD EPYC:
     results/superfed-1/fedavg-ft-cifar10/0: global 0.4607 (0.4641)
     results/scale-0.2/superfed-1/fedavg-cifar10/0: global 0.3096 (0.3096)
 
@@ -29,18 +29,19 @@ The paper's Algorithm 1, in our words (K clients, P_k the images of client k, n_
     12  return w to the server
 
 Deviations
-    D1  The AISTATS version of line 7 (from memory) sums over all K clients, with n the number of all images. It is read as the
-        average over the sampled ones, as in SuPerFed's and pFedMe's code (FedSLR's weighs clients alike).
+    D1  The AISTATS version of line 7 (from memory) sums over all K clients, with n the number of all images (and w_k = w_t
+        where k was not sampled). It is read as the average over the sampled ones, as in SuPerFed's and pFedMe's code (FedSLR's
+        weighs clients alike).
     D2  Lines 8 to 10: a client's images are shuffled again in every epoch; the paper cuts them once. Effect not measured.
     D3  Line 11: SuPerFed's experiments use momentum 0.9 in local SGD, its buffer being 0 at the start of every round; so do
         the defaults here. McMahan et al. have none: --momentum 0. Nor do they have a weight decay; it is 0 by default.
-    D4  The defaults are SuPerFed's settings for Tables 1 and 2 (R, and K of CIFAR, from its paper; C, E, B and eta from its
-        code, which has SuPerFed's Model Mixing alone: the paper tuned every method, and what FedAvg got is not known). None
-        of McMahan et al.'s own tables is reproduced here. That code also multiplies eta by .995^r in round r = 1, 2, ...,
-        which the paper does not mention: --lr .00995 --lr-decay .995. It deals CIFAR-10's shards so that clients hold only
+    D4  The defaults are SuPerFed's settings for Tables 1 and 2. T (its R), and K of CIFAR, are from its paper; C, E, B and eta
+        from its code, which has Model Mixing alone. The paper tuned every method; what values FedAvg got is not known. None of
+        McMahan et al.'s own tables is reproduced here. SuPerFed's code also multiplies eta by .995^r in round r = 1, 2, ...,
+        which its paper does not mention: --lr .00995 --lr-decay .995. It deals CIFAR-10's shards so that clients hold only
         five pairs of classes, and for CIFAR-100 it has 200 clients of 5 classes; here shards are dealt at random to 100
-        clients, as both papers say. What superfed.py says of EMNIST, Tiny ImageNet and the last minibatch (D8, D9) holds here,
-        too. Whether the published accuracies are the last or the best ones is not known. Effects not measured.
+        clients, as its paper says. D8 and D9 of superfed.py (EMNIST, Tiny ImageNet, the last minibatch) hold here, too.
+        Whether the published accuracies are the last or the best ones is not known. Effects not measured.
     D5  Line 3: C*K is rounded down.
 """
 

@@ -3,13 +3,13 @@ Distribution for Federated Visual Classification", 2019, arXiv 1909.06335.
 
     python fedavgm.py --dataset cifar10           (a point of the paper's Figure 5: E=1, C=.05, alpha .1)
 
-Measured at alpha 0 (--alpha 0 --rounds 500; 10,000 in the paper, whose abstract has .769 for FedAvgM and .301 for FedAvg in
-its most skewed setting, E and C unknown), seed 0, 2 CPU cores, 13 to 15 min each; the best evaluation in brackets:
+Measured with --alpha 0 --rounds 500 (paper: 10,000), seed 0, 2 CPU cores, 13 to 15 min each, the best evaluation in brackets.
+In its most skewed setting (E and C unknown) the paper's abstract has .769 for FedAvgM and .301 for FedAvg:
     results/scale-0.05/fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0: global 0.3913 (.3913)
     results/scale-0.05/fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.003-beta-0.97/0: global 0.1000 (.1808)
     results/scale-0.05/fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0: global 0.2607 (.3141), FedAvg
-The first and the last setting have .402 (.407) and .353 (.408) at alpha .1, .653 (.653) and .687 (.687) at alpha 100, and with
---fraction .1 at alpha 0 .374 (.409) and .338 (.356); results/MEASURED.md has all.
+The first is what Flower's reproduction chose for alpha 0. It and the last have .402 (.407) and .353 (.408) at alpha .1, .653
+(.653) and .687 (.687) at alpha 100, .374 (.409) and .338 (.356) at alpha 0 with --fraction .1. results/MEASURED.md has all.
 
 There is one model. "global" is the server's w on the central test images, the paper's measure; "personal" is that same w on
 test images drawn with each client's class shares.
@@ -38,23 +38,25 @@ Line 9's form matters: on 4,000 images of `shapes`, the small CNN, alpha 1, C .2
 after 60 rounds is .588 with Nesterov's momentum and .405 with --server-momentum plain (results/LOG.md, 2026-11-20).
 
 Deviations
-    D1  Lines 11 and 12: a client's images are shuffled again in every epoch; the paper does not say. Effect not measured.
-    D2  Line 13: the paper's weight decay of .004 does not say of what. Here it adds .004*w to the gradient of the kernels of
-        the two hidden fully connected layers alone, as in the TensorFlow tutorial that the network is from (with another
-        --model: of all weights). Flower's reproduction takes twice as much. Effect not measured.
-    D3  For every point the paper searches eta and beta over grids, which our copy has lost (Flower's: eta from 1e-4 to .3,
-        beta .7, .9, .97, .99, .997), and shows the best; FedAvg's in Figure 2 is a mean over 5 runs with different clients.
-        Its text does not name the best, its Figure 6, which our copy lacks, marks some. Here one run of one setting: the
-        defaults are what Flower's reproduction chose for E=1, C=.05 and this alpha, for a network with BatchNorm and images
-        without augmentation.
-    D4  Images are augmented as in the tutorial: a random 24x24 window, flip, brightness, contrast, mean 0 and deviation 1 per
-        image. The paper does not say whether its were. The ranges of brightness and contrast and the initial weights are
-        from memory of the tutorial. Effect not measured.
+    D1  Lines 10 to 12: a client's images are shuffled again in every epoch; the paper does not say. Effect not measured.
+    D2  Line 13: the paper has a weight decay of .004 and does not say of which weights. Here .004*w is added to the gradient
+        of the two hidden fully connected layers' kernels alone, as in the TensorFlow tutorial that the network is from (with
+        another --model: of all weights). Flower's reproduction takes twice as much. Effect not measured. Local SGD has no
+        momentum: u is the gradient.
+    D3  For every point the paper searches eta and beta over grids and shows the best. Our copy has lost the grids (Flower's:
+        eta from 1e-4 to .3, beta .7, .9, .97, .99, .997). FedAvg's values in Figure 2 are means over 5 runs with different
+        clients. The text does not name the best settings; Figure 6, which our copy lacks, marks some. Here a point is one run
+        of one setting. The defaults are what Flower's reproduction chose for E=1, C=.05 and this alpha (.01 as Flower counts,
+        D5), for a network with BatchNorm and images without augmentation.
+    D4  Images are augmented as in the tutorial: a random 24x24 window, in testing the central one, flip, brightness, contrast,
+        mean 0 and deviation 1 per image. The paper does not say whether its were. The ranges of brightness and contrast and
+        the initial weights are from memory of the tutorial. Effect not measured.
     D5  alpha is the paper's: class shares q ~ Dir(alpha*p) with p = 1/10, which is alpha/10 per class. Many libraries take
         alpha per class: their .01 is .1 here. Classes that run out are dropped, on which the paper is silent.
     D6  Line 3: C*K is rounded down.
-    D7  Lines 7 to 9: our copy of the paper has lost the formulas; its text says Nesterov's accelerated gradient. The form is
-        PyTorch's, and that of Flower's reproduction.
+    D7  Lines 7 to 9: our copy of the paper has lost the formulas; its text says Nesterov's accelerated gradient, with a
+        server's learning rate of 1. The form is PyTorch's, and that of Flower's reproduction. Its first step is (1+beta)*dw.
+        eta_eff, which the program prints, is eta/(1-beta), the x-axis of Figure 6.
 """
 
 from types import SimpleNamespace as State

@@ -15,9 +15,9 @@ central ones with the client's class shares. `numbers` counts what the two model
 `latency` is Table 9's. Rounds count from 0 here, from 1 in what the program prints.
 
 The paper's Algorithm 2, which is Algorithm 1 with a random sample of the clients in each round, in our words; our copy of the
-paper has lost the listings and the formulas, which are restored from its text and the authors' code. M clients (K in the
-code), f_i the loss of client i; pi makes a matrix of n*k1 rows and c*k2 columns from a kernel of n outputs, c inputs and
-k1 x k2 pixels; ||.||_* is the sum of the singular values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
+paper has lost the listings and the formulas, which are restored from its text and the authors' code. M clients (K in the code,
+where m are sampled), f_i the loss of client i; pi makes a matrix of n*k1 rows and c*k2 columns from a kernel of n outputs, c
+inputs and k1 x k2 pixels; ||.||_* is the sum of the singular values; soft(x, tau) = sign(x) * max(|x| - tau, 0).
 
     Server
      1  choose w^0; for every client i: gamma_i = 0, p_i = 0
@@ -36,45 +36,47 @@ k1 x k2 pixels; ||.||_* is the sum of the singular values; soft(x, tau) = sign(x
     12  Phase II: for each fusion epoch, for each minibatch b:
     13      p_i = soft(p_i - eta * gradient by p_i of f_i(w^t + p_i; b), eta*mu)                                          (7)
     14  keep gamma_i and p_i, return w_i to the server
-    Algorithm 3 (--memory-efficient): the server keeps only the mean of all gamma_i; line 6 adds to it the changes of the
-    clients in S_t, summed and divided by M. Clients keep theirs: line 10 needs it. (They lie in this one machine all the same;
-    it is the server that is spared.)
+    Algorithm 3 (--memory-efficient): the server keeps only the mean of all gamma_i, and its line 6 adds to this mean the
+    changes of gamma_i for i in S_t, summed and divided by M. Every client keeps its own gamma_i, which line 10 needs. (In this
+    program all of them lie in one machine all the same; the saving is the server's.)
 
 Deviations. "Official" is the authors' code (github huangtiansheng/fedslr). Effects are not measured unless stated. "Does not
 say" means: in what is left of our copy.
-    D1  Line 1: the paper does not say where p_i starts. Officially at a copy of w^0 but for GroupNorm's scales and shifts, so
-        that the mixed model starts at twice w^0; --p-start copy does so for kernels and matrices, without biases. Here at 0.
-        Measured (CIFAR-10, --model cnn, which has no normalisation): a copy diverges in the first round, with --lr .03 in
-        the 7th; from 0 it learns with both (results/fedslr). With ResNet-18's GroupNorm it is not measured.
-        Where w is 0 too (Table 7's lambda = 10), all products of layers are 0 and p_i hardly moves: use --p-start copy there.
+    D1  Line 1: the paper does not say where p_i starts. Here it is 0. Officially it is a copy of w^0, but for GroupNorm's
+        scales and shifts, so that the mixed model starts at twice w^0; --p-start copy copies kernels and matrices, no biases.
+        Measured (CIFAR-10, --model cnn, which has no normalisation): a copy diverges in the first round, with --lr .03 in the
+        7th; from 0 it learns with both (results/fedslr). With ResNet-18's GroupNorm it is not measured.
+        Where w becomes 0, too (Table 7's lambda = 10), no layer passes anything on, and p_i hardly moves: use --p-start copy
+        there.
     D2  Line 3: officially every client tosses a coin with C, again if none comes. Here C*M clients as the paper says, rounded
         down.
     D3  Lines 10 and 13: the paper's weight decay is part of "the local solver". As officially, 1e-3 * w is added to the
-        gradient of line 10 and 1e-3 * p_i to that of line 13. T = 1000 is the official default; the paper does not say.
-    D4  Line 13 has the model at the start of the round (Remark 3; officially too), "personal" the one at its end, for all
-        clients: those never sampled have the p_i of line 1, as officially.
+        gradient of line 10 and 1e-3 * p_i to that of line 13, and eta is multiplied by .998 every round. T = 1000 is the
+        official default; the paper does not say.
+    D4  Line 13 trains p_i beside w^t, the model at the start of the round (Remark 3; officially too). "personal" uses w^{t+1},
+        for all clients; a client that was never sampled has the p_i of line 1, as officially.
     D5  Line 8: biases and the scales and shifts of GroupNorm are no matrices and aren't shrunk, as officially; the paper names
         kernels and matrices only. Line 13 shrinks all of p_i, as (7) does.
-    D6  Counting. A matrix counts as the smaller of rows*columns and rank*(rows+columns), the mixed model as w and the non-zeros
-        of p_i, and a round sends m dense w_i up and m counted w^t down: w^0 to w^{T-1}, where officially it is w^1 to w^T.
-        In the paper's Table 2 the uplink and 893.92 GB are those of ResNet-18 for 10 classes (11,173,952 weights) for every
-        data set, the downlink seems to be each network's own; here both are each network's own.
-    D7  A client's test images are floor(100 * share) of each class, or all there are, as officially, so fewer than the
-        paper's 100 (about 98 on CIFAR-10). With --split iid that leaves Tiny ImageNet's clients too few: --client-test .2,
-        with which they train on .8 of their images; officially they are tested on up to 500. Its pixels are standardised by
-        the training images' values, officially by .5 and .5. Whether published numbers are of the last or of the best round
-        is not known: `best` is for personal, the last table also has it for GKR.
-    D8  Appendix A.2, both without gamma_i and the quadratic term. lpgd: line 8's argmin with lambda*eta after every step of
-        line 10, then the plain mean; the mean of low-rank matrices isn't one, so that ranks and all bytes are counted dense
-        (the w_i that go up are low-rank; the appendix sees a gain in that). gpgd: the plain mean, then line 8's argmin with
-        lambda*eta_g; the paper's step size is lost.
+    D6  Counting. A matrix counts as the smaller of rows*columns and rank*(rows+columns), the mixed model as w and the
+        non-zeros of p_i. A round sends m w_i up, dense, and m w^t down, counted so: w^0 to w^{T-1}, officially w^1 to w^T. In
+        the paper's Table 2 the uplink and 893.92 GB are those of ResNet-18 for 10 classes (11,173,952 weights) for every data
+        set; the downlink seems to be each network's own. Here both are each network's own.
+    D7  A client's test images are floor(100 * share) of each class, or all there are, as officially; that is fewer than the
+        paper's 100 (about 98 on CIFAR-10). With --split iid Tiny ImageNet's clients get too few in this way: use --client-test
+        .2, with which they train on .8 of their images; officially they are tested on up to 500. Tiny ImageNet's pixels are
+        standardised by the training images' values, officially by .5 and .5. Whether published numbers are of the last or of
+        the best round is not known. `best` is for personal; the table printed at the end has GKR's best round, too.
+    D8  Appendix A.2; lpgd and gpgd have neither gamma_i nor the quadratic term. lpgd: line 8's argmin with lambda*eta follows
+        every step of line 10, and the server takes the plain mean. A mean of low-rank matrices isn't of low rank: ranks are
+        recorded as full, and all bytes counted dense (the w_i that go up are of low rank, in which the appendix sees a gain).
+        gpgd: the plain mean, then line 8's argmin with lambda*eta_g; the paper's step size is lost.
     D9  Appendix A.3, s+s: line 8 is soft(v, lambda*eta_g) for the same kernels and matrices, and what it leaves is counted as
         p_i is: non-zeros alone, without their positions; the ranks of w are not computed, but recorded as full. S+LR and
         LR+LR, which the paper calls too slow, are not offered.
     D10  Data and model. alpha = .1 is per class, as officially; the paper cites Hsu et al., whose .1 is .1/classes per class.
         A class that is used up is dealt out again, as officially, so that clients share images. The paper has ResNet-18 with
-        GroupNorm; the number of its groups, 2, a last layer without bias, flip and crop are the official code's. Evaluated
-        every 20th round, officially every 5th: `best` chooses among fewer.
+        GroupNorm; the number of its groups, 2, a last layer without bias (up to 32x32), flip and crop are the official code's.
+        Evaluated every 20th round, officially every 5th: `best` chooses among fewer.
 """
 
 import os
@@ -138,11 +140,11 @@ def count(net, ranks):
 
 
 def prox_nuclear(net, v, tau):
-    """Line 8's argmin for lambda*eta_g = tau: w [d], and the ranks [L] of its matrices. Equal shapes go together.
+    """Line 8's argmin for lambda*eta_g = tau: w [d], and the ranks [L] of its matrices. Matrices of equal shape go as a batch.
 
-    A = U diag(s) V' becomes A V diag(soft(s)/s) V', with the eigenvectors V and eigenvalues s^2 of A'A (of AA' if A is wide),
-    in float64. An SVD in float32 takes as long on a CPU, with many times the rounding error. For tau = 0 singular values
-    below 1e-8 of the largest are rounding, and count by chance.
+    A = U diag(s) V' becomes A V diag(soft(s, tau)/s) V', in float64; V and s^2 are the eigenvectors and eigenvalues of A'A (of
+    AA' if A is wide). An SVD in float32 takes as long on a CPU, with many times the rounding error. If tau = 0, singular values
+    below 1e-8 of the largest are only rounding: whether they count towards the rank is chance.
     """
     parts, ranks, together = list(v.split(net.sizes)), {}, {}
     for i, rows, columns in matrices(net):
@@ -358,8 +360,9 @@ def main(argv=None):
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # D6
         start = (w_t.expand(len(S), -1), state.gamma[here])  # [m, d]
         w_i, gamma_i = federation.train(one, start, S, t, eta, w_t)  # l.4-5, l.9, l.11: [m, d]
+        # phase=1: minibatches in an order of their own
         p_i = federation.train(two, state.p[here], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.12: [m, d]
-        change = pull * (w_t - w_i) if pull else gamma_i  # [m, d]
+        change = pull * (w_t - w_i) if pull else gamma_i  # [m, d]; where there is no gamma (D8), its 0
         state.gamma = state.gamma.index_copy(0, here, gamma_i + change)  # l.6, l.14: [K, d]
         state.p = state.p.index_copy(0, here, p_i)  # l.14: [K, d]
         if args.memory_efficient:

@@ -9,20 +9,21 @@ Ours of DS-1 and DS-2, seed 0, 11 and 10 minutes on two cores; results/MEASURED.
     results/persfl-2/persfl-cifar10-split-classes/0: PersFL 0.7388, FedAvg 0.5163
     results/persfl-2/persfl-cifar10-split-dirichlet-classes/0: PersFL 0.5874, FedAvg 0.5207
 
-The same with --dataset mnist is Table 3, with --teacher final Table 4, with --soft ce PersFL-GD's half of Table 6. Published
-means and spreads are over users.
+The same with --dataset mnist is Table 3, with --teacher final the columns FedAvg of Table 4, with --soft ce the columns
+PersFL-GD of Table 6. Published numbers are means and standard deviations over users.
 
-Models of one shape: G, the global one of FedAvg; O_k, the G of some round that is user k's teacher; A_k, user k's own, the
-student. "global" is G on the central test images. In the last row "personal" is A_k on user k's own test images; in earlier
-rows it is G. T is the temperature and E_G the number of rounds, --rounds. The last round contains Stage 2; a run stopped there
-does that whole round anew. The last row also has
-    personal@fedavg, personal@lambda=0           G, and O_k fine-tuned without distillation
-    personal@val, personal@test                  the A_k that --select val and --select test choose
-    users                                        accuracies and choices, a list over users each
-    students                                     each user's accuracies for all of `grid`, on validation (val) and test images
-    unseen                                       all of this for new users
+All models have one shape: G, the global one of FedAvg; O_k, the G of some round, which is user k's teacher; A_k, user k's
+own, the student. "global" is G on the central test images. "personal" is measured on every user's own test images, in the last
+row of the record with A_k, in earlier rows with G. T is the temperature and E_G the number of rounds, --rounds. Stage 2 is part
+of the last round; a run stopped there does that whole round anew. The last row also has
+    personal@fedavg, personal@lambda=0           the same with G, and with O_k fine-tuned without distillation
+    personal@val, personal@test                  the same with the A_k that --select val and --select test choose
+    users                                        lists over users: accuracies, T and lambda, the teacher's round
+    students                                     each user's accuracy with every pair of `grid`, on validation (val) and test
+                                                 images
+    unseen                                       all of this for the new users of --unseen
 
-The paper's Algorithm 1, in our words (K users, n_k training images of user k):
+The paper's Algorithm 1, in our words (K users, n_k training images of user k, n of all; G(b), A(b) and O_k(b) are logits):
 
     Stage 1, the teachers
      1  choose G_1;  l'_k = infinity for every user k
@@ -42,63 +43,69 @@ The paper's Algorithm 1, in our words (K users, n_k training images of user k):
     14          A = A - eta * gradient of loss
     15  A_k = the A of the best pair (T, lambda)
 
-Deviations. The authors' code of both stages is not available; a part of their code for the baselines is, with its results.
-Effects are not measured unless stated.
-    D1  Lines 4 to 6: the candidates are the G that users are sent, from G_1, untrained, to G_{E_G}, as in section 4.1 users
-        store them "before updating the local version"; the G that the last round makes is none, and only --teacher final sends
-        it to the users. The words below (2), the model "learned in" each round, would have it and not G_1. It matters where
-        the last candidate wins: for 31 of 50 users in DS-2 of MNIST (11 with the images of D9) and 9 of 30 in DS-2 of
-        CIFAR-10, for 6 of 30 or fewer elsewhere. Section 4.1 says once that teachers are chosen by accuracy; the algorithm and
-        (2) say by loss, as here.
+Deviations. The authors' code for the two stages is not available. Of their code for the baselines a part is (pFedMe and
+Per-FedAvg), with the logs of its runs. Effects are not measured unless stated.
+    D1  Lines 4 to 6: the candidates are the models that users are sent, G_1 (untrained) to G_{E_G}, as in section 4.1 users
+        store them "before updating the local version". The model that the last round makes is no candidate; only --teacher
+        final sends it to the users. The words below (2), the model "learned in" each round, mean the opposite: it would be a
+        candidate and G_1 not. This matters to users whose teacher is the last candidate: 31 of 50 in DS-2 of MNIST (11 with
+        the images of D9), 9 of 30 in DS-2 of CIFAR-10, at most 6 of 30 elsewhere. Section 4.1 says once that users choose by
+        accuracy; the algorithm and (2) say by loss, as here.
     D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
-    D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, E_L, E and any momentum are unknown, in both stages (the algorithm
-        calls Stage 2's number of epochs E_L, the costs in 4.3 E; there E_L is Stage 1's); B is 20 or 128 in the authors' code
-        for the baselines. Chosen here: B=20, eta=.05, E_L=1, E=10, no momentum, no weight decay (it would draw students with
-        lambda=1 away from O_k, against D7). They are from a few short runs, without records, by accuracies on validation
-        images: FedAvg on CIFAR-10, DS-2 had .39 after 9 rounds (B=128, eta=.1: .30 after 15); on MNIST, DS-1 it had .89 after
-        50 rounds. None of the settings tried gives all of FedAvg's published columns.
+    D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, the epochs E_L of Stage 1 and E of Stage 2, and any momentum are
+        unknown. (Names as in section 4.3; the algorithm writes E_L for Stage 2's epochs.) In the authors' code for the
+        baselines B is 20 or 128. Chosen here: B=20, eta=.05, E_L=1, E=10, no momentum, no weight decay (it would draw students
+        with lambda=1 away from O_k, against D7). The choice was made in a few short runs, of which there are no records, by
+        accuracies on validation images: FedAvg on DS-2 of CIFAR-10 had .39 after 9 rounds (B=128, eta=.1: .30 after 15), and
+        on DS-1 of MNIST .89 after 50. No setting that was tried gives all of FedAvg's published columns.
     D4  Lines 10 and 12: images are shuffled again in every epoch. The loss of a minibatch is a mean over its images and a sum
         over classes; the authors' reduction is unknown, and PyTorch's default would make the soft loss ten times smaller.
-        Images are scaled to [0, 1]. The authors' may have been normalised: DS-2's generator does so (D9), the baselines' code
-        for DS-1 shows no scaling at all. With --transform normalize, five runs on MNIST's DS-1 have FedAvg .914 and a mean
-        lambda of .045 (scaled .893, .08; published .920, .035), PersFL .952 (.939; .986); a higher eta on scaled images has a
-        like effect (LOG.md).
-    D5  Line 12: (3) writes KL(A, O), line 20 of the paper's algorithm KL(s, A). Both write it in the same order as the cross-
-        entropy beside it, prediction and target in (3), target and prediction in the algorithm: the teacher is the target.
-        Then KL is CE less the entropy of s_b, which does not depend on A, and PersFL and PersFL-GD have the same gradients.
-        Read this way, what Table 6 reports between them (59.6 and 58.2 on DS-2 of CIFAR-10) must come from something else:
+        Images are scaled to [0, 1]. The authors' may have been normalised: DS-2's generator does so (D9), but the baselines'
+        code for DS-1 shows no scaling at all. On DS-1 of MNIST, in five runs with --transform normalize, FedAvg has .914,
+        PersFL .952 and the mean lambda is .045. With scaled images these are .893, .939 and .08; published are .920, .986 and
+        .035. A higher eta on scaled images has a similar effect (results/LOG.md).
+    D5  Line 12: (3) writes KL(A, O), line 20 of the paper's algorithm KL(s, A). The cross-entropy beside it has the same order
+        in both places: prediction and target in (3), target and prediction in the algorithm. So in both the teacher is the
+        target. This KL is the CE less the entropy of s_b, which does not depend on A: PersFL and PersFL-GD have the same
+        gradients. What Table 6 reports between them (59.6 and 58.2 on DS-2 of CIFAR-10) must then come from something else:
         chance, another order or reduction, another grid.
-    D6  Line 15: (3) takes the pair of least training loss; that would always be lambda=1, whose loss is 0 at A = O_k, and the
-        paper says that 1 was never best. What was used instead is not stated; the appendix shows test accuracies. Here: the
-        student's accuracy on k's validation images, the first in the order of GRID if equal; --select test chooses on test
-        images. Students that diverged aren't chosen.
+    D6  Line 15: (3) takes the pair of least training loss. That would always be lambda=1, whose loss is 0 at A = O_k, and the
+        paper says that 1 was never best (here it is for one of 220 users). It does not say what was used instead; its appendix
+        shows test accuracies. Here a user takes the pair whose student is most accurate on its validation images, of equals
+        the first in GRID; --select test takes its test images. Students that diverged aren't chosen.
     D7  The grid is not printed. That T is in {1, 5, 25} and lambda in {0, .25, .5, .75, 1} is inferred from the averages in
-        Table 5 and the appendix. With lambda=1 a student stays at O_k, where the gradient is 0 but for rounding; that
-        can grow in training, at our eta by up to 15 points of one user's accuracy (MNIST, DS-1; 10 on DS-3).
-    D8  FedAvg's column is the G after E_G rounds. With --teacher final (Table 4) this G is every user's teacher and the
-        students' start; the table's caption speaks of the start alone, the authors' README of the teacher. For DS-3 of
-        CIFAR-10 and DS-2 of MNIST the paper trained FedAvg's column twice as long as Stage 1 (Table 7); which of the two
-        Table 4 has is not said.
-    D9  Users share the data sets' training images. The paper speaks of test images too, but in the authors' logs the users'
-        test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000 and 10,003, a fifth of the training images. In DS-1 of MNIST
-        users have 600 images each: --limit 6000. DS-1 gives a user equally many images of its 4 classes; in the paper users
-        have the same total but "may have [...] a different number of samples per class". DS-2 draws a Dir(.9, ..., .9) over
-        users for each class, as the authors' generator and the paper's first words about it; its words on the prior and on
-        small alpha, and its citation, mean a draw per user. The generator takes class 0's size for every class, which is not
-        done here. It also moves, mirrors and normalises training images, of which the paper says nothing. --augment-once
-        --transform normalize does so once, as if the generator's output had been stored: then five runs on MNIST have FedAvg
-        .857 and PersFL .879 (published .855, .880; with neither flag .944, .956), but a mean lambda of .315 (.51). In DS-3
-        user k has classes k and k+1, as in pFedMe's generator, and users share all training images; in the authors' logs they
-        have 229 to 1,457 test images, 5,727 in all, a fifth of 28,600 instead of 50,000; on MNIST sizes differ far more here
-        than there.
-    D10  Section 6 describes new users without an experiment. With --unseen N the last N users train in no round. Each chooses
-        its teacher among the G of all rounds, which here it does round by round as the others do, and then does Stage 2.
-    D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do. Their
-        standard deviations are over users, of these averages, with divisor K-1. The authors' DS-3 has the same sizes in all
-        five; here each run draws its own, which brings the users' averages closer together.
-    D12  The networks: the paper has "two 2-D convolutional layers separated by a MaxPool layer" and 400, 120 and 84 neurons for
-        CIFAR-10; 400 are what fc1 gets only if the second convolution is pooled, too, as in the authors' code for the
-        baselines and here.
+        Table 5 and the appendix. With lambda=1 a student starts at O_k and should stay there, since the gradient is 0 but for
+        rounding. But rounding errors grow in training: at our eta they changed one user's accuracy by up to 15 points (DS-1 of
+        MNIST; 10 on DS-3).
+    D8  FedAvg's column is the G after E_G rounds. With --teacher final (Table 4) this G is every user's teacher and all
+        students start from it; the table's caption speaks of the start alone, section 5.3 and the authors' README of the
+        teacher. For DS-3 of CIFAR-10 and DS-2 of MNIST the paper trained FedAvg's column twice as long as Stage 1 (Table 7);
+        which of the two models Table 4 has is not said.
+    D9  Users share the data sets' training images. The paper's counts include the test images, but in the authors' logs the
+        users' test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000 and 10,003, a fifth of the training images. In DS-1 of
+        MNIST the authors' users have 600 images each: --limit 6000, which takes the same 6,000 in every run.
+        DS-1 gives a user equally many images of its 4 classes; in the paper users have the same total but "may have [...] a
+        different number of samples per class".
+        DS-2 draws the users' shares of each class from Dir(.9, ..., .9), as the authors' generator and the paper's first words
+        about it do; its words on the prior and on small alpha, and its citation, mean a draw per user. The generator takes
+        class 0's size for every class; here every class has its own. It also moves, mirrors and normalises training images, of
+        which the paper says nothing. --augment-once --transform normalize does so once, to all images, as if the generator's
+        output had been stored: then five runs on MNIST have FedAvg .857 and PersFL .879 (published .855, .880; with neither
+        flag .944, .956), but a mean lambda of .315 (.51).
+        In DS-3 user k has classes k and k+1, as in pFedMe's generator, and users share all training images; amounts are
+        log-normal (mu 0, sigma 2), as in the paper. In the authors' logs CIFAR-10's users have 229 to 1,457 test images, 5,727
+        in all, a fifth of 28,600 instead of 50,000. On MNIST sizes differ far more here than there; the generator probably
+        added 300 to 600 images to each.
+    D10  Section 6 describes without an experiment how new users may join. With --unseen N the last N users train in no round.
+        Each chooses its teacher among the G of all rounds and then does Stage 2. In the paper the server would have stored all
+        these G; here a new user compares them round by round, as the others do. (The paper's other way, the final G as the new
+        user's teacher, is --teacher final.)
+    D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do.
+        Standard deviations are over users, of these averages, with divisor K-1. The authors' DS-3 of CIFAR-10 has the same
+        sizes in all five; here each run draws its own, which should bring the users' averages closer together.
+    D12  The network for CIFAR-10: the paper has "two 2-D convolutional layers separated by a MaxPool layer", and 400, 120 and
+        84 neurons. 400 is what its first fully connected layer gets, and only if the second convolution is pooled, too, as in
+        the authors' code for the baselines and here.
 """
 
 import json
@@ -112,7 +119,7 @@ from torch.func import vmap
 
 import common
 
-# Section 5 for the users and their images, Table 7 for E_G; the rest is D3. DS-1 of CIFAR-10, and below what differs elsewhere.
+# DS-1 of CIFAR-10, and below what differs elsewhere. Users, images: section 5; rounds: Table 7; the rest is our choice (D3).
 DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val=0.2, client_test=0.2, fraction=1.0, rounds=50,
                 epochs=1, batch_size=20, lr=0.05, model="cifarnet")  # D3, D4, D9, D12
 BY_DATASET = {

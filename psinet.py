@@ -5,7 +5,7 @@ was found.
     python psinet.py --dataset cifar10                        (VGG-9, normalisation ablation; published top-1 .8826)
     python psinet.py --dataset cifar10 --groups 0 --norm none (FedAvg on the network without groups: .8413; bn .8546, gn .8334)
     python psinet.py --dataset cifar10 --depth conv4          (grouping from another layer on)
-    python psinet.py --dataset cifar100 --groups 20           (VGG-16; figure of Fed2: .682, 10: .682, 100: .672, FedAvg .653)
+    python psinet.py --dataset cifar100 --groups 20           (VGG-16; Fed2's figure: .682; 10: .682, 100: .672; FedAvg: .653)
     python psinet.py --dataset cifar10 --per-client 2 --prune (a node drops every group none of whose classes it has)
     python psinet.py --dataset cifar10 --groups 0 --norm bn --clients 1 --split iid --rounds 50 --tv     (which depth to choose)
 
@@ -15,11 +15,11 @@ Measured, VGG-9 on CIFAR-10, 10 x 4, 8 of the 100 rounds in bf16, seed 0, 2 CPU 
     results/scale-0.08/psinet-norm/psinet-cifar10-prune/0: global 0.6575, with --prune
     results/scale-0.08/psinet-norm/psinet-cifar10-groups-0-norm-gn/0: global 0.4557, FedAvg with GroupNorm
 
-There is one model Omega = {Omega_shared, Omega_1, ..., Omega_G}: the weights w, and b, BatchNorm's running means and variances.
-"global" is the server's Omega on the central test images, taken to be the paper's measure; "personal" is that same Omega,
-whole also where nodes are pruned, on central test images drawn with each client's class shares. Clients are called nodes;
-"N x c" is N nodes with c classes each. In the record `macs` counts the multiplications of all forward passes in training so
-far, and `tv` has line 15's TV_l by layers.
+There is one model Omega = {Omega_shared, Omega_1, ..., Omega_G}: the weights w and, in b, BatchNorm's running means and
+variances. "global" is the server's Omega on the central test images, taken to be the paper's measure; "personal" is the same
+unpruned Omega on central test images drawn with each client's class shares. Clients are called nodes; "N x c" is N nodes with c
+classes each. In the record `macs` counts the multiplications of all forward passes in training so far, and `tv` has line 15's
+TV_l by layers.
 
 The method (its sections 3 and 4), in our words:
 
@@ -38,48 +38,50 @@ The method (its sections 3 and 4), in our words:
     11      Omega_g = Avg over I_g = {i: g in G_i} of omega^i_g, GroupNorm's scale and shift included
     LocalUpdate(i, omega)
     12  for each of E local epochs, for each minibatch of node i:
-    13      omega = omega - eta * gradient of the cross-entropy
+    13      omega = omega - eta * gradient of the cross-entropy, the running means and variances a step to the minibatch's (D4)
     To choose the depth, on a trained model
     14  P = [p_1, ..., p_C] of each neuron: p_c = sum over images x of class c of A(x) * dZ_c/dA(x), A activation, Z_c logit
     15  TV_l = 1/I * sum over the I neurons i of layer l of ||P_i - E(P)||_2, each P divided by the sum of its entries
     16  share the layers of small TV, group the others
 
 Deviations. The notes are silent unless they are quoted. No effect is measured unless stated.
-    D1  Line 3: in the first grouped layer every group sees all shared channels: shared features are said to serve all classes,
-        and cut into G slices they would serve one group each: the last shared layer would in effect be grouped already. So the
-        first grouped layer has blocks of outputs only. The slices, which the notes' "group convolution" can mean: --enter
-        slice (neighbouring ones overlap where G does not divide the channels). With --dataset shapes --limit 3000 --rounds 12,
+    D1  Line 3: in the first grouped layer every group sees all shared channels; only its outputs are in blocks. Shared
+        features are said to serve all classes; cut into G slices they would serve one group each, and the last shared layer
+        would in effect be grouped already. --enter slice does cut them, which the notes' "group convolution" can mean
+        (neighbouring slices overlap where G does not divide the channels). With --dataset shapes --limit 3000 --rounds 12,
         seeds 0 to 2 (results/LOG.md, 2026-11-20), global is .73 +- .07 with all channels, .78 +- .04 with slices, .87 +- .02
-        with all and --prune. A depthwise convolution there is still shared.
+        with all channels and --prune. A depthwise convolution with which the depth begins (MobileNet) is still shared.
     D2  Lines 3 and 4: the grouped network's widths aren't known. Here they are the ungrouped network's, rounded up to a
-        multiple of G, which with 10 groups leaves 848,386 of 3,493,258 weights (VGG-9) and 2.6 of 15.3 million (VGG-16). VGG-9
-        is taken to be FedMA's, here without its dropout; VGG-16 and MobileNet are common.py's. A group's weights start as
-        those of a layer of the group's size (the first grouped layer's as the ungrouped layer's, unless cut into slices).
+        multiple of G. With 10 groups that leaves 848,386 of 3,493,258 weights (VGG-9) and 2.6 of 15.3 million (VGG-16). VGG-9
+        is taken to be FedMA's, here without its dropout; VGG-16 and MobileNet are common.py's. A group starts as a layer of
+        the group's size would; the first grouped layer as the ungrouped layer, unless its input is cut into slices.
     D3  Line 1: G and the depth of the published VGG-9 rows aren't known; the notes call C3-2 to C5-2 (second convolution of
         stage 3 to that of stage 5) nearly optimal, for a network that can't be this VGG-9, which has three stages. Defaults:
         C3-1 (conv5) for VGG-9, so that a convolution follows the first grouped one; C3-2 for VGG-16; for MobileNet the start
         of its 512 channels. Each group has equally many classes, consecutive labels. Which classes a node has in "N x c" is
         random and even.
-    D4  Lines 2 and 3: GroupNorm has G groups. The notes compare .8334 and .8826 under "the same GN settings"; here FedAvg with
-        --norm gn has GroupNorm after every convolution, with 2 groups, as common.py's networks (10 don't divide its
-        channels), while Psi-Net has BatchNorm in the shared part. --norm bn is BatchNorm everywhere, in line 11 too. Both
-        stand between convolution and ReLU, in place of a model's own. A running statistic moves a tenth of the way with
-        every minibatch, as PyTorch's default does.
+    D4  Lines 2 and 3: GroupNorm has G groups. The notes compare .8334 (FedAvg) and .8826 (Psi-Net) under "the same GN
+        settings". Here these differ: FedAvg with --norm gn has GroupNorm with 2 groups after every convolution, as common.py's
+        networks do (10 don't divide its channels), and Psi-Net has BatchNorm in the shared part. With --norm bn all norms are
+        BatchNorm, and line 11 averages its statistics, too. Either norm stands between convolution and ReLU and replaces a
+        model's own. Every minibatch moves a running statistic a tenth of the way, as PyTorch's default does.
     D5  Lines 10 and 11: averages weigh node i by its images n_i, so that with all groups everywhere this is FedAvg's average.
         The notes' Avg shows no weights; in "N x c" the n_i are equal. A group that no node of a round has stays as it is.
-    D6  Lines 6 and 9: a pruned node's softmax is over the logits that it has. The notes say of groups of several classes that
-        one is pruned "only when the local data all satisfy the group's task"; here a group goes when the node has none of its
-        classes. Which cases are extreme is not said; so --prune is off. Measured effect with 4 of 10 classes per node: above.
-    D7  Line 13: eta, B, momentum, weight decay and augmentation aren't known; here the values of FedMA's FedAvg runs (.01, 64,
-        .9, 1e-4) with FedSLR's flip and crop. E and T of the ablations aren't known either; T = 100 (CIFAR-100: 200) is read
-        off the axes of Fed2's figures, E = 1 is its best in another comparison (of 1, 20, 40, 100, 150), where about 1000
-        epochs were trained in all: --rounds 1000. Nor is it known whether published accuracies are the last or the best.
+    D6  Lines 6 and 9: a pruned node has no logits for its missing groups; its softmax is over the others. The notes prune a
+        group of several classes "only when the local data all satisfy the group's task"; here it goes when the node has none
+        of its classes. Which cases are extreme is not said, so --prune is off by default. Its effect with 4 of 10 classes per
+        node: above.
+    D7  Line 13: eta, B, momentum, weight decay and augmentation aren't known. The first four are those of FedMA's FedAvg runs
+        (.01, 64, .9, 1e-4); flip and crop are FedSLR's, whose crop is padded with zeros, FedMA's with reflections. E and T of
+        the ablations aren't known either. T = 100 (CIFAR-100: 200) is read off the axes of Fed2's figures. E = 1 is the best
+        of 1, 20, 40, 100, 150 in another of its comparisons, in which about 1000 epochs were trained in all: --rounds 1000.
+        Nor is it known whether published accuracies are the last or the best.
     D8  Line 8: all nodes take part, as far as is known; --fraction samples some.
-    D9  Line 14: of a channel, A(x) * dZ_c/dA(x) is summed over its pixels, behind ReLU and pooling, on 20 training images per
-        class, as in testing. Line 15: the notes' sum can be read as over one neuron's classes or as over the neurons. Here it
-        is over the classes, of absolute values: entries have both signs, so that their plain sum can be 0.
-    D10  Line 16: no rule is given. Suggested is the first layer whose TV reaches the middle between the smallest and the
-        largest. It is for a network without groups, trained for 50 epochs at least: in a grouped one P is 0 outside M(g).
+    D9  Line 14: the sum is over 20 training images per class, seen as in testing. A is taken after ReLU and pooling, and for a
+        channel the sum is over its pixels, too. Line 15: the notes may divide by a sum over one neuron's classes or over the
+        neurons. Here it is over the classes, of absolute values: entries have both signs, so that their plain sum can be 0.
+    D10  Line 16: the notes give no rule. --tv suggests the first layer whose TV reaches the middle between the smallest and
+        the largest. Use it on a network without groups, trained for at least 50 epochs: in grouped layers P is 0 outside M(g).
     D11  Line 12: a node's images are shuffled again in every epoch.
 """
 
@@ -99,15 +101,15 @@ BY_DATASET = {
     # ours, for a quick look
     "shapes": dict(model="cnn", transform="scale", rounds=20, batch_size=20, lr=0.02, eval_every=2),
 }
-DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "mobilenet": "block6", "cnn": "conv3"}  # D3
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "mobilenet": "block6", "cnn": "conv3"}  # D3; cnn's is ours
 MISSING = -1e9  # the logit of a class that a pruned node doesn't have: a probability of 0
 
 
 class Surgery:
     """Stands between a model of common.py and its Weights m: groups the layers from the depth on and puts norms in.
 
-    keep [n]: the groups of this network, of G. b: the running statistics; with a mask [B] of real images this is training, and
-    `new` their next values. seen: a list for (layer, its neurons, their activations [B, ...]).
+    keep [n]: the groups of this network, of G. b: the running statistics [d_b]. mask [B]: given in training, True for real
+    images; then `new` gets their next values. seen: a list that gets (layer, its neurons, their activations [B, ...]).
     """
 
     def __init__(self, net, m, keep, b=None, mask=None, seen=None):
@@ -184,10 +186,10 @@ class Surgery:
 
 
 class PsiNet(common.Net):
-    """A model of common.py in groups: `forward` of w [d] and b [d_b], for pruned nodes with n of the G groups.
+    """A model of common.py in groups: `forward` of w [d] and b [d_b]. A pruned node's network has only n of the G groups.
 
-    M [G, classes/G]: the classes of each group. group [d], group_b [d_b]: each number's group, -1 if it is shared. macs: the
-    multiplications for one image. G = 0 is the plain network: all is shared.
+    M [G, classes/G]: the classes of each group. group [d], group_b [d_b]: of each number of w and of b its group, -1 if it is
+    shared. macs: the multiplications for one image. G = 0 is the plain network, in which all is shared and M has one row.
     """
 
     def __init__(self, args, shape, classes, device="cpu", n=None, M=None):
@@ -260,10 +262,10 @@ def client_step(net, args):
 
 
 def local_updates(federation, parts, state, S, t, eta, has):
-    """Lines 8 and 9: omega^i for i in S as w [m, d] and b [m, d_b]; what a node doesn't have is the server's.
+    """Lines 8 and 9: omega^i for the m nodes i in S as W [m, d], B [m, d_b]; in groups that a node lacks the server's values.
 
-    parts: number of groups -> (network, step). has [K, G+1]: whether a node has a group; the last column stands for what is
-    shared, whose number is -1.
+    parts: number of groups -> (network, step). has [K, G+1], of all K nodes: whether node i has group g (line 6's G_i; a column
+    is I_g). The last column is True: it stands for what is shared, since group number -1 picks it.
     """
     net, has = federation.net, has[S]
     W, B = state.w.repeat(len(S), 1), state.b.repeat(len(S), 1)
@@ -284,7 +286,7 @@ def local_updates(federation, parts, state, S, t, eta, has):
 
 
 def aligned_average(federation, W, own, n_k, old):
-    """Lines 10 and 11, number by number: over the nodes that have it. W [m, d], own [m, d] bool, n_k [m], old [d]."""
+    """Lines 10 and 11: each number is averaged over the nodes that have it. W [m, d], own [m, d] bool, n_k [m], old [d]."""
     n = federation.all_reduce(n_k @ own.to(W.dtype))  # [d] (D5)
     return torch.where(n > 0, federation.all_reduce(n_k @ (W * own)) / n.clamp(min=1), old)
 
