@@ -49,7 +49,7 @@ Per-FedAvg), with the logs of its runs. Effects are not measured unless stated.
         store them "before updating the local version". The model that the last round makes is no candidate; only --teacher
         final sends it to the users. The words below (2), the model "learned in" each round, mean the opposite: it would be a
         candidate and G_1 not. This matters to users whose teacher is the last candidate: 31 of 50 in DS-2 of MNIST (11 with
-        the images of D9), 9 of 30 in DS-2 of CIFAR-10, at most 6 of 30 elsewhere. Section 4.1 says once that users choose by
+        the images of D9), 13 of 50 in DS-2 of CIFAR-10, at most 6 of 50 elsewhere. Section 4.1 says once that users choose by
         accuracy; the algorithm and (2) say by loss, as here.
     D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
     D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, the epochs E_L of Stage 1 and E of Stage 2, and any momentum are
@@ -70,7 +70,7 @@ Per-FedAvg), with the logs of its runs. Effects are not measured unless stated.
         gradients. What Table 6 reports between them (59.6 and 58.2 on DS-2 of CIFAR-10) must then come from something else:
         chance, another order or reduction, another grid.
     D6  Line 15: (3) takes the pair of least training loss. That would always be lambda=1, whose loss is 0 at A = O_k, and the
-        paper says that 1 was never best (here it is for one of 220 users). It does not say what was used instead; its appendix
+        paper says that 1 was never best (here it is for one of 300 users). It does not say what was used instead; its appendix
         shows test accuracies. Here a user takes the pair whose student is most accurate on its validation images, of equals
         the first in GRID; --select test takes its test images. Students that diverged aren't chosen.
     D7  The grid is not printed. That T is in {1, 5, 25} and lambda in {0, .25, .5, .75, 1} is inferred from the averages in
