@@ -211,7 +211,7 @@ def scaffold(federation, run, args):
     Personal is x. Weights are uniform. Twice FedAvg's bytes: c_k^+ - c_k goes up, c down.
     D1  Lines 4, 6 and 7: in SuPerFed's later code the correction has no effect. The defaults are FedSLR's, Option II and
         eta_g = 1.
-    D2  Line 6: the paper has no momentum; then (x - y_k) / (steps * eta) is the mean of line 4's gradients. With a momentum
+    D2  Line 6: the paper has no momentum; then (x - y_k) / (steps * eta) is the mean of line 4's brackets. With a momentum
         beta y_k goes further. So `reach` takes the place of steps, the distance if eta and all gradients were 1: the sum over
         steps s of 1 + beta + ... + beta^(s-1). With --momentum 0, as FedSLR has it, reach is the number of steps.
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
@@ -417,7 +417,7 @@ def lg_fedavg(federation, run, args):
 
     Personal is (v_k, w); there is no global model. Weights are uniform, as in the official code (in the paper, from memory,
     n_k). Only w is sent, and only to S_t: the others need it no sooner than they are sampled or evaluated. The paper's further
-    losses for the local representations, and its tests on new clients, are left out.
+    losses for the local representations, and its tests on new clients (from memory), are left out.
     D1  The lower layers are personal, as in the paper. In the official code for CIFAR-10 the convolutions are global, because
         the layers are listed in another order; FL-bench's are the other way round, too. By default all layers before the first
         fully connected one are personal, as in FedSLR. SuPerFed's N is not known.

@@ -95,7 +95,7 @@ Per-FedAvg), with the logs of its runs. Effects are not measured unless stated.
         In DS-3 user k has classes k and k+1, as in pFedMe's generator, and users share all training images; amounts are
         log-normal (mu 0, sigma 2), as in the paper. In the authors' logs CIFAR-10's users have 229 to 1,457 test images, 5,727
         in all, a fifth of 28,600 instead of 50,000. On MNIST sizes differ far more here than there; the generator probably
-        added 300 to 600 images to each.
+        added a random 300 to 600 to its log-normal amounts and doubled the sums.
     D10  Section 6 describes without an experiment how new users may join. With --unseen N the last N users train in no round.
         Each chooses its teacher among the G of all rounds and then does Stage 2. In the paper the server would have stored all
         these G; here a new user compares them round by round, as the others do. (The paper's other way, the final G as the new

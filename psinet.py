@@ -109,7 +109,7 @@ class Surgery:
     """Stands between a model of common.py and its Weights m: groups the layers from the depth on and puts norms in.
 
     keep [n]: the groups of this network, of G. b: the running statistics [d_b]. mask [B]: given in training, True for real
-    images; then `new` gets their next values. seen: a list that gets (layer, its neurons, their activations [B, ...]).
+    images; `new` then gets b's next values. seen: a list that gets (layer, its neurons, their activations [B, ...]).
     """
 
     def __init__(self, net, m, keep, b=None, mask=None, seen=None):
@@ -264,8 +264,8 @@ def client_step(net, args):
 def local_updates(federation, parts, state, S, t, eta, has):
     """Lines 8 and 9: omega^i for the m nodes i in S as W [m, d], B [m, d_b]; in groups that a node lacks the server's values.
 
-    parts: number of groups -> (network, step). has [K, G+1], of all K nodes: whether node i has group g (line 6's G_i; a column
-    is I_g). The last column is True: it stands for what is shared, since group number -1 picks it.
+    parts: number of groups -> (network, step). has [K, G+1], of all nodes of this process: whether node i has group g (line 6's
+    G_i). The last column is True: it stands for what is shared, since group number -1 picks it.
     """
     net, has = federation.net, has[S]
     W, B = state.w.repeat(len(S), 1), state.b.repeat(len(S), 1)

@@ -84,9 +84,9 @@ only, so that --as official --mix layer is our combination. --as official switch
         layers) on the very test images that it is chosen on: personal@test. Here "personal" is at the lambda with the best
         mean accuracy over clients on training images (of each client as many as it has test images; the smaller lambda if
         equal), although w^l was fitted to these, or with --client-val on validation images, of which the paper's experiments
-        have none. personal@lambda=0.5 needs no choice. In Phase I lambda is 0. Measured, in the two runs above: the paper's
-        choice is .012 (Model Mixing) and .000 (Layer Mixing) higher. Whether the published numbers are of the last or of the
-        best round is not known; the record has both, and `best` is a choice on test images.
+        have none. personal@lambda=0.5 needs no choice. In Phase I lambda is 0. Measured, in the two runs of 200 rounds above:
+        the paper's choice is .012 (Model Mixing) and .000 (Layer Mixing) higher. Whether the published numbers are of the last
+        or of the best round is not known; the record has both, and `best` is a choice on test images.
     D13  Line 3: C*K is rounded down.
     D14  The paper's abstract claims gains for unseen clients; it describes no experiment. With --unseen N, N random clients
         take no part in line 3; after the last round each does lines 7 to 14 once, in Phase II, and is evaluated with its w^l
