@@ -96,7 +96,7 @@ def parser(doc, **defaults):
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
     g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
-    g.add_argument("--fraction", type=positive_fraction, default=0.1, help="C, share of the clients in a round")
+    g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
     g.add_argument("--rounds", type=positive_int, default=100, help="T or R, rounds of communication")
     g.add_argument("--epochs", type=positive_int, default=1, help="E, local epochs")
     g.add_argument("--batch-size", type=nonnegative_int, default=20, help="B, local minibatch; 0: all the client has")

@@ -166,16 +166,17 @@ def for_evaluation(federation, clients):
 
 def measure_mixtures(clients, w_f, W_l, paired):
     """Personal measures at each of LAMBDAS and for the choices of D12; clients: from for_evaluation; w_f [d], W_l [m, d]."""
-    test, held = [], []
     part = "val" if clients.args.client_val else "train"
+    at = []  # one per lambda
     for lam in LAMBDAS:
         W = mix(w_f, W_l, lam * paired)  # [m, d]
-        held.append(clients.evaluate_clients(W, part)["mean"])
-        test.append({"lambda": lam, f"{part}_mean": held[-1], **clients.evaluate_clients(W)})  # D10
-    chosen, by_test = held.index(max(held)), max(range(len(test)), key=lambda i: test[i]["mean"])
-    short = [common.without_clients(measures) for measures in test]
-    return {"personal": test[chosen], "personal@test": short[by_test], "personal@lambda=0.5": short[5],
-            "personal@lambda=0": short[0], "lambdas": short}
+        held = clients.evaluate_clients(W, part)
+        at.append({"lambda": lam, f"{part}_mean": held["mean"], f"{part}_loss": held["loss"], **clients.evaluate_clients(W)})  # D10
+    by_loss = min(at, key=lambda measures: measures[f"{part}_loss"])
+    by_accuracy, by_test = (max(at, key=lambda measures: measures[key]) for key in (f"{part}_mean", "mean"))
+    short = common.without_clients
+    return {"personal": by_loss, f"personal@{part}-accuracy": short(by_accuracy), "personal@test": short(by_test),
+            "personal@lambda=0.5": short(at[5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, at)]}
 
 
 def show(run, first):
@@ -186,8 +187,10 @@ def show(run, first):
     for name, part in groups:
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
         images = "validation" if run.args.client_val else "training"
-        for choice, how in (("personal", f"chosen on {images} images"), ("personal@test", "chosen on test images"),
-                            ("personal@lambda=0.5", "fixed"), ("personal@lambda=0", "0: the global model")):
+        accuracy = f"personal@{'val' if run.args.client_val else 'train'}-accuracy"
+        for choice, how in (("personal", f"smallest {images} loss"), (accuracy, f"best {images} accuracy"),
+                            ("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
+                            ("personal@lambda=0", "0: the global model")):
             values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
     if not run.args.plot:
@@ -222,6 +225,7 @@ def arguments(argv):
                      help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix "
                           "layer; with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
     own.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper", help="whom to follow in D1 to D4")
+    own.add_argument("--own-start", action="store_true", help="every client's w^l starts from a seed of its own (D3)")
     own.add_argument("--unseen", type=common.nonnegative_int, default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
     if args.as_ == "official":
@@ -260,7 +264,7 @@ def main(argv=None):
         start = (w_f, w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
         return federation.train(step, start, S, t, eta, phase_two, state.w_f, draw=draw)[:2]  # l.7-10 (D9)
 
-    seeds = [1 if official else k + 1 for k in federation.clients]  # D3; w^f has 0
+    seeds = [k + 1 if args.own_start else 1 for k in federation.clients]  # D3; w^f has 0
     state = State(w_f=federation.initial_weights(),  # l.1: [d]
                   W_l=torch.stack([net.init(common.stream(args.seed, "initialisation", 0, k)) for k in seeds]))  # [K, d]
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D13)
