@@ -70,23 +70,6 @@ def gradient_sum(gradient):
     return step
 
 
-def mean(federation, x):
-    """The mean over the sampled clients of all processes: x [m, ...] -> [...]."""
-    m = federation.all_reduce(torch.tensor(float(len(x)), device=federation.device))
-    return federation.all_reduce(x.sum(0)) / m
-
-
-def weighted_mean(federation, S, x):
-    """The sum over k in S_t of n_k/n * x_k,  n = sum over k in S_t of n_k: x [m, d] -> [d]."""
-    n_k = federation.n[S]  # [m]
-    return federation.all_reduce(n_k @ x) / federation.all_reduce(n_k.sum())
-
-
-def replace(X, S, rows):
-    """X [K, ...] with other rows for the clients S."""
-    return X.index_copy(0, torch.from_numpy(S).to(X.device), rows)
-
-
 def own_layers(net, args):
     """The places in w [d] of the weights that a client keeps, its last N layers, for lg-fedavg its first N; and the others'."""
     shape = {where.start: shape for _, where, shape in net.tensors}
@@ -120,11 +103,11 @@ def local(federation, run, args):
         FL-bench) train all clients in every round: --fraction 1. A client that is never sampled is evaluated with w_0.
     """
     step = sgd_step(federation.net, args)
-    state = State(W=federation.initial_weights().repeat(len(federation.clients), 1))  # l.1: [K, d]
+    state = State(W=federation.per_client(federation.initial_weights()))  # l.1: [K, d]
     for t, S in run.rounds(state):  # l.2 (D1)
         w = state.W[S]  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.3: [m, d]
-        state.W = replace(state.W, S, w_k)
+        state.W[S] = w_k
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(state.W))
 
@@ -141,13 +124,13 @@ def centralised(federation, run, args):
         What work the papers' central training had is not known. Momentum starts at 0 in each round, as everywhere here.
     """
     step, epochs = sgd_step(federation.net, args), max(1, round(args.fraction * args.epochs))  # D1
-    federation.split = federation.split._replace(train=[np.concatenate(federation.whole.train)])  # l.1: P, in the first row
+    P = np.concatenate(federation.whole.train)  # l.1
     first = np.arange(int(federation.rank == 0))  # of several processes one trains: [1], or [0]
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t, _ in run.rounds(state):  # l.2
         w = state.w.expand(len(first), -1)  # [1, d]
-        w, _ = federation.train(step, (w, torch.zeros_like(w)), first, t, federation.eta(t), epochs=epochs)  # l.3
-        state.w = federation.all_reduce(w.sum(0))
+        w, _ = federation.train(step, (w, torch.zeros_like(w)), first, t, federation.eta(t), epochs=epochs, images=[P] * len(first))  # l.3
+        state.w = federation.sum(w)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
@@ -183,7 +166,7 @@ def fedprox(federation, run, args):
     for t, S in run.rounds(state):  # l.1
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), mu, state.w)  # l.3 (D2)
-        state.w = weighted_mean(federation, S, w_k)  # l.4: [d]
+        state.w = federation.mean(w_k, federation.n[S])  # l.4: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             v = state.w
@@ -226,7 +209,7 @@ def scaffold(federation, run, args):
         return y, u, c_k, reach + v, v
 
     x = federation.initial_weights()  # l.1: [d]
-    state = State(x=x, c=torch.zeros_like(x), C=torch.zeros_like(x).repeat(len(federation.clients), 1))  # l.1: C is [K, d]
+    state = State(x=x, c=torch.zeros_like(x), C=federation.per_client(torch.zeros_like(x)))  # l.1: C is [K, d]
     for t, S in run.rounds(state):  # l.2
         eta, c_k = federation.eta(t), state.C[S]  # c_k: [m, d]
         zero, none = torch.zeros_like(c_k), torch.zeros_like(federation.n[S])  # [m, d], [m]
@@ -236,9 +219,9 @@ def scaffold(federation, run, args):
             new = federation.train(add, zero, S, t, state.x, epochs=1, phase=1) / federation.n[S][:, None]  # l.5 (D3): [m, d]
         else:
             new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D2)
-        state.x = state.x + args.global_lr * mean(federation, y_k - state.x)  # l.7
-        state.c = state.c + federation.all_reduce((new - c_k).sum(0)) / federation.K  # l.8
-        state.C = replace(state.C, S, new)  # l.9
+        state.x = state.x + args.global_lr * federation.mean(y_k - state.x)  # l.7
+        state.c = state.c + federation.sum(new - c_k) / federation.K  # l.8
+        state.C[S] = new  # l.9
         run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.x), federation.evaluate_clients(state.x))
@@ -277,14 +260,14 @@ def feddyn(federation, run, args):
         return theta, u, g_k
 
     w = federation.initial_weights()  # l.1: [d]
-    state = State(w=w, h=torch.zeros_like(w), G=torch.zeros_like(w).repeat(len(federation.clients), 1))  # l.1: G is [K, d]
+    state = State(w=w, h=torch.zeros_like(w), G=federation.per_client(torch.zeros_like(w)))  # l.1: G is [K, d]
     for t, S in run.rounds(state):  # l.2
         g_k = state.G[S]  # [m, d]
         start = (state.w.expand(len(S), -1), torch.zeros_like(g_k), g_k)  # l.3
         theta, _, _ = federation.train(step, start, S, t, federation.eta(t), state.w)  # l.4: [m, d]
-        state.G = replace(state.G, S, g_k - alpha * (theta - state.w))  # l.6
-        state.h = state.h - alpha / K * federation.all_reduce((theta - state.w).sum(0))  # l.7: [d]
-        state.w = mean(federation, theta) - state.h / alpha  # l.8: [d]
+        state.G[S] = g_k - alpha * (theta - state.w)  # l.6
+        state.h = state.h - alpha / K * federation.sum(theta - state.w)  # l.7: [d]
+        state.w = federation.mean(theta) - state.h / alpha  # l.8: [d]
         run.sent(up=theta.numel(), down=theta.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))  # D2
@@ -324,19 +307,19 @@ def apfl(federation, run, args):
         v, u_v = descend(v, u_v, alpha * g, eta)  # l.7
         return w, u_w, v, u_v, new
 
-    w, alpha = federation.initial_weights(), torch.full_like(federation.n, args.apfl_alpha)
-    state = State(w=w, V=w.repeat(len(alpha), 1), alpha=alpha)  # l.1: [d], [K, d], [K]
+    w, alpha = federation.initial_weights(), torch.tensor(args.apfl_alpha, device=federation.device)
+    state = State(w=w, V=federation.per_client(w), alpha=federation.per_client(alpha))  # l.1: [d], [K, d], [K]
     for t, S in run.rounds(state):  # l.2
         w, v = state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
         start = (w, torch.zeros_like(w), v, torch.zeros_like(v), state.alpha[S])
         w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, federation.eta(t))  # l.4
-        state.w = weighted_mean(federation, S, w_k)  # l.9: [d]
-        state.V, state.alpha = replace(state.V, S, v_k), replace(state.alpha, S, alpha_k)  # l.7-8
+        state.w = federation.mean(w_k, federation.n[S])  # l.9: [d]
+        state.V[S], state.alpha[S] = v_k, alpha_k  # l.7-8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            mixture = mix(state.alpha[:, None], state.V, state.w)  # [K, d]
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(mixture),
-                    apfl_alpha=float(federation.gather(state.alpha).mean()))
+            run.log(federation.evaluate(state.w),
+                    federation.evaluate_clients(lambda S: mix(state.alpha[S][:, None], state.V[S], state.w)),
+                    apfl_alpha=float(federation.gather(state.alpha.all).mean()))
 
 
 def fedper(federation, run, args):
@@ -356,14 +339,14 @@ def fedper(federation, run, args):
     """
     step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
     w = federation.initial_weights()
-    state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
+    state = State(w=w, V=federation.per_client(w[own]))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
         w = put(state.w, own, state.V[S])  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4
-        state.w, state.V = weighted_mean(federation, S, w_k), replace(state.V, S, w_k[:, own])  # l.5
+        state.w, state.V[S] = federation.mean(w_k, federation.n[S]), w_k[:, own]  # l.5
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D2
+            run.log(personal=federation.evaluate_clients(lambda S: put(state.w, own, state.V[S])))  # D2
 
 
 def fedrep(federation, run, args):
@@ -394,15 +377,15 @@ def fedrep(federation, run, args):
 
     w = federation.initial_weights()
     head = torch.zeros_like(w).index_fill(0, own, 1)  # [d]
-    state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
+    state = State(w=w, V=federation.per_client(w[own]))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), put(state.w, own, state.V[S])  # l.3: [m, d]
         w, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, head, phase=1)  # l.4
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, 1 - head, epochs=args.body_epochs)  # l.5 (D1)
-        state.w, state.V = weighted_mean(federation, S, w_k), replace(state.V, S, w_k[:, own])  # l.6
+        state.w, state.V[S] = federation.mean(w_k, federation.n[S]), w_k[:, own]  # l.6
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D2
+            run.log(personal=federation.evaluate_clients(lambda S: put(state.w, own, state.V[S])))  # D2
 
 
 def lg_fedavg(federation, run, args):
@@ -427,14 +410,14 @@ def lg_fedavg(federation, run, args):
     """
     step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
     w = federation.initial_weights()  # D2
-    state = State(w=w, V=w[own].repeat(len(federation.clients), 1))  # l.1: [d], whose own part isn't used; [K, own]
+    state = State(w=w, V=federation.per_client(w[own]))  # l.1: [d], whose own part isn't used; [K, own]
     for t, S in run.rounds(state):  # l.2
         w = put(state.w, own, state.V[S])  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4
-        state.w, state.V = mean(federation, w_k), replace(state.V, S, w_k[:, own])  # l.5
+        state.w, state.V[S] = federation.mean(w_k), w_k[:, own]  # l.5
         run.sent(up=len(S) * len(others), down=len(S) * len(others))
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(put(state.w, own, state.V)))  # D3
+            run.log(personal=federation.evaluate_clients(lambda S: put(state.w, own, state.V[S])))  # D3
 
 
 def ditto(federation, run, args):
@@ -462,13 +445,13 @@ def ditto(federation, run, args):
         return descend(v, u, gradient(v, batch) + args.ditto_lambda * (v - w), eta)  # l.5 (D2)
 
     w = federation.initial_weights()
-    state = State(w=w, V=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]
+    state = State(w=w, V=federation.per_client(w))  # l.1: [d], [K, d]
     for t, S in run.rounds(state):  # l.2
         eta, w, v = federation.eta(t), state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.4: [m, d]
         v_k, _ = federation.train(personal_step, (v, torch.zeros_like(v)), S, t, eta, state.w,
                                   epochs=args.personal_epochs)  # l.5 (D1): [m, d]
-        state.w, state.V = mean(federation, w_k), replace(state.V, S, v_k)  # l.6
+        state.w, state.V[S] = federation.mean(w_k), v_k  # l.6
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.V))
@@ -508,13 +491,13 @@ def pfedme(federation, run, args):
         return theta, *descend(w, u, lam * (w - theta), eta)  # l.6 (D4)
 
     w = federation.initial_weights()
-    state = State(w=w, theta=w.repeat(len(federation.clients), 1))  # l.1: [d], [K, d]
+    state = State(w=w, theta=federation.per_client(w))  # l.1: [d], [K, d]
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)
         theta, w_k, _ = federation.train(step, (w, w, torch.zeros_like(w)), S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
-        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * weighted_mean(federation, S, w_k)  # l.7
-        state.theta = replace(state.theta, S, theta)
+        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, federation.n[S])  # l.7
+        state.theta[S] = theta
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.theta))
@@ -576,7 +559,7 @@ def per_fedavg(federation, run, args):
         w = state.w.expand(len(S), -1)  # l.3: [m, d]
         zero, turn = torch.zeros_like(w), torch.zeros_like(federation.n[S])
         w_k, *_ = federation.train(step, (w, zero, w, zero, turn), S, t, federation.eta(t), alpha)  # l.4: [m, d]
-        state.w = weighted_mean(federation, S, w_k)  # l.9 (D3): [d]
+        state.w = federation.mean(w_k, federation.n[S])  # l.9 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             rows = np.arange(len(federation.clients))
@@ -651,10 +634,10 @@ def fedspa(federation, run, args):
 
     def first_mask(k):
         draw = common.stream(args.seed, "algorithm", 0, int(k)).random((1, net.d), np.float32)
-        return highest(torch.from_numpy(draw).to(device), net.sizes, counts)
+        return highest(torch.from_numpy(draw).to(device), net.sizes, counts)[0]
 
     state = State(w=federation.initial_weights(),  # l.1: [d], [K, d]
-                  M=torch.cat([first_mask(k) for k in federation.clients]))
+                  M=federation.per_client(first_mask))
     for t, S in run.rounds(state):  # l.2
         M_k = state.M[S]  # [m, d]
         w = M_k * state.w  # l.3: [m, d]
@@ -662,18 +645,18 @@ def fedspa(federation, run, args):
         w_k, _, g_k, _ = federation.train(step, (w, zero, zero, M_k.float()), S, t, federation.eta(t))  # l.4
         kept = counts - np.floor(args.drop / 2 * (1 + cos(pi * t / args.rounds)) * counts + 1e-9).astype(int)  # l.6 (D3)
         keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: [m, d]
-        state.M = replace(state.M, S, highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts))  # l.7
-        state.w = state.w + weighted_mean(federation, S, w_k - w)  # l.5, l.8 (D5): [d]
+        state.M[S] = highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts)  # l.7
+        state.w = state.w + federation.mean(w_k - w, federation.n[S])  # l.5, l.8 (D5): [d]
         run.sent(up=len(S) * active, down=len(S) * active)
         if run.evaluates():
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.M * state.w))
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(lambda S: state.M[S] * state.w))
 
 
 def sampled(federation, S, x):
     """The rows of the sampled clients of all processes, by number: x [of this process, ...] -> [m, ...]."""
-    none = x.new_zeros(len(federation.n), *x.shape[1:])
-    taken = federation.gather(replace(torch.zeros_like(federation.n), S, torch.ones_like(federation.n[S]))) > 0  # [K]
-    return federation.gather(replace(none, S, x))[taken]
+    rows = torch.from_numpy(S).to(x.device)
+    taken = federation.gather(torch.zeros_like(federation.n).index_fill(0, rows, 1)) > 0  # [K]
+    return federation.gather(x.new_zeros(len(federation.n), *x.shape[1:]).index_copy(0, rows, x))[taken]
 
 
 def units(x, out):

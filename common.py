@@ -17,7 +17,6 @@ client's own test images.
 """
 
 import argparse
-import copy
 import functools
 import hashlib
 import os
@@ -813,7 +812,7 @@ class Federation:
     n [rows]: their numbers of training images n_k. split: the Split of this process's clients, whole: of all. net: the model.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, make_net=None):
         self.args = args
         self.device, self.rank, self.processes = engine.find_device(args.device)
         if self.processes > 1 and int(os.environ["LOCAL_RANK"]):
@@ -830,13 +829,17 @@ class Federation:
             refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")
         self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
-        self.select(np.arange(len(self.whole.train)))
+        self.K = len(self.whole.train)
+        self.clients = np.arange(self.rank, self.K, self.processes)
+        self.split = Split(*([part[k] for k in self.clients] for part in self.whole))
+        self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
         self.transform = TRANSFORMS[args.transform](self.data)
         try:
             seen = self.transform(self.images[:1])
         except ValueError as problem:
             refuse(f"{problem}, but {self.data.name} has {self.data.images.shape[1]}x{self.data.images.shape[2]}")
-        self.net = Net(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
+        self.net = (make_net or Net)(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
+        self.training = self.net  # the network that is being trained: a pruned node's is a part of it
         self.stop = False  # set when the run is interrupted: workers give up
         self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
         self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
@@ -851,40 +854,29 @@ class Federation:
         self.map = map if self.vmap else threads.map
         engine.keep_memory()
 
-    def select(self, numbers):
-        """Makes this the federation of the clients with these numbers (in ascending order)."""
-        self.K = len(numbers)
-        self.place = np.flatnonzero(numbers % self.processes == self.rank)  # of this process's clients among them
-        self.clients = numbers[self.place]
-        self.split = Split(*([part[k] for k in self.clients] for part in self.whole))
-        self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
-
-    def only(self, numbers):
-        """The federation of some clients alone, to sample and evaluate them. numbers: theirs, the same in every process."""
-        few = copy.copy(self)
-        few.select(np.sort(numbers))
-        return few
-
     def describe(self):
         """Three lines on what is trained: images, split and model."""
+        share = f", {self.args.fraction:g} of them in a round"
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
         kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
-        m = self.all_reduce(torch.tensor(len(self.sample(0)), device=self.device))
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
               + (", whose clients are known (--split natural)" if data.owner is not None else ""))
-        print(f"split   {self.args.split}: {len(sizes)} clients, {int(m)} in a round, training images {spread(sizes)}, "
+        print(f"split   {self.args.split}: {len(sizes)} clients{share}, training images {spread(sizes)}, "
               f"own test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
               f"{self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
               + ("" if self.vmap else f", {self.parallel} threads"))
 
-    def sample(self, t):
-        """S_t, the rows of this process's clients in round t: max(int(C*K), 1) of K are drawn without replacement."""
-        m = max(int(self.args.fraction * self.K + 1e-9), 1)
-        return np.flatnonzero(np.isin(self.place, stream(self.args.seed, "sampling", t).choice(self.K, m, replace=False)))
+    def sample(self, t, among=None):
+        """S_t, the sampled clients of round t: max(int(C*K), 1) of K without replacement, or of the clients numbered `among`.
+        Given as rows of this process: the places in `clients` of those that are its own."""
+        numbers = np.arange(self.K) if among is None else np.sort(among)
+        m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)
+        S_t = stream(self.args.seed, "sampling", t).choice(numbers, m, replace=False)
+        return np.flatnonzero(np.isin(self.clients, S_t))
 
     def initial_weights(self):
         """w [d], from the seed."""
@@ -901,39 +893,68 @@ class Federation:
             dist.all_reduce(x)
         return x
 
-    def gather(self, x):
-        """The rows [K, ...] of all clients, in the order of their numbers, from x [rows, ...]."""
+    def sum(self, x, n=None):
+        """The sum over the clients of all processes: of x_k, or of n_k x_k;  x [m, ...], n [m] -> [...]."""
+        return self.all_reduce(x.sum(0) if n is None else n @ x)
+
+    def mean(self, x, n=None):
+        """The mean over the clients of all processes, or their average with the weights n:  x [m, ...], n [m] -> [...]."""
+        m = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
+        return self.sum(x, n) / self.all_reduce(m)
+
+    def add_up(self, up, down):
+        """The bytes that all processes' clients sent in this round, and which share of what was trained together was padding."""
+        counts = torch.tensor([up, down, self.slots, self.filled], dtype=torch.double, device=self.device)
+        up, down, slots, filled = self.all_reduce(counts).tolist()
+        self.slots = self.filled = 0
+        return {"bytes_up": int(up), "bytes_down": int(down), **({"padding": round(1 - filled / slots, 4)} if slots else {})}
+
+    def gather(self, x, among=None):
+        """The rows of all clients, or of those numbered `among`, in the order of their numbers, from this process's x [rows, ...]."""
         if self.processes == 1:
             return x
+        numbers = np.arange(self.K) if among is None else np.sort(among)
         whole = torch.zeros(self.K, *x.shape[1:], dtype=x.dtype, device=self.device)
-        whole[self.place] = x.to(self.device)
-        return self.all_reduce(whole)
+        whole[self.clients[self.rows(numbers)]] = x.to(self.device)
+        return self.all_reduce(whole)[numbers]
+
+    def rows(self, among=None):
+        """The rows of this process's clients among those with the given numbers; of all by default."""
+        return np.arange(len(self.clients)) if among is None else np.flatnonzero(np.isin(self.clients, among))
+
+    def per_client(self, x):
+        """What every client keeps between rounds (see engine.Rows): a row each, x [...] for all, or x(k) for client number k."""
+        return engine.Rows(torch.stack([x(int(k)) for k in self.clients]) if callable(x)
+                           else x.repeat(len(self.clients), *[1] * x.dim()), self.device)
 
     # Training: the same step function, one client after the other or many at once
 
-    def train(self, step, state, S, t, *shared, epochs=None, draw=None, phase=0):
+    def train(self, step, state, S, t, *shared, epochs=None, draw=None, phase=0, images=None, net=None):
         """Takes every client of S through its minibatches of round t, and returns their states.
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
         function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
         shapes and types. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
-        random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: another number for every further
-        pass in the same round, or it sees the same minibatches.
+        random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: numbers the passes within a round;
+        equal numbers repeat the same minibatches. images: for each client the numbers of the images to train on, its own
+        training images by default. net: the network that step trains, where it is not the federation's.
 
         A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
         """
-        plans = [self.plan(k, t, self.args.epochs if epochs is None else epochs, draw, phase) for k in S]
+        images = images or [self.split.train[k] for k in S]
+        epochs = self.args.epochs if epochs is None else epochs
+        plans = [self.plan(k, own, t, epochs, draw, phase) for k, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
         if self.vmap:
+            self.training = net or self.net
             return engine.train(self, step, state, plans, shared)
         states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
         return tree_map(lambda *z: torch.stack(z), *self.map(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
 
-    def plan(self, k, t, epochs, draw=None, phase=0):
-        """The Plan of the client in row k in round t, from the client's own random streams."""
-        own = self.split.train[k]
+    def plan(self, k, own, t, epochs, draw=None, phase=0):
+        """The Plan of the client in row k for its images, numbered own, in round t, from the client's own random streams."""
         size = self.args.batch_size or len(own)
         per_epoch = -(-len(own) // size)
         order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[k]), phase)
@@ -967,18 +988,19 @@ class Federation:
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in index.split(500)])
 
     @torch.no_grad()
-    def logits_together(self, W, own):
-        """logits(W[k], own[k]) of all k, one below the other, by vmap on at_once["images"] at most."""
+    def logits_together(self, W, here, own):
+        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, on at_once["images"] at
+        most."""
         longest = max(map(len, own))
         most = max(1, self.at_once["images"] // longest)
 
         def work(rows):
             if len(rows) == 1:  # 500 images at a time, however many it has
-                return self.logits(W[rows[0]], own[rows[0]])
+                return self.logits(W(here[rows])[0], own[rows[0]])
             index, mask = padded([own[k] for k in rows], max(len(own[k]) for k in rows))
             these = torch.from_numpy(index).to(self.device)
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
-            return vmap(self.net)(W[rows], x)[torch.from_numpy(mask).to(self.device)]
+            return vmap(self.net)(W(here[rows]), x)[torch.from_numpy(mask).to(self.device)]
 
         parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
         if fitting < most:
@@ -992,32 +1014,35 @@ class Federation:
         one = score(logits, labels, torch.zeros_like(labels), 1)
         return {name: float(value[0]) for name, value in one.items()}
 
-    def evaluate_clients(self, W, part="test"):
-        """Personal measures: each client's model, a row of W [rows,d] or the one model w [d] for all, on its own test images.
+    def evaluate_clients(self, W, images=None, among=None):
+        """Personal measures of each client's model on its own test images. W: the one model w [d] for all; or a row
+        for each client, W[S] being those of the rows S [m]; or a function, W(S) being the models [m,d].
 
         mean and standard deviation std (divisor K-1) of the clients' accuracies, weighted_mean (by their test images),
         worst_decile (mean of the worst tenth); top5, loss, ece and mce are means over clients; per_client: the accuracies [K].
-        part: which list of the split, "test", "val" or "train".
+        images: instead of the test images, for each row the numbers of others. among: the numbers of the clients that are
+        evaluated, all by default; K is then how many.
         """
-        own = getattr(self.split, part)
+        here, models = self.rows(among), W if callable(W) else W.__getitem__
+        own = [(images or self.split.test)[i] for i in here]
         index = np.concatenate([*own, np.zeros(0, np.int64)])
         n = torch.tensor([len(i) for i in own], dtype=torch.long, device=self.device)
         client = torch.arange(len(own), device=self.device).repeat_interleave(n)
         if not own:  # another process has them all
             logits = torch.zeros(0, self.data.classes, device=self.device)
-        elif W.dim() == 1:
+        elif torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
         elif self.vmap:
-            logits = self.logits_together(W, own)
+            logits = self.logits_together(models, here, own)
         else:
-            logits = torch.cat(list(self.map(self.logits, W, own)))
+            logits = torch.cat(list(self.map(lambda i, index: self.logits(models(here[i : i + 1])[0], index), range(len(own)), own)))
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
-        one = {name: self.gather(value) for name, value in one.items()}
-        top1, n = one["top1"].cpu().numpy(), self.gather(n).cpu().numpy()
-        worst = np.sort(top1)[: -(-self.K // 10)]
+        one = {name: self.gather(value, among) for name, value in one.items()}
+        top1, n = one["top1"].cpu().numpy(), self.gather(n, among).cpu().numpy()
+        worst = np.sort(top1)[: -(-len(top1) // 10)]
         return {
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
-            "std": float(top1.std(ddof=1)) if self.K > 1 else 0.0, "worst_decile": float(worst.mean()),
+            "std": float(top1.std(ddof=1)) if len(top1) > 1 else 0.0, "worst_decile": float(worst.mean()),
             **{name: float(one[name].mean()) for name in ("top5", "loss", "ece", "mce")}, "per_client": top1.tolist(),
         }
 

@@ -8,6 +8,7 @@ below, and tests compare the two for every algorithm.
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
     5. Gradients                        vmapped, grad
+    6. What clients keep                Rows
 
 fed is common.py's Federation.
 """
@@ -142,9 +143,9 @@ def train(fed, step, state, plans, shared):
         try:
             if fed.graphs and step not in fed.ways:
                 fed.ways[step] = tune(fed, lambda these: work(these, TIMED), order)
-            fed.net.route, most = fed.ways.get(step, (fed.net.route, fed.parallel))
+            fed.training.route, most = fed.ways.get(step, (fed.training.route, fed.parallel))
             results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
-            fed.ways[step] = fed.net.route, in_parts(fed, functools.partial(put, results), order, most)[1]
+            fed.ways[step] = fed.training.route, in_parts(fed, functools.partial(put, results), order, most)[1]
             return results
         except RuntimeError as problem:
             if not out_of_memory(problem):
@@ -246,7 +247,7 @@ def tune(fed, work, order):
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
     for route, most in ways:
-        fed.net.route, seconds = route, float("inf")
+        fed.training.route, seconds = route, float("inf")
         try:
             for _ in range(4):  # without a graph, capturing it, and twice with it
                 start = now(fed.device)
@@ -274,9 +275,9 @@ def runner(fed, step, state, inputs, shared):
     steps that it pays at once, else run_steps."""
     one_step = functools.partial(vmapped_step, fed, step)
     eager = functools.partial(run_steps, one_step)
-    if not fed.graphs or (step, fed.net.route) in fed.uncaptured:
+    if not fed.graphs or (step, fed.training.route) in fed.uncaptured:
         return eager
-    key = step, fed.net.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
+    key = step, fed.training.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
     if key in fed.replays:
         return fed.replays[key]
     if key not in fed.shapes_seen and len(inputs[0]) <= TIMED:
@@ -294,7 +295,7 @@ def runner(fed, step, state, inputs, shared):
         if out_of_memory(problem):
             raise
         print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({first_line(problem)})")
-        fed.uncaptured.add((step, fed.net.route))
+        fed.uncaptured.add((step, fed.training.route))
         return eager
     return fed.replays[key]
 
@@ -409,34 +410,77 @@ def vmapped():
 
 
 def grad(function, argnums=0, has_aux=False):
-    """torch.func.grad of a function of tensors, without what that pays for second derivatives, unless this is inside another.
+    """torch.func.grad of a function of tensors, without what that pays for second derivatives.
 
-    Where nothing is vmapped, torch.autograd.grad saves a sixth of a small CNN's step. Under vmap, torch.func.vjp saves nearly
-    half of the memory that a ResNet-18's step holds, and GroupNorm's backward is one operation instead of twenty.
+    Where nothing is vmapped, torch.autograd.grad saves a sixth of a small CNN's step.
     """
 
     def gradient(*args):
-        levels = torch._C._functorch.get_interpreter_stack() or ()
-        if any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels):
-            return torch.func.grad(function, argnums, has_aux)(*args)
+        if vmapped():
+            return grad_under_vmap(function, argnums, has_aux, args)
         args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
-
-        def of(*chosen):
-            for i, z in zip(wanted, chosen):
-                args[i] = z
-            return function(*args)
-
-        chosen = [args[i] for i in wanted]
-        if levels:
-            value, back, *aux = torch.func.vjp(of, *chosen, has_aux=has_aux)
-            found = back(torch.ones_like(value), retain_graph=False, create_graph=False)
-        else:
-            chosen = [z.detach().requires_grad_() for z in chosen]
-            with torch.enable_grad():
-                value, *aux = of(*chosen) if has_aux else (of(*chosen),)
-            found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
-            aux = tree_map(torch.Tensor.detach, aux)
+        chosen = [args[i].detach().requires_grad_() for i in wanted]
+        for i, z in zip(wanted, chosen):
+            args[i] = z
+        with torch.enable_grad():
+            value, *aux = function(*args) if has_aux else (function(*args),)
+        found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
         found = found[0] if isinstance(argnums, int) else found
-        return (found, *aux) if has_aux else found
+        return (found, *tree_map(torch.Tensor.detach, aux)) if has_aux else found
 
     return gradient
+
+
+def grad_under_vmap(function, argnums, has_aux, args):
+    """grad for many clients at once: torch.func.vjp saves nearly half of the memory that a ResNet-18's step holds, and
+    GroupNorm's backward is one operation instead of twenty. Inside another gradient it is torch.func.grad itself."""
+    levels = torch._C._functorch.get_interpreter_stack()
+    if any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels):
+        return torch.func.grad(function, argnums, has_aux)(*args)
+    args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
+
+    def of(*chosen):
+        for i, z in zip(wanted, chosen):
+            args[i] = z
+        return function(*args)
+
+    value, back, *aux = torch.func.vjp(of, *(args[i] for i in wanted), has_aux=has_aux)
+    found = back(torch.ones_like(value), retain_graph=False, create_graph=False)
+    found = found[0] if isinstance(argnums, int) else found
+    return (found, *aux) if has_aux else found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. What clients keep
+
+
+class Rows:
+    """What the clients of this process keep between rounds, a row each: rows[S] are those of the clients S, on the device;
+    rows[S] = x puts others in their place.
+
+    all: the whole tensor [rows, ...]. until a round is complete, the rows that it replaced are remembered: `keep` forgets
+    them, `undo` puts them back.
+    """
+
+    def __init__(self, all_, device):
+        self.all, self.device, self.replaced = all_, device, []
+
+    def __getitem__(self, S):
+        return self.all[torch.from_numpy(S).to(self.all.device)].to(self.device)
+
+    def __setitem__(self, S, x):
+        S = torch.from_numpy(S).to(self.all.device)
+        self.replaced.append((S, self.all[S]))
+        self.all[S] = x.to(self.all)
+
+    def sum(self):
+        """Over this process's clients: [...]."""
+        return self.all.sum(0).to(self.device)
+
+    def keep(self):
+        self.replaced.clear()
+
+    def undo(self):
+        while self.replaced:
+            S, x = self.replaced.pop()
+            self.all[S] = x

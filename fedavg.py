@@ -87,7 +87,7 @@ def main(argv=None):
         # The loops of l.9-10 are in common.py: E and B in Federation.plan, the minibatches in Federation.train_alone
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.8-10 (D2), l.12: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.7 (D1): [d]
+        state.w = federation.mean(w_k, n_k)  # l.7 (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))

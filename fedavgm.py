@@ -104,7 +104,7 @@ def main(argv=None):
         w = state.w.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.10-12 (D1), l.14: [m, d]
         n_k = federation.n[S]  # [m]
-        dw = state.w - federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.7: [d]
+        dw = state.w - federation.mean(w_k, n_k)  # l.7: [d]
         state.v = args.beta * state.v + dw  # l.8: [d]
         if args.server_momentum == "nesterov":
             state.w = state.w - (dw + args.beta * state.v)  # l.9: [d] (D7)

@@ -278,11 +278,11 @@ def latency(federation, w, path):
 def measure(federation, state):
     """Measures of the GKR and of the mixed model on the clients' images, and what they are made of."""
     gkr = federation.evaluate_clients(state.w)
-    mixed = state.numbers + federation.gather((state.p != 0).sum(1).double())  # [K] (D6)
+    mixed = state.numbers + federation.gather((state.p.all != 0).sum(1).double())  # [K] (D6)
     std = float(mixed.std()) if federation.K > 1 else 0.0
     names = [federation.net.tensors[i][0].removesuffix(".weight") for i, _, _ in matrices(federation.net)]
     return {
-        "personal": federation.evaluate_clients(state.w + state.p),  # D4
+        "personal": federation.evaluate_clients(lambda S: state.w + state.p[S]),  # D4
         "gkr": common.without_clients(gkr),
         "numbers": {"gkr": state.numbers, "mixed": float(mixed.mean()), "mixed_std": std},
         "ranks": dict(zip(names, state.ranks.tolist())),
@@ -346,31 +346,29 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     run = common.Run(__file__, args, federation)
-    net, K, device, rows = federation.net, federation.K, federation.device, len(federation.clients)
+    net, K, device = federation.net, federation.K, federation.device
     one, two, pull = phase_one(net, args), phase_two(net, args), inverse_step(args)
 
     w = federation.initial_weights()  # l.1: w^0, [d]
     p = in_matrices(net) * w if args.p_start == "copy" else torch.zeros_like(w)  # D1
-    gamma = torch.zeros(rows, net.d if pull else 1, device=device)  # l.1: [K, d]; where there is none (D8), a 0 per client
-    state = State(w=w, ranks=full_ranks(net), numbers=net.d, gamma=gamma, gamma_mean=gamma.new_zeros(gamma.shape[1]),
-                  p=p.repeat(rows, 1))  # l.1: [K, d]
+    gamma = torch.zeros(net.d if pull else 1, device=device)  # l.1: [d]; where there is none (D8), a 0
+    state = State(w=w, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(gamma), gamma_mean=gamma,
+                  p=federation.per_client(p))  # l.1: [K, d] each
     for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D2)
-        here = torch.from_numpy(S).to(device)
         eta, w_t = federation.eta(t), state.w
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # D6
-        start = (w_t.expand(len(S), -1), state.gamma[here])  # [m, d]
+        start = (w_t.expand(len(S), -1), state.gamma[S])  # [m, d]
         w_i, gamma_i = federation.train(one, start, S, t, eta, w_t)  # l.4-5, l.9, l.11: [m, d]
         # phase=1: minibatches in an order of their own
-        p_i = federation.train(two, state.p[here], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.12: [m, d]
+        p_i = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.12: [m, d]
         change = pull * (w_t - w_i) if pull else gamma_i  # [m, d]; where there is no gamma (D8), its 0
-        state.gamma = state.gamma.index_copy(0, here, gamma_i + change)  # l.6, l.14: [K, d]
-        state.p = state.p.index_copy(0, here, p_i)  # l.14: [K, d]
+        state.gamma[S] = gamma_i + change  # l.6, l.14
+        state.p[S] = p_i  # l.14
         if args.memory_efficient:
-            state.gamma_mean = state.gamma_mean + federation.all_reduce(change.sum(0)) / K  # Algorithm 3's l.6: [d]
+            state.gamma_mean = state.gamma_mean + federation.sum(change) / K  # Algorithm 3's l.6: [d]
         else:
-            state.gamma_mean = federation.all_reduce(state.gamma.sum(0)) / K  # l.7: [d]
-        m = federation.all_reduce(torch.tensor(float(len(S)), device=device))
-        v = federation.all_reduce(w_i.sum(0)) / m - args.eta_g * state.gamma_mean  # l.7: [d]
+            state.gamma_mean = federation.all_reduce(state.gamma.sum()) / K  # l.7: [d]
+        v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
         state.w, state.ranks, state.numbers = server_step(net, args, v)  # l.8
         if run.evaluates():
             measures = measure(federation, state)

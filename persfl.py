@@ -195,23 +195,33 @@ def measure(federation, numbers, A, G, e, select):
 
     A [K, 15, d] and e [K], the rounds of the teachers, are all users'; G [d] is that after the last round.
     """
-    users, here = federation.only(numbers), np.isin(federation.clients, numbers)
-    A, e = A[here], users.gather(e[here])  # [m, 15, d], [m]
-    models, best, students = {"fedavg": G, "lambda=0": A[:, 0]}, {}, {}
-    sound = users.gather(A.isfinite().all(2).long()).cpu().numpy() > 0  # [m, 15]
+    rows = federation.rows(numbers)
+    A, e = A[rows], federation.gather(e[rows], numbers)  # [m, 15, d], [m]
+
+    def of(i):
+        """The students numbered i, or i[k] of user k, as evaluate_clients wants them."""
+        W = A[torch.arange(len(A)), i]
+        return lambda S: W[np.searchsorted(rows, S)]
+
+    models, best, students = {"fedavg": G, "lambda=0": of(0)}, {}, {}
+    chosen = {}
+    sound = federation.gather(A.isfinite().all(2).long(), numbers).cpu().numpy() > 0  # [m, 15]
     for part in ("val", "test"):
-        accuracy = np.array([users.evaluate_clients(A[:, i], part)["per_client"] for i in range(len(GRID))]).T  # [m, 15]
+        images = getattr(federation.split, part)
+        accuracy = np.array([federation.evaluate_clients(of(i), images, numbers)["per_client"] for i in range(len(GRID))]).T
         accuracy[~sound] = np.nan
         best[part], students[part] = choose(accuracy), accuracy.tolist()
-        models[part] = A[torch.arange(len(A)), torch.from_numpy(best[part][users.place])]  # [m, d]
-    found = {name: users.evaluate_clients(W) for name, W in models.items()}
+        mine = np.searchsorted(numbers, federation.clients[rows])
+        chosen[part] = A[torch.arange(len(A)), torch.from_numpy(best[part][mine])]  # [m, d]
+        models[part] = of(torch.from_numpy(best[part][mine]))
+    found = {name: federation.evaluate_clients(W, among=numbers) for name, W in models.items()}
     table = {
         "FedAvg": found["fedavg"]["per_client"], "fine-tuned": [pairs[0] for pairs in students["test"]],
         "PersFL": found[select]["per_client"], "T": [GRID[i][0] for i in best[select]],
         "lambda": [GRID[i][1] for i in best[select]], "teacher's round": e.tolist(),
     }
     short = {f"personal@{name}": common.without_clients(measures) for name, measures in found.items()}
-    return {"personal": found[select], **short, "users": table, "grid": GRID, "students": students}, models[select]
+    return {"personal": found[select], **short, "users": table, "grid": GRID, "students": students}, chosen[select]
 
 
 def average(parts):
@@ -298,15 +308,13 @@ def main(argv=None):
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} users to train; use a smaller number")
     seen, unseen = np.split(np.arange(K), [K - args.unseen])
-    taking_part = federation.only(seen)
-    federation.sample = taking_part.sample  # D10
     run = common.Run(__file__, args, federation)
     step = client_step(net, args)
 
     G = federation.initial_weights()
     state = State(G=G, O=G.repeat(rows, 1), l=torch.full((rows,), torch.inf, dtype=torch.double, device=device),
                   e=torch.zeros(rows, dtype=torch.long, device=device))  # l.1: [d], [K, d], [K], [K] the rounds of the O_k
-    for t, S in run.rounds(state):  # l.2-3: round e = t + 1
+    for t, S in run.rounds(state, among=seen):  # l.2-3: round e = t + 1 (D10)
         l_k = validation_losses(federation, state.G)  # l.4: [K] (D1)
         better = l_k < state.l  # l.5
         state.l, state.e = torch.where(better, l_k, state.l), torch.where(better, t + 1, state.e)  # l.6
@@ -315,7 +323,7 @@ def main(argv=None):
         w = state.G.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.7
         n_k = federation.n[S]  # [m]
-        state.G = federation.all_reduce(n_k @ w_k) / federation.all_reduce(n_k.sum())  # l.7 (D2)
+        state.G = federation.mean(w_k, n_k)  # l.7 (D2)
         run.sent(up=w_k.numel(), down=rows * net.d)
         last = t + 1 == args.rounds
         if last:
@@ -324,7 +332,7 @@ def main(argv=None):
             run.sent(up=0, down=rows * net.d * (args.teacher == "final"))  # D1
             A = distil(federation, student_step(net, args), O, args)  # l.8-14: [K, 15, d]
         if run.evaluates():
-            measures = {"personal": taking_part.evaluate_clients(state.G)}
+            measures = {"personal": federation.evaluate_clients(state.G, among=seen)}
             if last:
                 measures, state.A = measure(federation, seen, A, state.G, e, args.select)
             if last and args.unseen:

@@ -278,17 +278,15 @@ def local_updates(federation, parts, state, S, t, eta, has):
         w, b = W[i][own_w].view(len(i), -1), B[i][own_b].view(len(i), -1)  # l.9
         keep = has[i, :-1].nonzero()[:, 1].view(len(i), n)
         start = w, b, torch.zeros_like(w), keep
-        federation.net = part  # engine.py chooses how its convolutions are computed
-        w, b, _, _ = federation.train(step, start, S[i.cpu().numpy()], t, eta)  # l.8, l.12 (D11)
-        federation.net = net
+        w, b, _, _ = federation.train(step, start, S[i.cpu().numpy()], t, eta, net=part)  # l.8, l.12 (D11)
         W[i], B[i] = W[i].masked_scatter(own_w, w), B[i].masked_scatter(own_b, b)
     return W, B
 
 
 def aligned_average(federation, W, own, n_k, old):
     """Lines 10 and 11: each number is averaged over the nodes that have it. W [m, d], own [m, d] bool, n_k [m], old [d]."""
-    n = federation.all_reduce(n_k @ own.to(W.dtype))  # [d] (D5)
-    return torch.where(n > 0, federation.all_reduce(n_k @ (W * own)) / n.clamp(min=1), old)
+    n = federation.sum(own.to(W.dtype), n_k)  # [d] (D5)
+    return torch.where(n > 0, federation.sum(W * own, n_k) / n.clamp(min=1), old)
 
 
 def preferences(federation, z, images=20):
@@ -349,10 +347,9 @@ def arguments(argv):
 
 def main(argv=None):
     args = arguments(argv)
-    federation = common.Federation(args)
-    data, device = federation.data, federation.device
+    federation = common.Federation(args, lambda _, *images: PsiNet(args, *images))
+    data, device, net = federation.data, federation.device, federation.net  # l.1-4
     shape = federation.transform(federation.images[:1]).shape[1:]
-    net = federation.net = PsiNet(args, shape, data.classes, device)  # l.1-4
     run = common.Run(__file__, args, federation)
 
     has = torch.ones(len(federation.clients), len(net.M) + 1, dtype=torch.bool, device=device)  # [K, G+1]

@@ -43,12 +43,13 @@ class Run:
 
         run = Run(__file__, args, federation)
         for t, S in run.rounds(state):          # restores the state if --resume
-            state.w = ...                       # the round; fields are replaced, never changed in place
+            state.w = ...                       # the round; tensors are replaced, never changed in place
+            state.v[S] = ...                    # of federation.per_client, whose rows are
             run.sent(up=..., down=...)
             if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
                 run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
 
-    state: any object whose attributes are what survives a round, tensors and numbers, and nothing else. `rounds` ends the
+    state: any object whose attributes are what survives a round: tensors, numbers, Rows, and nothing else. `rounds` ends the
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
     """
 
@@ -85,20 +86,36 @@ class Run:
 
     # The loop
 
-    def rounds(self, state):
-        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. Refuses a folder that another run is writing to."""
-        folder = os.open(self.out, os.O_RDONLY)
-        try:
-            taken = torch.tensor(float(is_main_process() and not locked(folder)), device=self.federation.device)
-            if self.federation.all_reduce(taken):
-                refuse(f"another run is writing to {self.out}; use another --out")
-            yield from self.loop(state)
-        finally:
-            os.close(folder)
+    def rounds(self, state, among=None):
+        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. among: the numbers of the clients that S_t is drawn from."""
+        with self.open(state) as done:
+            for t in range(done, self.args.rounds):
+                self.begin_round(t)
+                yield t, self.federation.sample(t, among)
+                self.end_round()
+            self.finish("finished")
 
-    def loop(self, state):
-        self.state, history, per_client = state, [], None
-        federation = self.federation
+    @contextlib.contextmanager
+    def open(self, state):
+        """Gives the number of rounds that are done, after --resume. Refuses a folder that another run is writing to."""
+        self.state = state
+        with locked(self.out, self.federation):
+            history, per_client = self.past()
+            self.kept = Kept(fields(state), history, per_client)
+            self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", leave=False,
+                            dynamic_ncols=True, disable=None if is_main_process() else True)
+            if threading.current_thread() is threading.main_thread():
+                self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                yield len(history)
+            finally:
+                for number, handler in self.handlers.items():
+                    signal.signal(number, handler)
+
+    def past(self):
+        """The history and the accuracies per client that --resume restores, with the state; none where a run starts. What an
+        earlier run left in the folder is kept under another name."""
+        federation, history, per_client = self.federation, [], None
         if self.args.resume:
             history, per_client = self.restore()
             path = self.out / "result.json"
@@ -112,35 +129,24 @@ class Run:
                 if path.exists():
                     os.replace(path, path.with_suffix(".previous" + path.suffix))
                     print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")
-        self.kept = Kept(dict(vars(state)), history, per_client)
-        self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", dynamic_ncols=True,
-                        leave=False, disable=None if is_main_process() else True)
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            for t in range(len(history), self.args.rounds):
-                self.begin_round(t)
-                yield t, federation.sample(t)
-                self.end_round()
-                self.bar.update()
-            self.finish("finished")
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        return history, per_client
 
     def begin_round(self, t):
         self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept.per_client
         self.clock = engine.now(self.federation.device)
 
     def end_round(self):
-        """Completes the row, keeps what the round left, and saves it if the round was evaluated. May end the program."""
+        """Completes the round's row, keeps what the round left, and saves it if the round was evaluated. May end the program."""
         self.stop_clock()
         if evaluated(self.row):
             passed = engine.now(self.federation.device) - self.clock - self.row["seconds"]
             self.row["evaluation_seconds"] = round(max(0.0, passed), 4)
-        self.add_up()
+        self.row.update(self.federation.add_up(self.row["bytes_up"], self.row["bytes_down"]))
         self.check_finite()
-        self.kept = Kept(dict(vars(self.state)), [*self.kept.history, self.row], self.per_client)
+        self.saving = True  # so that an interruption waits
+        self.kept = Kept(fields(self.state), [*self.kept.history, self.row], self.per_client)
+        self.saving = False
+        self.bar.update()
         if evaluated(self.row):
             self.save()
         if self.pending:
@@ -149,17 +155,6 @@ class Run:
     def stop_clock(self):
         if self.row["seconds"] is None:
             self.row["seconds"] = round(engine.now(self.federation.device) - self.clock, 4)
-
-    def add_up(self):
-        """The round's bytes over all processes, and which share of what they trained together was padding."""
-        federation, names = self.federation, ("bytes_up", "bytes_down")
-        counts = torch.tensor([*(self.row[name] for name in names), federation.slots, federation.filled],
-                              dtype=torch.double, device=federation.device)
-        *sent, slots, filled = federation.all_reduce(counts).tolist()
-        self.row.update({name: int(value) for name, value in zip(names, sent)})
-        if slots:
-            self.row["padding"] = round(1 - filled / slots, 4)
-        federation.slots = federation.filled = 0
 
     def sent(self, up, down):
         """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
@@ -190,9 +185,8 @@ class Run:
 
     def check_finite(self):
         """Ends the run as diverged if a number in the state or a loss of this round is not finite."""
-        tensors = [z for z in vars(self.state).values() if torch.is_tensor(z)]
         losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
-        sound = all(bool(z.isfinite().all()) for z in tensors) and np.isfinite(losses).all()
+        sound = np.isfinite(losses).all() and all(map(is_finite, vars(self.state).values()))
         if not self.federation.all_reduce(torch.tensor(float(not sound), device=self.federation.device)):
             return
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
@@ -228,8 +222,12 @@ class Run:
             self.interrupt(self.pending, None)
 
     def save_state(self):
-        fields, history, per_client = self.kept
-        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in fields.items()}
+        kept, history, per_client = self.kept
+        for z in kept.values():
+            if isinstance(z, engine.Rows):
+                z.undo()
+        state = {name: z.all if isinstance(z, engine.Rows) else z for name, z in kept.items()}
+        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in state.items()}
         whole = {"state": state, "history": history, "per_client": per_client, "environment": self.environment, **self.identity}
         part = self.state_file.with_suffix(".pt.part")
         torch.save(whole, part)
@@ -270,7 +268,10 @@ class Run:
             if then[name] != self.identity[name]:
                 refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")
         for name, z in saved["state"].items():
-            setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
+            if isinstance(getattr(self.state, name), engine.Rows):
+                getattr(self.state, name).all.copy_(z)
+            else:
+                setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
         print(f"resume  {path}: {len(saved['history'])} of {self.args.rounds} rounds are done")
         past, now = then["environment"], self.environment
         if past["torch"] != now["torch"]:
@@ -335,6 +336,20 @@ class Run:
             plot(record, self.federation, self.out)
 
 
+def fields(state):
+    """What a complete round left: the state's attributes; the rows that the round replaced are forgotten."""
+    for z in vars(state).values():
+        if isinstance(z, engine.Rows):
+            z.keep()
+    return dict(vars(state))
+
+
+def is_finite(z):
+    """Whether a field of the state is, of Rows what this round has put there."""
+    parts = [z.all[S] for S, _ in z.replaced] if isinstance(z, engine.Rows) else [z] if torch.is_tensor(z) else []
+    return all(bool(part.isfinite().all()) for part in parts)
+
+
 def evaluated(row):
     """Whether a round was."""
     return "global" in row or "personal" in row
@@ -350,15 +365,24 @@ def finite(tree):
     return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
 
 
-def locked(folder):
-    """Locks an open folder until it is closed or this process ends; False if somebody else has."""
+@contextlib.contextmanager
+def locked(out, federation):
+    """Keeps the folder `out` for this run alone: refuses it if another one is writing to it."""
+    folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
+        free = True
+        if is_main_process():
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
+            except OSError:
+                pass  # a file system without locks
+        if federation.all_reduce(torch.tensor(float(not free), device=federation.device)):
+            refuse(f"another run is writing to {out}; use another --out")
+        yield
+    finally:
+        os.close(folder)
 
 
 def commit(sources):

@@ -157,21 +157,18 @@ def client_step(net, args):
     return step
 
 
-def for_evaluation(federation, clients):
-    """The federation of some clients alone, not to be trained, with at most as many training as test images each."""
-    few = federation.only(clients)
-    few.split = few.split._replace(train=[a[: len(b)] for a, b in zip(few.split.train, few.split.test)])  # D12
-    return few
-
-
-def measure_mixtures(clients, w_f, W_l, paired):
-    """Personal measures at each of LAMBDAS and for the choices of D12; clients: from for_evaluation; w_f [d], W_l [m, d]."""
-    part = "val" if clients.args.client_val else "train"
+def measure_mixtures(federation, clients, w_f, w_l, paired):
+    """Personal measures of the clients with these numbers at each of LAMBDAS, and for the choices of D12. w_f [d]; w_l(S) [m, d]."""
+    split, part = federation.split, "val" if federation.args.client_val else "train"
+    images = split.val if part == "val" else [a[: len(b)] for a, b in zip(split.train, split.test)]  # D12
     at = []  # one per lambda
     for lam in LAMBDAS:
-        W = mix(w_f, W_l, lam * paired)  # [m, d]
-        held = clients.evaluate_clients(W, part)
-        at.append({"lambda": lam, f"{part}_mean": held["mean"], f"{part}_loss": held["loss"], **clients.evaluate_clients(W)})  # D10
+        def W(S):
+            return mix(w_f, w_l(S), lam * paired)  # [m, d]
+
+        held = federation.evaluate_clients(W, images, clients)
+        at.append({"lambda": lam, f"{part}_mean": held["mean"], f"{part}_loss": held["loss"],
+                   **federation.evaluate_clients(W, among=clients)})  # D10
     by_loss = min(at, key=lambda measures: measures[f"{part}_loss"])
     by_accuracy, by_test = (max(at, key=lambda measures: measures[key]) for key in (f"{part}_mean", "mean"))
     short = common.without_clients
@@ -244,9 +241,7 @@ def main(argv=None):
     if args.unseen >= K:
         common.refuse(f"--unseen {args.unseen} leaves none of the {K} clients to train; use a smaller number")
     order = common.stream(args.split_seed, "split", 2).permutation(K)
-    taking_part, joining = for_evaluation(federation, order[args.unseen :]), for_evaluation(federation, order[: args.unseen])
-    seen, unseen = (np.searchsorted(federation.clients, few.clients) for few in (taking_part, joining))  # their rows
-    federation.sample = lambda t: seen[taking_part.sample(t)]  # D14: C*K counts those that take part
+    unseen, seen = np.sort(order[: args.unseen]), np.sort(order[args.unseen :])  # D14
     run = common.Run(__file__, args, federation)
     first = int(args.start * args.rounds) - 1 if official else ceil(args.start * args.rounds - 1e-9)  # D4
     print(f"phases  Phase II begins with round {max(first, 0) + 1}" if first < args.rounds else "phases  no Phase II")
@@ -260,28 +255,30 @@ def main(argv=None):
         """Lines 7 to 14 for the clients S: their w^f_k and w^l_k, [m, d] each."""
         eta = federation.eta(t + 1 if official else t)  # D4
         phase_two = torch.tensor(float(t >= first), device=device)
-        w_f, w_l = state.w_f.expand(len(S), -1), state.W_l[S]  # [m, d]
+        w_f, w_l = state.w_f.expand(len(S), -1), state.W_l[S]  # [m, d] each
         start = (w_f, w_l, torch.zeros_like(w_l), torch.zeros_like(w_l))
         return federation.train(step, start, S, t, eta, phase_two, state.w_f, draw=draw)[:2]  # l.7-10 (D9)
 
-    seeds = [k + 1 if args.own_start else 1 for k in federation.clients]  # D3; w^f has 0
     state = State(w_f=federation.initial_weights(),  # l.1: [d]
-                  W_l=torch.stack([net.init(common.stream(args.seed, "initialisation", 0, k)) for k in seeds]))  # [K, d]
-    for t, S in run.rounds(state):  # l.2-3: S_t, [m] (D13)
+                  W_l=federation.per_client(lambda k: net.init(
+                      common.stream(args.seed, "initialisation", 0, k + 1 if args.own_start else 1))))  # D3: [K, d]
+    for t, S in run.rounds(state, among=seen):  # l.2-3: S_t, [m] (D13); C*K counts those that take part
         w_f, w_l = client_update(S, t)  # l.4-5
         n_k = federation.n[S]  # [m]
-        state.w_f = federation.all_reduce(n_k @ w_f) / federation.all_reduce(n_k.sum())  # l.6 (D15): [d]
+        state.w_f = federation.mean(w_f, n_k)  # l.6 (D15): [d]
         if t >= first:  # in Phase I w^l doesn't move; a weight decay would move it
-            state.W_l = state.W_l.index_copy(0, torch.from_numpy(S).to(device), w_l)  # l.15: [K, d]
+            state.W_l[S] = w_l  # l.15: [K, d]
         run.sent(up=w_f.numel(), down=w_f.numel())
         if run.evaluates():
             if t >= first:
-                measures = measure_mixtures(taking_part, state.w_f, state.W_l[seen], paired)  # D11
+                measures = measure_mixtures(federation, seen, state.w_f, lambda S: state.W_l[S], paired)  # D11
             else:
-                measures = {"personal": taking_part.evaluate_clients(state.w_f)}  # D12
+                measures = {"personal": federation.evaluate_clients(state.w_f, among=seen)}  # D12
             if args.unseen and t == args.rounds - 1:  # D14
-                w_l = client_update(unseen, args.rounds)[1]
-                measures["unseen"] = measure_mixtures(joining, state.w_f, w_l, paired)
+                rows = federation.rows(unseen)
+                w_l = client_update(rows, args.rounds)[1]
+                measures["unseen"] = measure_mixtures(
+                    federation, unseen, state.w_f, lambda S: w_l[np.searchsorted(rows, S)], paired)
             run.log(federation.evaluate(state.w_f), **measures)
     show(run, first)
 
