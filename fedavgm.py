@@ -3,20 +3,18 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
 
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1
 
-What to expect: global accuracy on CIFAR-10 with --rounds 500, seed 0, two CPU cores. The paper trains 10,000 rounds and reaches
-.769 (FedAvg: .301) in its most skewed setting, whose E and C it does not name.
+What to expect: global accuracy with --rounds 500, seed 0, two CPU cores. After 10,000 rounds the paper has .769 (FedAvg: .301) in
+its most skewed setting.
 
-    alpha   method             last    best    minutes   record (in results/scale-0.05)
-    .1      FedAvgM            .4021   .4068   11        fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0
-    .1      FedAvg, eta .03    .3530   .4076   11        fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.03-beta-0/0
-    0       FedAvgM            .3913   .3913   15        fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
-    0       FedAvg, eta .03    .2607   .3141   13        fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
+    alpha  method           last   best   min  record (in results/scale-0.05)
+    .1     FedAvgM          .4021  .4068  11   fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0
+    .1     FedAvg, eta .03  .3530  .4076  11   fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.03-beta-0/0
+    0      FedAvgM          .3913  .3913  15   fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on test images drawn
 with each client's class shares.
 
-The method (section 4.2), written into FedAvg's algorithm, whose line numbers it keeps. K clients; P_k are the images of client
-k, n_k their number.
+Section 4.2, written into FedAvg's algorithm with its line numbers. K clients; P_k are the images of client k, n_k their number.
 
     Server
      1  choose w_0;  v = 0
