@@ -3,7 +3,7 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
 
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1
 
-What to expect: global accuracy with --rounds 500, seed 0, two CPU cores. After 10,000 rounds the paper has .769 (FedAvg: .301) in
+What to expect: global accuracy with --rounds 500, seed 0, two CPU cores. The paper has .769 (FedAvg: .301) after 10,000 rounds in
 its most skewed setting.
 
     alpha  method           last   best   min  record (in results/scale-0.05)
@@ -92,7 +92,7 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay from section 4. Flower's reproduction: B, eta, beta
+# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. B, eta, beta: Flower's reproduction
 DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05, rounds=10_000, epochs=1,  # D5
                 batch_size=64, lr=0.0003, beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D3, D4
                 eval_every=50)
