@@ -3,7 +3,7 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
 
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1
 
-What to expect: global accuracy with --rounds 500, seed 0, two CPU cores. The paper has .769 (FedAvg: .301) after 10,000 rounds in
+What to expect: global accuracy, --rounds 500, seed 0, two CPU cores. The paper has .769 (FedAvg: .301) after 10,000 rounds in
 its most skewed setting.
 
     alpha  method           last   best   min  record (in results/scale-0.05)
