@@ -14,49 +14,48 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 "personal" is W_k(lambda) on client k's own test images, at the lambda of the smallest training loss; personal@test is at the
 lambda that is best on the test images, the paper's choice (D12). Both are means over the clients.
 
-The paper's Algorithm 1, in our words. K clients, n_k training images of client k; Phase II begins with round t = L*R. Lines 1
-to 7 are the paper's (line 3 is lost, and our guess), lines 9 to 16 the first 8 of its ClientUpdate; line 8 is from its text.
+The paper's Algorithm 1, in our words. K clients, n_k training images of client k. Phase II begins with round t = L*R. The line
+numbers are the paper's, ClientUpdate's plus 10. Lines 3, 20 and 21 are lost in our copy; 7a and 18a are from the paper's text.
 
     Server
-     1  choose w^f_0 and w^l_0 with different random seeds
-     2  give every client k a copy of both: w^l_k = w^l_0
-     3  m = max(C*K, 1)
-     4  for each round t = 0, 1, ..., R-1:
-     5      S_t = m random clients
-     6      for each client k in S_t, in parallel:
-     7          w^f_k = ClientUpdate(k, w^f_t)
-     8      w^f_{t+1} = sum over k in S_t of n_k/n * w^f_k,   n = sum over k in S_t of n_k
+     1   choose w^f_0 and w^l_0 with different random seeds
+     2   give every client k a copy of both: w^l_k = w^l_0
+     4   for each round t = 0, 1, ..., R-1:
+     5       S_t = max(C*K, 1) random clients
+     6       for each client k in S_t, in parallel:
+     7           w^f_k = ClientUpdate(k, w^f_t)
+     7a      w^f_{t+1} = sum over k in S_t of n_k/n * w^f_k,   n = sum over k in S_t of n_k
     ClientUpdate(k, w^f)
-     9  download w^f from the server
-    10  w^g = w^f, frozen
-    11  for each of E local epochs:
-    12      cut the client's training images into minibatches of size B
-    13      for each minibatch b:
-    14          lambda ~ U(0,1), one for the model (Model Mixing) or one per layer (Layer Mixing); in Phase I lambda = nu = 0
-    15          W = (1-lambda) w^f + lambda w^l_k
-    16          loss = l(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(u, v) = <u, v> / (||u|| ||v||)      (3)
-    17          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
-    18  keep w^l_k, return w^f to the server
+    11   download w^f from the server
+    12   w^g = w^f, frozen
+    13   for each of E local epochs:
+    14       cut the client's training images into minibatches of size B
+    15       for each minibatch b:
+    16           lambda ~ U(0,1), one for the model (Model Mixing) or one per layer (Layer Mixing); in Phase I lambda = nu = 0
+    17           W = (1-lambda) w^f + lambda w^l_k
+    18           loss = l(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(u, v) = <u, v> / (||u|| ||v||)      (3)
+    18a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
+    23   keep w^l_k, return w^f to the server
 
 Choices that change a number. docs/superfed.md has each in full. "Officially" is in the authors' code for v1, from which --as
 official takes D1, D2 and D4; the rest of it is not offered.
 
-    D1  Line 16: the official last term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared.
-    D2  Lines 15 and 16: officially biases have no w^l. They are never mixed, and no part of the cosine.
+    D1  Line 18: the official last term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared.
+    D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
-    D4  Line 14: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
+    D4  Line 16: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
     D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10 alone. For other data sets, and mu and nu, it is a guess.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
-    D7  Line 17: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
-    D8  The split: a client has two random shards. Officially 20 clients each share one pair of classes.
-    D9  Line 12: the last, smaller minibatch is used, in tests too. Officially it is dropped.
+    D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
+    D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
+    D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all clients and layers. Phase I has lambda = 0.
-    D13  Line 3: C*K is rounded down.
-    D14  --unseen N: N clients take no part in line 5. After round R each does lines 9 to 18 once, in Phase II.
-    D15  Line 8: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
-    D16  Line 17 is done for every minibatch. Its place, within or behind the loop, is lost in our copy.
+    D12  lambda is one of 0, .1, ..., 1 for all clients, the one of the smallest mean training loss. In Phase I it is 0.
+    D13  Line 5: C*K is rounded down.
+    D14  --unseen N: N clients take no part in line 5. After round R each does lines 11 to 23 once, in Phase II.
+    D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
+    D16  Line 18a is done for every minibatch. Its place, within or behind the loop, is lost in our copy.
 """
 
 from math import ceil
@@ -79,26 +78,26 @@ def cosine(w_f, w_l):
 
 def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
     """Equation (3), for one client and one minibatch b. w_f, w_l, w_g, lam [d]."""
-    W = mix(w_f, w_l, lam)  # l.15
+    W = mix(w_f, w_l, lam)  # l.17
     near = (w_f - w_g).square().sum()
-    return common.cross_entropy(net(W, b.x), b) + nu * cosine(w_f, w_l) ** 2 + mu * near  # l.16
+    return common.cross_entropy(net(W, b.x), b) + nu * cosine(w_f, w_l) ** 2 + mu * near  # l.18
 
 
 def client_step(net, args):
-    """Lines 14 to 17, for one client and one minibatch b."""
+    """Lines 16 to 18a, for one client and one minibatch b."""
     local_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
     index = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: its lambda's number (D6)
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
-        lam, nu = phase_two * b.draw[index], phase_two * args.nu  # l.14: phase_two is 0 or 1
+        lam, nu = phase_two * b.draw[index], phase_two * args.nu  # l.16: phase_two is 0 or 1
 
         def loss(w_f, w_l):
             return local_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
 
-        g_f, g_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)  # l.17: gradient of loss, by w^f and by w^l_k (D16)
-        w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.17: w^f - eta * u_f, u_f = momentum * u_f + g_f (D7)
-        w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.17: w^l_k - eta * u_l
+        g_f, g_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)  # l.18a: gradient of loss, by w^f and by w^l_k (D16)
+        w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: w^f - eta * u_f, u_f = momentum * u_f + g_f (D7)
+        w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.18a: w^l_k - eta * u_l
         return w_f, w_l, u_f, u_l
 
     return step
@@ -106,20 +105,21 @@ def client_step(net, args):
 
 def client_update(federation, step, S, t, w_f, W_l, phase_two):
     """ClientUpdate in round t for all clients k of S: their w^f_k and w^l_k, [m, d] each. w_f [d]; W_l[S] [m, d]."""
-    w_g = w_f  # l.10: [d]
-    w_f, w_l = w_f.expand(len(S), -1), W_l[S]  # l.9: [m, d] each
-    u_f, u_l = torch.zeros_like(w_l), torch.zeros_like(w_l)  # D7
-    eta, phase_two = learning_rate(federation, t), torch.tensor(float(phase_two), device=federation.device)
+    w_g = w_f  # l.11-12: what they download, [d]
+    w_f, w_l = w_f.expand(len(S), -1), W_l[S]  # [m, d] each
+    u_f, u_l = torch.zeros_like(w_l), torch.zeros_like(w_l)  # momentum (D7)
+    eta = learning_rate(federation, t)  # D4
+    phase_two = torch.tensor(float(phase_two), device=federation.device)
 
     def draw(rng, steps):
-        return rng.random((steps, len(federation.net.layers)))  # l.14: lambda ~ U(0,1); Model Mixing takes the first
+        return rng.random((steps, len(federation.net.layers)))  # l.16: lambda ~ U(0,1); Model Mixing takes the first
 
     # federation.train does for each client k of S, at once or one after the other:
-    #     for epoch in range(E):                                      l.11
-    #         for b in minibatches(shuffled(images of k), B):         l.12-13 (D9)
-    #             client = step(client, b, eta, phase_two, w_g)       l.14-17
+    #     for epoch in range(E):                                      l.13
+    #         for b in minibatches(shuffled(images of k), B):         l.14-15 (D9)
+    #             client = step(client, b, eta, phase_two, w_g)       l.16-18, l.18a
     w_f, w_l, _, _ = federation.train(step, (w_f, w_l, u_f, u_l), S, t, eta, phase_two, w_g, draw=draw)
-    return w_f, w_l  # l.18
+    return w_f, w_l  # l.23
 
 
 def main(argv=None):
@@ -132,12 +132,12 @@ def main(argv=None):
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   W_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
-    for t, S in run.rounds(state, among=seen):  # l.3-6: S_t, [m] (D13)
+    for t, S in run.rounds(state, among=seen):  # l.4-6: S_t, [m] (D13)
         w_f, w_l = client_update(federation, step, S, t, state.w_f, state.W_l, t >= first)  # l.7: [m, d] each
         n_k = federation.n[S]  # [m]
-        state.w_f = federation.mean(w_f, n_k)  # l.8 (D15): [d]
+        state.w_f = federation.mean(w_f, n_k)  # l.7a (D15): [d]
         if t >= first:
-            state.W_l[S] = w_l  # l.18: in Phase I they are as they were
+            state.W_l[S] = w_l  # l.23: in Phase I they are as they were
         run.sent(up=w_f.numel(), down=w_f.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, first))
