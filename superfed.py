@@ -86,7 +86,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 def client_step(net, args):
     """Lines 16 to 18a, for one client and one minibatch b."""
     local_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    index = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: its lambda's number (D6)
+    index = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: of each weight's lambda (D6)
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
@@ -137,7 +137,7 @@ def main(argv=None):
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f, n_k)  # l.7a (D15): [d]
         if t >= first:
-            state.W_l[S] = w_l  # l.23: in Phase I they are as they were
+            state.W_l[S] = w_l  # l.23: keep w^l_k; in Phase I it is as it was
         run.sent(up=w_f.numel(), down=w_f.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, first))
