@@ -274,7 +274,7 @@ class PsiNet(common.Net):
 
 
 def slices(x, G_i, G):
-    """--enter slice: what the groups G_i see of x, whose channels are cut into G slices; they overlap if G doesn't divide them."""
+    """--enter slice: x's channels are cut into G slices, and group g sees slice g. Slices overlap if G doesn't divide them."""
     start, size = G_i[:, None] * x.shape[1] // G, -(-x.shape[1] // G)
     return x[:, (start + torch.arange(size, device=x.device)).flatten()]
 
