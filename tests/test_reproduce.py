@@ -1,23 +1,29 @@
-"""reproduce.py: its data, its runner with a stand-in for the training, its page."""
+"""The papers' tables: the data; reproduce.py's runner with a stand-in for the training; its pages."""
 
 import hashlib
 import importlib
+import itertools
 import json
+import pathlib
 import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+import types
 
 import pytest
+from conftest import refused
 
 import datasets
 import reproduce
+from tables import reading, table
+from tables.quick import Claim
 
 COMMANDS = list(reproduce.runs())
 
-# A second transcription of the papers, by hand, from their texts and not from reproduce.py.
+# A second transcription of the papers, by hand, from their texts and not from tables/.
 PUBLISHED = """
 superfed-1 | FedAvg | CIFAR-10 top-1 | 47.09
 superfed-1 | APFL | CIFAR-100 top-5 | 47.67
@@ -126,7 +132,7 @@ def test_published_values_are_the_papers(name):
     assert papers.items() <= ours.items()
     known = [value for value in ours.values() if value != "?"]
     assert len(papers) >= min(3, len(known))
-    assert all(reproduce.number(value) is not None or value == "89-90" for value in known)
+    assert all(reading.number(value) is not None or value == "89-90" for value in known)
 
 
 def test_averages_in_the_transcription_are_those_of_its_rows():
@@ -246,10 +252,10 @@ def small(tmp_path, monkeypatch):
     for name in ("HERE", "RESULTS", "RUNS"):
         monkeypatch.setattr(reproduce, name, tmp_path / {"HERE": "", "RESULTS": "results", "RUNS": "runs"}[name])
     (tmp_path / "results").mkdir()
-    monkeypatch.setattr(reproduce, "TABLES", {})
-    monkeypatch.setattr(reproduce, "WHY", {"t-1/B": "B is ours."})
-    reproduce.table("t-1", "A table", "top-1", "A | 47.09\nB | ?",
-                    lambda row, column: ("stand_in.py" + " --lr 0.5" * (row == "B"), "global/top1"), 1)
+    monkeypatch.setattr(reproduce, "PAPERS", {"t": types.SimpleNamespace(TITLE="A paper")})
+    t = table("t-1", "A table", "top-1", "A | 47.09\nB | ?",
+              lambda row, column: ("stand_in.py" + " --lr 0.5" * (row == "B"), "global/top1"), 1, why={"B": "B is ours."})
+    monkeypatch.setattr(reproduce, "TABLES", {"t-1": t})
     monkeypatch.setattr(reproduce, "arguments", lambda command: {"lr": 0.5 if "0.5" in command else 0.1, "rounds": 10})
     monkeypatch.setattr(reproduce, "device", lambda: "a device")
     fresh()
@@ -268,8 +274,14 @@ def go(words=""):
     return reproduce.main(words.split())
 
 
+def written(folder):
+    return "".join((folder / "results" / name).read_text() for name in ("README.md", "t.md", "t-runs.md"))
+
+
 def page(folder):
-    return (folder / "results" / "README.md").read_text()
+    """The pages, rebuilt."""
+    go("--tables")
+    return written(folder)
 
 
 def log(folder):
@@ -277,46 +289,49 @@ def log(folder):
 
 
 def test_what_is_missing_is_run_once_and_shown(small):
-    go("--tables")
-    assert "| A | 47.09 / · |" in page(small) and "| B | NR / · |" in page(small) and log(small) == []
+    assert "| A | 47.09 / · |" in page(small) and "| B | ? / · |" in page(small) and log(small) == []
+    assert "B is ours." not in page(small) and "| [t-1](t.md#t-1) | A table | 2 | 0 | 0 | 2 |" in page(small)
     assert go("--seeds 2") == 0
     assert sorted(log(small)) == ["0.1 0 from 0", "0.1 1 from 0", "0.5 0 from 0", "0.5 1 from 0"]
     # accuracies .50 and .51: mean 50.5, standard deviation .5 * sqrt(2) = .7071; |50.5 - 47.09| = 3.41 is more than that
-    assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in page(small) and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
-    assert "| A, top-1 | 47.09 | 50.50 ± 0.71 (2) | 50.50 | +3.41 | differs |  | 10 | 10 | a device | 1.0 |" in page(small)
-    assert "\nB: B is ours.\n" in page(small)
-    assert "- done: `python stand_in.py --seed 1 --split-seed 1 --out results/t-1/stand_in/1`" in page(small)
+    assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in written(small) and "| B | ? / 50.50 ± 0.71 (2) |" in written(small)
+    assert "| [`stand_in.py --lr 0.5`](t-1/stand_in-lr-0.5) | 0 1 | 10 | a device | 1.0 |  |" in written(small)
+    assert "\n- B: B is ours.\n" in written(small) and "| [t-1](t.md#t-1) | A table | 2 | 2 | 0 | 0 |" in written(small)
     go("--seeds 2")
     assert len(log(small)) == 4 and not list(small.glob("results/**/state.pt"))
 
 
 def test_the_page_is_a_function_of_the_records(small):
     go()
-    first = page(small)
-    go("--tables")
+    first = written(small)
     assert page(small) == first and "| A | 47.09 / 50.00 (1) |" in first
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace('"final": {"global": {"top1": 0.5}}', '"final": {"global": {"top1": 0.25}}'))
-    go("--tables")
     assert "| A | 47.09 / 25.00 (1) |" in page(small)
-    assert "| B | NR / 50.00 (1) |" in page(small)
+    assert "| B | ? / 50.00 (1) |" in page(small)
+
+
+@pytest.mark.parametrize("trial", ["--only t-1", "--scale 1e-1", "--budget 1h"])
+def test_a_trial_leaves_the_pages_alone(small, trial, capsys):
+    before = page(small)
+    assert go(trial) == 0
+    assert len(log(small)) == 2 and written(small) == before and "not rebuilt" in capsys.readouterr().out
+    assert page(small) != before
 
 
 def test_results_of_other_sources_are_stale_until_accepted_or_run_again(small):
     go()
     (small / "common.py").write_text("# changed\n")
-    go("--tables")
-    assert "| A | 47.09 / 50.00 (1) [stale] |" in page(small)
+    assert "| A | 47.09 / 50.00 (1) |" in page(small) and page(small).count("| stale |") == 2
     go("--accept reviewed --only t-1/stand_in")
-    assert "[stale]" not in page(small)  # both runs' names begin so
+    assert "| stale |" not in written(small)  # both runs' names begin so
     entry = json.loads((small / "results" / "accepted.json").read_text())[0]
     assert entry["why"] == "reviewed" and set(entry["results"]) == {"t-1/stand_in/0", "t-1/stand_in-lr-0.5/0"}
     (small / "common.py").write_text("# changed again\n")
-    go("--tables")
-    assert page(small).count("[stale]") == 2
+    assert page(small).count("| stale |") == 2
     assert len(log(small)) == 2
     go()
-    assert len(log(small)) == 4 and "[stale]" not in page(small)
+    assert len(log(small)) == 4 and "| stale |" not in written(small)
     assert len(list(small.glob("runs/stale/t-1/*/0-*/result.json"))) == 2
 
 
@@ -326,16 +341,16 @@ def test_acceptance_is_of_one_record(small):
     go("--accept reviewed")
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace("0.5}}", "0.6}}"))
-    go("--tables")
-    assert "| A | 47.09 / 60.00 (1) [stale] |" in page(small)
+    assert "| A | 47.09 / 60.00 (1) |" in page(small) and page(small).count("| stale |") == 1
 
 
-def test_a_record_of_other_arguments_does_not_count(small):
+def test_a_record_of_other_arguments_does_not_count(small, capsys):
     go()
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
-    go("--tables")
-    assert "| A | 47.09 / · |" in page(small) and "- other arguments: `python stand_in.py --seed 0" in page(small)
+    assert "| A | 47.09 / · |" in page(small)
+    go("--list --verbose")
+    assert "  other arguments, 60 s: python stand_in.py --seed 0" in capsys.readouterr().out
     go()
     assert "| A | 47.09 / 50.00 (1) |" in page(small)
 
@@ -346,9 +361,9 @@ def test_a_budget_stops_a_run_which_then_goes_on_where_it_was(small):
     record = json.loads((small / "results/t-1/stand_in-lr-0.5/0/result.json").read_text())
     n = len(record["rounds"])
     assert record["status"] == "interrupted" and 0 < n < 10
-    assert f"| B | NR / {40 + n}.00 (1) [{n} of 10 rounds] |" in page(small)
+    assert f"| B | ? / {40 + n}.00 (1) [{n} of 10 rounds] |" in page(small)
     go("--only t-1/stand_in-lr-0.5")
-    assert log(small) == ["0.5 0 from 0", f"0.5 0 from {n}"] and "| B | NR / 50.00 (1) |" in page(small)
+    assert log(small) == ["0.5 0 from 0", f"0.5 0 from {n}"] and "| B | ? / 50.00 (1) |" in page(small)
 
 
 def test_ctrl_c_stops_the_run_and_the_tool(small, monkeypatch):
@@ -382,18 +397,17 @@ def test_scaled_results_are_kept_apart_and_marked(small):
     go("--scale 0.3 --only t-1")
     assert len(list(small.glob("results/scale-0.3/t-1/*/0/result.json"))) == 2 and not (small / "results" / "t-1").exists()
     assert "| A | 47.09 / 43.00 (1) [3 of 10 rounds] |" in page(small)
-    assert "| -4.09 | fewer rounds | 3 of 10 rounds | 3 | 10 |" in page(small)
-    line = next(line for line in page(small).split("\n") if line.startswith("- done: `python stand_in.py --rounds 3 --seed 0"))
-    assert line.endswith(" --out results/scale-0.3/t-1/stand_in/0`")  # the command that made it
+    assert "| [`stand_in.py --rounds 3`](scale-0.3/t-1/stand_in) | 0 | 3 | a device | 1.7 |  |" in page(small)  # 90 + 6 + 6 s
+    assert "| [t-1](t.md#t-1) | A table | 2 | 0 | 2 | 0 |" in page(small)
     go()
-    assert "| A | 47.09 / 50.00 (1) |" in page(small) and "| A, top-1 | 47.09 | 43.00 (1) |" in page(small)
+    assert "| A | 47.09 / 50.00 (1) |" in written(small) and "43.00" not in written(small)
 
 
 def test_how_many_settings_the_best_is_of_is_said(small):
-    reproduce.table("t-2", "Another", "top-1", "User 0 | 40", lambda row, column: (
+    reproduce.TABLES["t-2"] = table("t-2", "Another", "top-1", "User 0 | 40", lambda row, column: (
         ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1)
     go("--only t-1 --seeds 2")
-    assert "| User 0 | 40 / 50.50 ± 0.71 (2) [best of 2 of 3 settings] |" in page(small)  # and no verdict on a user
+    assert "| User 0 | 40 / 50.50 ± 0.71 (2) [2 of 3 settings tried] |" in page(small)  # and no verdict on a user
 
 
 def test_folders_of_two_machines_are_merged_by_copying(small):
@@ -405,7 +419,7 @@ def test_folders_of_two_machines_are_merged_by_copying(small):
     shutil.copytree(small / "other", small / "results", dirs_exist_ok=True)
     before = log(small)
     go("--seeds 2")
-    assert log(small) == before and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
+    assert log(small) == before and "| B | ? / 50.50 ± 0.71 (2) |" in page(small)
 
 
 def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monkeypatch):
@@ -419,8 +433,8 @@ def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monke
     monkeypatch.setattr(reproduce, "arguments", lambda command: {**usual(command), "precision": "tf32"})
     before = log(small)
     go()
-    assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | NR / 50.00 (1) [bf16] |" in page(small)
-    assert page(small).count(" --precision bf16 ") == 1
+    assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | ? / 50.00 (1) [bf16] |" in page(small)
+    assert page(small).count(" --precision bf16`") == 1
 
 
 def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
@@ -436,33 +450,43 @@ def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
 
 
 def test_the_list_and_the_dry_run_run_nothing(small, capsys):
-    go("--list")
-    listed = capsys.readouterr().out
-    assert "missing, ?: python stand_in.py --lr 0.5 --seed 0 --split-seed 0 --out " in listed and "A: top-1 47.09" in listed
-    assert "B: top-1 NOT RECOVERED" in listed and "2 cells in all; here 2 runs, 0 done" in listed
+    def listed(words):
+        capsys.readouterr()
+        go(words)
+        return capsys.readouterr().out
+
+    every = listed("--list --verbose")
+    assert "missing, an unknown time: python stand_in.py --lr 0.5 --seed 0 --split-seed 0 --out " in every
+    assert "A: top-1 47.09" in every and "B: top-1 ?" in every
+    titles, line, *_ = listed("--list").split("\n")
+    assert [*zip(titles.split(), line.split())][1:8] == [("cells", "2"), ("done", "0"), ("short", "0"), ("empty", "2"), ("runs", "2"),
+                                                         ("stale", "0"), ("left", "2")]
     go("--dry-run")
     assert log(small) == []
     go("--only t-1/stand_in-lr-0.5")
-    capsys.readouterr()
-    go("--list")  # both runs are of one kind: 10 rounds of 6 seconds
-    listed = capsys.readouterr().out
-    assert "missing, 60 s: python stand_in.py" in listed and "done, 0 s: python stand_in.py --lr 0.5" in listed
-    with pytest.raises(SystemExit):
-        go("--only nothing")
+    every = listed("--list --verbose")  # both runs are of one kind: 10 rounds of 6 seconds
+    assert "missing, 60 s: python stand_in.py" in every and "done, 0 s: python stand_in.py --lr 0.5" in every
+    assert listed("--list").split("\n")[1].split() == "t-1 2 1 0 1 2 0 1 60 s A table".split()
+
+
+def test_refusals_are_one_line(small, capsys):
+    for words, why in (("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"), ("--scale 2", "at most 1"),
+                       ("--verbose", "belongs to --list"), ("--unknown", "unrecognized")):
+        refused(capsys, why, go, words)
 
 
 def test_three_rounds_measure_a_kind(small, capsys):
     """Of which the first is slow."""
     go("--measure")
     assert json.loads((small / "runs" / "measured.json").read_text()) == {"a device": {"stand_in.py": 6.0}}
-    assert "missing, 60 s: python stand_in.py" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
+    assert "2 left. Their time on a device: 2 min" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
 
 
 def test_the_most_valuable_run_is_first_and_then_the_shortest(small, monkeypatch):
     def cell(row, column):
         return (f"baselines.py {row}" if row == "A" else f"x.py {row}"), "bytes"
 
-    reproduce.table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", cell, 0)
+    reproduce.TABLES["t-0"] = table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", cell, 0)
     fresh()
     monkeypatch.setattr(reproduce, "estimate", lambda r: {"x.py B": 5, "x.py C": 4}.get(r.command))
     found = [reproduce.result(c, seed) for c in reproduce.runs() for seed in (1, 0)]
@@ -474,8 +498,8 @@ def test_the_most_valuable_run_is_first_and_then_the_shortest(small, monkeypatch
 def test_users_are_averaged_over_seeds_before_their_deviation():
     """Two seeds of three users: averages .2, .4, .9; mean .5, deviation sqrt((.09 + .01 + .16) / 2)."""
     values = [[0.1, 0.5, 0.9], [0.3, 0.3, 0.9]]
-    assert reproduce.combine(values, "users/PersFL/SD") == (pytest.approx(100 * (0.26 / 2) ** 0.5), None)
-    assert reproduce.combine(values, "users/PersFL/Avg") == (pytest.approx(50), pytest.approx(0))
+    assert reading.combine(values, "users/PersFL/SD") == (pytest.approx(100 * (0.26 / 2) ** 0.5), None)
+    assert reading.combine(values, "users/PersFL/Avg") == (pytest.approx(50), pytest.approx(0))
 
 
 def test_measures_are_read_in_the_papers_units():
@@ -483,15 +507,13 @@ def test_measures_are_read_in_the_papers_units():
               "bytes_up": 2e9, "bytes_down": 3e9, "parameters": 11_000_000, "args": {"rounds": 7}}
     for measure, value in (("users/PersFL/1", 50), ("users/T/1", 25), ("personal@test/mean", 50), ("bytes", 5),
                            ("parameters", 11), ("2*parameters", 22), ("args/rounds", 7)):
-        assert reproduce.factor(measure) * reproduce.last(record, measure) == value
-    assert reproduce.last(record, "users/PersFL/2") is None and reproduce.last(record, "latency/factorised_ms") is None
-    rows = {"rounds": [{"global": {"top1": z, "loss": z}} for z in (0.1, 0.3, 0.2)]}
-    assert reproduce.best(rows, "global/top1") == 0.3 and reproduce.best(rows, "global/loss") == 0.1
+        assert reading.factor(measure) * reading.last(record, measure) == value
+    assert reading.last(record, "users/PersFL/2") is None and reading.last(record, "latency/factorised_ms") is None
 
 
 def test_quick_says_who_wins(small, monkeypatch, capsys):
     five, two = ((f"stand_in.py --rounds {n}", "global/top1") for n in (5, 2))
-    claims = [reproduce.Claim("paper", "five rounds beat two", five, two), reproduce.Claim("paper", "two beat five", two, five)]
+    claims = [Claim("paper", "five rounds beat two", five, two), Claim("paper", "two beat five", two, five)]
     monkeypatch.setattr(reproduce, "CLAIMS", claims)
     assert go("--quick") == 1
     shown = capsys.readouterr().out
@@ -504,7 +526,7 @@ def test_quick_says_who_wins(small, monkeypatch, capsys):
 
 
 def test_committed_results_belong_to_runs():
-    known = set(reproduce.runs().values())
+    known = set(map(reproduce.place, reproduce.runs()))
     for name in reproduce.TABLES:
         for path in [*reproduce.RESULTS.glob(f"{name}/*"), *reproduce.RESULTS.glob(f"scale-*/{name}/*")]:
             assert f"{path.parent.name}/{path.name}" in known, path
@@ -523,21 +545,49 @@ def test_committed_records_were_made_by_the_commits_that_they_name():
         environment = json.loads(path.read_text())["environment"]
         for environment in (environment, *environment.get("resumed", [])):
             made |= {(environment["commit"].rstrip("+"), name, digest) for name, digest in environment["sources"].items()}
+            assert all("/" not in name for name in environment["sources"])  # not of tables/
     assert made
     for commit, name, digest in made:
         file = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, check=True).stdout
         assert hashlib.sha256(file).hexdigest() == digest, (commit, name)
 
 
-def test_the_committed_page_has_the_numbers_of_the_committed_records():
+def test_the_committed_pages_have_the_numbers_of_the_committed_records():
     """Up to what depends on today's source files: what is stale."""
-    def plain(text):
-        rows = [line for line in text.splitlines() if not line.startswith("- ")]  # commands
-        return re.sub(r"(, )?stale|\[\]| ", "", "\n".join(rows))
+    def committed(name):
+        return (reproduce.RESULTS / f"{name}.md").read_text().replace("| stale |", "|  |")
 
-    assert plain((reproduce.RESULTS / "README.md").read_text()) == plain(reproduce.page())
+    assert committed("README") == reproduce.overview()
+    for paper in reproduce.PAPERS:
+        tables, runs = reproduce.pages(paper)
+        assert committed(paper) == tables and committed(f"{paper}-runs") == runs.replace("| stale |", "|  |")
+
+
+def test_no_page_is_larger_than_60_kb_even_when_every_run_is_made(monkeypatch):
+    record = {"args": {}, "environment": {"device": "NVIDIA H200"}, "rounds": [{"seconds": 6e5}], "status": "finished"}
+
+    def view(command, measure, scale):
+        folder = reproduce.RESULTS / reproduce.place(command)
+        seeds = [reproduce.Result(command, seed, 1.0, folder / str(seed), "stale", record, "") for seed in range(5)]
+        return reproduce.Shown(seeds, 47.06, 1.25, False, "")
+
+    monkeypatch.setattr(reproduce, "view", view)
+    monkeypatch.setattr(reproduce, "scales", lambda: [1.0])
+    monkeypatch.setattr(reproduce, "arguments", lambda command: {"rounds": 1})
+    committed = [path.read_text() for path in reproduce.RESULTS.glob("*.md")]
+    assert max(len(text.encode()) for text in [*committed, *itertools.chain(*map(reproduce.pages, reproduce.PAPERS))]) <= 60_000
+
+
+def test_every_table_is_a_papers_and_every_explanation_a_cells():
+    for name, t in reproduce.TABLES.items():
+        assert name.split("-")[0] in reproduce.PAPERS
+        assert t.why.keys() <= {"All", *t.rows, *(f"{row}/{column}" for row in t.rows for column in t.columns)}
 
 
 def test_it_starts_as_a_program():
-    done = subprocess.run([sys.executable, reproduce.HERE / "reproduce.py", "--scale", "2"], capture_output=True, text=True)
-    assert done.returncode == 2 and "at most 1" in done.stderr
+    program = [sys.executable, reproduce.HERE / "reproduce.py"]
+    done = subprocess.run([*program, "--scale", "2"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("reproduce.py: error: argument --scale: 2 must be above 0 and at most 1")
+    head = subprocess.Popen([*program, "--list", "--only", "psinet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    head.stdout.close()
+    assert head.stderr.read() == b""
