@@ -385,7 +385,7 @@ def show(found, verbose):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. What a cell shows
+# 2. What a cell shows: its command's records, in the paper's unit
 
 
 class Shown(NamedTuple):
@@ -474,20 +474,22 @@ HOW_TO_READ = """How to read a cell:
   we show the best of those 3.
 """
 RUNS_ARE = """The runs that made the numbers of [the tables]({paper}.md). The command is for seed 0; for seed s add
-`--seed s --split-seed s`. Minutes are for one seed. *stale*: our source files have changed since the run.
+`--seed s --split-seed s`. Minutes are for one seed. *stale*: made by other source files than today's.
 `python reproduce.py --list --verbose --only {paper}` also shows the runs that are missing.
 """
 
 
 def pages(paper):
     """The text of <paper>.md and <paper>-runs.md: functions of the records, of accepted.json and of today's source files."""
-    title = PAPERS[paper].TITLE
-    links = f"[The code](../{paper}.py). [About it](../docs/{paper}.md). [Our runs]({paper}-runs.md). [All papers](README.md)."
-    text, made = [f"# {title}", "", links, "", HOW_TO_READ.strip()], {}
+    tables, made = [], {}
     for t in (t for t in TABLES.values() if t.name.startswith(f"{paper}-")):
         found = {(cell.row, cell.column): (cell, shown(cell)) for cell in cells(t.name)}
-        text += table_lines(t, found)
+        tables += table_lines(t, found)
         made |= {s.results[0].path: run_line(s.results) for _, s in found.values() if s}
+    stale = sum(words.endswith("stale |") for words in made.values())
+    title, links = PAPERS[paper].TITLE, f"[The code](../{paper}.py). [About it](../docs/{paper}.md). [All papers](README.md)."
+    ours_are = f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale (made by other source files than today's)."
+    text = [f"# {title}", "", links, ours_are, "", HOW_TO_READ.strip(), *tables]
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
                  line("python ...", "seeds", "rounds", "device", "minutes", ""), line(*["---"] * 6), *made.values()]
     return "\n".join(text) + "\n", "\n".join(runs_text) + "\n"

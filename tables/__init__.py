@@ -2,7 +2,8 @@
 
 A paper's file has three names that reproduce.py reads. TITLE is the paper. SETTINGS says what `@name` in its commands stands
 for. TABLES lists its tables; a table's name begins with the name of the file. Beside the papers' files, reading.py gets numbers
-from records, figures.py draws, and quick.py has the claims of --quick.
+from records, figures.py draws, and quick.py has the claims of --quick. A new paper is a new file here and its name in
+reproduce.py's PAPERS.
 """
 
 import itertools
