@@ -1,10 +1,10 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized Federated Learning", TMLR 2023.
 
-    command                                                                   GKR    mixed  record
-    python fedslr.py --dataset cifar10                                        .8752  .9530  published: Table 1, Non-IID
-    python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  results/fedslr/cifar10-cnn
+    command                                                                   GKR    mixed  time   record
+    python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
+    python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
-"global": w on the central test images. "gkr": w on each client's own. "personal": w + p_i (mixed) on each client's own.
+"global": w on the central test images. "gkr": w on each client's own. "personal": w + p_i, mixed, on each client's own.
 The paper's Algorithm 2, in our words. The paper's text names lines 6, 7, 14 and 20; the other numbers are ours. M clients;
 f_i: client i's loss; w (GKR): low rank; p_i: sparse; pi(w_l): layer l's kernel as a matrix; ||.||_*: its singular values' sum.
 
@@ -21,7 +21,7 @@ f_i: client i's loss; w (GKR): low rank; p_i: sparse; pi(w_l): layer l's kernel 
     10      for each of E local epochs:
     11          for each minibatch b:
     12              g = gradient of f_i(w; b)
-    13              h = g - gamma_i + (w - w^t) / eta_g, the gradient of                                     (4)
+    13              h = g - gamma_i + (w - w^t) / eta_g                                          gradient of (4)
     14              w = w - eta * h
     15      w_i = w goes to the server
     16      gamma_i = gamma_i + (w^t - w_i) / eta_g, the client's copy of line 6                             (5)
@@ -136,7 +136,7 @@ def main(argv=None):
         if args.memory_efficient:  # l.6 of Algorithm 3
             state.gamma_mean = state.gamma_mean + federation.sum(change) / M
         else:
-            state.gamma_mean = federation.sum(state.gamma) / M
+            state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
@@ -214,7 +214,7 @@ def svd(A):
     s rises. Singular values below 1e-8 of the largest are only rounding. If a number in A is not finite, nor is the product:
     a run that diverges shows it.
     """
-    if A.shape[0] < A.shape[1]:
+    if A.shape[0] < A.shape[1]:  # wide: by the transpose
         V, s, Uh = svd(A.mT)
         return Uh.mT, s, V.mT
     finite = torch.nan_to_num(A, 0, 0, 0).double()
