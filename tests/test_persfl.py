@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import pathlib
 import signal
 from types import SimpleNamespace
 
@@ -498,3 +499,75 @@ def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
         ratios.append((two[:, 0] - 10 + 0.5) / (two[:, 1] - 10 + 0.5))
     inside = np.abs(np.log(ratios)) < 0.6745 * 8**0.5
     assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58
+
+
+# The numbers on docs/persfl.md (those of its rows that begin with a link are in test_pages.py)
+
+HERE = pathlib.Path(persfl.__file__).parent
+FOLDERS = {f"{name}, DS-{i + 1}": f"results/persfl-{number}/persfl-{name.lower().replace('-', '')}-split-{split}"
+           for number, name in ((2, "CIFAR-10"), (3, "MNIST")) for i, split in enumerate(("classes", "dirichlet-classes", "lognormal"))}
+
+
+def lines_of(header):
+    """The cells of the table on docs/persfl.md whose header line begins so, a list for each line."""
+    lines = iter((HERE / "docs" / "persfl.md").read_text().splitlines())
+    next(line for line in lines if line.startswith(header)), next(lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted((HERE / folder).rglob("result.json"))]
+
+
+def percent(values):
+    return f"{100 * np.mean(values):.1f}"
+
+
+def test_the_page_says_how_many_users_have_the_last_candidate_as_their_teacher():
+    for split, count, of, link in lines_of("| split | users whose teacher is"):
+        found = [(record, e) for record in records(link.split("../")[1].rstrip(")")) for e in record["final"]["users"]["teacher's round"]]
+        assert (int(count), int(of)) == (sum(e == record["args"]["rounds"] for record, e in found), len(found)), split
+
+
+def test_the_page_says_what_ties_do():
+    """Among the 11 students; the records have 15, of which the others are copies."""
+    gained = []
+    for split, count, of, *cells in lines_of("| split | users with a tie"):
+        accuracies, lambdas, tied, best = ([], []), ([], []), 0, []
+        for record in records(FOLDERS[split]):
+            columns = [record["final"]["grid"].index(list(pair)) for pair in persfl.GRID]
+            val, test = (np.array(record["final"]["students"][part]) for part in ("val", "test"))
+            best += [record["final"]["personal@test"]["mean"] - record["final"]["personal"]["mean"]]
+            for k in range(10):
+                top = [i for i in columns if val[k, i] == val[k, columns].max()]
+                tied += len(top) > 1
+                for end, i in enumerate((top[0], top[-1])):
+                    accuracies[end].append(test[k, i])
+                    lambdas[end].append(record["final"]["grid"][i][1])
+        assert [int(count), int(of)] == [tied, len(lambdas[0])], split
+        assert cells == [*map(percent, accuracies), *(f"{np.mean(z):.3f}".lstrip("0") for z in lambdas)], split
+        gained.append(f"{100 * np.mean(best):.1f}".removeprefix("0"))
+    assert lines_of("| CIFAR-10, DS-1 | CIFAR-10, DS-2") == [gained]
+
+
+def test_the_page_compares_persfl_with_fine_tuning_and_its_t_and_lambda_with_the_papers():
+    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48), "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}  # facts.md A5.6
+    for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
+        users = [record["final"]["users"] for record in records(FOLDERS[split])]
+        assert T == f"{np.mean([run['T'] for run in users]):.1f}" and paper_T == f"{published['T'][i]:.1f}"
+        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3) and float(paper_lam) == published["lambda"][i]
+    for split, least, most, ahead in lines_of("| split | least | most |"):
+        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"]) for run in (record["final"]["users"] for record in records(FOLDERS[split]))]
+        assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
+        assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
+
+
+def test_the_page_compares_persfl_with_fedper_and_with_the_last_teacher():
+    for split, runs, other, _, mine, _, ahead, link in lines_of("| split | runs | FedPer"):
+        theirs = {record["args"]["seed"]: np.mean(record["final"]["personal"]["per_client"]) for record in records(link.split("../")[1].rstrip(")"))}
+        ours = {record["args"]["seed"]: record["final"]["personal"]["mean"] for record in records(FOLDERS[split])}
+        assert (int(runs), other, mine) == (len(theirs), percent([*theirs.values()]), percent([ours[seed] for seed in theirs])), split
+        assert ahead == f"{sum(ours[seed] > theirs[seed] for seed in theirs)} of {runs}", split
+    for split, last, _, optimal, _, link in lines_of("| split | the last G"):
+        means = [[record["final"]["personal"]["mean"] for record in records(folder)] for folder in (link.split("../")[1].rstrip(")"), FOLDERS[split])]
+        assert [last, optimal] == [*map(percent, means)]
