@@ -1,25 +1,24 @@
 """PersFL: personalised federated learning by distillation. Divi, Farrukh, Celik, "Unifying Distillation with Personalization
 in Federated Learning", 2021, arXiv 2105.15191.
 
-    python persfl.py --runs 5                              (Table 2, DS-1: four classes each, equally many images)
-    python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2: each class dealt out in Dirichlet(.9) shares)
-    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3: two classes each, log-normal amounts)
+    python persfl.py --runs 5                              (Table 2, DS-1; published: FedAvg .450, PersFL .819)
+    python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2; published: FedAvg .487, PersFL .596)
+    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg .466, PersFL .823)
 
-With --dataset mnist they are Table 3. What to expect: mean accuracy of 10 users on CIFAR-10, seed 0, two CPU cores. Published
-are .450 and .819 on DS-1, .487 and .596 on DS-2, .466 and .823 on DS-3 (FedAvg and PersFL, means of five runs).
+DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
+DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: mean over 10 users, seed 0, two CPU cores.
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
     DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
     DS-2    25       .5207    .4895        .5874    10        results/persfl-2/persfl-cifar10-split-dirichlet-classes/0
     DS-3    50       .3648    .9131        .9123    13        results/persfl-2/persfl-cifar10-split-lognormal/0
 
-All models have one shape. G is FedAvg's global model. O_k, user k's teacher, is the G of one round. A_k, user k's student, is
-user k's own model. T and lambda say how a student imitates its teacher. "fine-tuned" is a student with lambda = 0.
-"global" is G on the central test images. "personal" is measured on each user's own test images: with A_k in the last row of
-the record, with G in the rows before it.
+G is FedAvg's global model. O_k, user k's teacher, is the G of one round. A_k, user k's own model, is a student of O_k. T and
+lambda say how it imitates O_k; at lambda = 0 it does not ("fine-tuned"). "global" is G on the central test images. "personal"
+is measured on each user's own test images: with A_k in the last row of the record, with G in the rows before.
 
-The paper's Algorithm 1, in our words, with its line numbers. Its lines 9 to 11 only close loops; ours say what it leaves out.
-There are K users. User k has n_k training images, all users have n. A_k(b) and O_k(b) are logits. CE is the cross-entropy.
+The paper's Algorithm 1, in our words, with its line numbers. Lines 9 to 11 are ours: there the paper only closes loops. There
+are K users with n_k training images, n in all. A_k(b) and O_k(b) are logits, CE is the cross-entropy.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -46,15 +45,15 @@ There are K users. User k has n_k training images, all users have n. A_k(b) and 
 
 Choices that change a number. docs/persfl.md has each in full.
 
-    D1  Lines 5 to 8: the candidates are the models that users are sent, G_1 (untrained) to G_{E_G}.
+    D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. The last model, G_{E_G+1}, is none.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper does not say how FedAvg weighs users.
-    D3  B = 20, eta = .05, E_L = 1, E = 10, no momentum, no weight decay: our choice. The paper names none of them.
-    D4  Images are shuffled in every epoch and scaled to [0, 1]. Line 20: a mean over images, a sum over classes.
+    D3  Lines 9 to 22: B = 20, eta = .05, E_L = 1, E = 10 and no momentum are our choice. The paper names none of them.
+    D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: the best student is the most accurate one on validation images, of equals the first in GRID.
     D7  Line 13: the grid is inferred from Table 5. Its 15 pairs are 11 students: T does not matter where lambda is 0 or 1.
-    D8  Line 11 replaces both the teacher and the students' start. The tables' column FedAvg is G_{E_G+1}.
-    D9  Users share the training images (in MNIST's DS-1 6,000 of them). DS-2 and DS-3 are as the paper says, not as its code.
+    D8  Line 11: the last G replaces the teacher, and so the students' start. The tables' column FedAvg is this G.
+    D9  DS-1 to DS-3 follow the paper's words and share out the training images alone. The authors' data differ from both.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
@@ -96,10 +95,10 @@ def student_step(net, args, grid=GRID):
 
     def step(user, b, eta):
         A, u, O = user  # [11, d] the students' weights, [11, d] their momentum, [d] the teacher's weights
-        O_b = net(O, b.x)  # [B, classes]
+        O_b = net(O, b.x)  # O_k(b): [B, classes]
 
         def loss(A, T, lam):  # of one student
-            A_b = net(A, b.x)  # [B, classes]
+            A_b = net(A, b.x)  # A_k(b): [B, classes]
             log_s, log_a = (O_b / T).log_softmax(1), (A_b / T).log_softmax(1)  # l.21: log s_b
             soft = log_s.exp() * (log_s - log_a if args.soft == "kl" else -log_a)  # l.20: KL or CE (D5)
             soft = (soft.sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4)
@@ -138,9 +137,10 @@ def main(argv=None):
     if args.runs > 1:
         return repeat(args, argv)
     federation = common.Federation(args)
-    seen, _ = seen_and_unseen(federation, args)  # D10
+    seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
     run = common.Run(__file__, args, federation)
     step = client_step(federation.net, args)
+
     G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]
     state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
                   round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: O [K, d], l' [K]
@@ -154,9 +154,9 @@ def main(argv=None):
         w = state.G.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.9: [m, d]
         state.G = federation.mean(w_k, federation.n[S])  # l.10: G_{e+1}, [d] (D2)
-        run.sent(up=w_k.numel(), down=state.O.numel())
+        run.sent(up=w_k.numel(), down=K * len(G))
         if e == args.rounds:  # e = E_G; in the record Stage 2 is a part of this round
-            O = teachers(run, state, args)  # l.11: [K, d] (D8)
+            O = teachers(run, state, args)  # state.O, or l.11: [K, d] (D8)
             students, state.A = stage_2(federation, run, O, args)  # l.12: Stage 2
         if run.evaluates():
             run.log(federation.evaluate(state.G), **measure(federation, state, students, args))
@@ -183,15 +183,15 @@ BY_DATASET = {
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    own = parser.add_argument_group("PersFL (--rounds is E_G, --epochs E_L, --lr eta of Stage 1)")
-    own.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
-    own.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
-                     help="O_k: each user's best G, or the last one for all (Table 4)")
-    own.add_argument("--select", choices=("val", "test"), default="val", help="the images on which a user chooses T and lambda")
-    own.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E, local epochs of Stage 2")  # D3
-    own.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta of Stage 2")  # D3
-    own.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users that join only after the last round")
-    own.add_argument("--runs", type=common.positive_int, default=1, help="runs to average; run r adds r to both seeds")
+    group = parser.add_argument_group("PersFL (--rounds is E_G, --epochs E_L, --lr eta of Stage 1)")
+    group.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
+    group.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
+                       help="O_k: each user's best G, or the last one for all (Table 4)")
+    group.add_argument("--select", choices=("val", "test"), default="val", help="images by which a user chooses (T, lambda)")
+    group.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E, local epochs of Stage 2")  # D3
+    group.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta of Stage 2")  # D3
+    group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users k' that join only after the last round")
+    group.add_argument("--runs", type=common.positive_int, default=1, help="runs to average; run r adds r to both seeds")
     args = common.parse(parser, BY_DATASET, argv)
     if args.fraction < 1:
         common.refuse("all users take part in every round; use --fraction 1")
@@ -213,8 +213,8 @@ def repeat(args, argv):
     out = pathlib.Path(args.out or f"runs/persfl-{pathlib.Path(args.dataset).stem}-{args.seed}")
     rows = []
     for r in range(args.runs):
-        own = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D11
-        rows.append(main([*argv, *(f"--{name}={value}" for name, value in own.items())]))
+        new = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D11
+        rows.append(main([*argv, *(f"--{name}={value}" for name, value in new.items())]))
     print(f"\naverages of {args.runs} runs")
     averages = show(rows, out, args)
     if common.is_main_process():
@@ -223,10 +223,10 @@ def repeat(args, argv):
 
 def validation_losses(federation, w):
     """Mean cross-entropy of the model w [d] on each user's validation images: [K]."""
-    own = federation.split.val
-    index = torch.from_numpy(np.concatenate(own)).to(federation.device)
-    user = torch.from_numpy(np.repeat(np.arange(len(own)), [len(i) for i in own])).to(federation.device)
-    return common.score(federation.logits(w, index), federation.labels[index], user, len(own))["loss"]
+    images = federation.split.val  # of each user
+    index = torch.from_numpy(np.concatenate(images)).to(federation.device)
+    user = torch.from_numpy(np.repeat(np.arange(len(images)), list(map(len, images)))).to(federation.device)
+    return common.score(federation.logits(w, index), federation.labels[index], user, len(images))["loss"]
 
 
 def teachers(run, state, args):
@@ -248,7 +248,7 @@ def with_progress(step, federation, run):
     """Stage 2's step, which counts its minibatches in the run's bar. On a GPU, where a captured step is replayed, the line
     printed here is all."""
     args = federation.args
-    minibatches = args.distill_epochs * sum(-(-len(own) // (args.batch_size or len(own))) for own in federation.split.train)
+    minibatches = args.distill_epochs * sum(-(-len(i) // (args.batch_size or len(i))) for i in federation.split.train)
     run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs: "
                   f"{len(GRID) * minibatches} steps")
     count = itertools.count(1)  # several threads may count
@@ -328,9 +328,9 @@ def show(rows, out, args):
         lines = -(-len(students) // columns)
         path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * lines)
         with common.drawing(path, lines, columns, size) as axes:
-            for user, (axis, accuracies) in enumerate(zip(np.ravel(axes), students)):
+            for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
                 for T in sorted({T for T, _ in GRID}):  # at lambda 0 and 1 one student stands for every T
-                    points = sorted((lam, a) for (at, lam), a in zip(GRID, accuracies) if at == T or lam in (0, 1))
+                    points = sorted((lam, a) for (at, lam), a in zip(GRID, accuracy) if at == T or lam in (0, 1))
                     axis.plot(*zip(*points), marker="o", markersize=3, label=f"T={T}")
                 axis.set(title=f"{name} {k + user}", xlabel="lambda", ylabel="" if user % columns else "test accuracy")
             axis.legend()
