@@ -53,7 +53,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D6  Line 13: the best student is the most accurate one on validation images, of equals the first in GRID.
     D7  Line 13: the grid is inferred from Table 5. Its 15 pairs are 11 students: T does not matter where lambda is 0 or 1.
     D8  Line 11: the last G replaces the teacher, and so the students' start. The tables' column FedAvg is this G.
-    D9  DS-1 to DS-3 follow the paper's words and share out the training images alone. The authors' data differ from both.
+    D9  DS-1 to DS-3 are made of the training images alone, as the paper's words say. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
