@@ -49,7 +49,7 @@ def test_one_client_is_centralised_sgd(toy, tmp_path):
     for t in range(2):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5 * 0.5**t, momentum=0.9, weight_decay=0.01)
         for e in range(2):
-            plan = fed.plan(0, t, 2, None)
+            plan = fed.plan(0, fed.split.train[0], t, 2)
             for index, real in zip(plan.index[7 * e : 7 * e + 7], plan.mask[7 * e : 7 * e + 7]):
                 x, y = pixels(fed, index[real])
                 optimizer.zero_grad()
@@ -62,7 +62,7 @@ def test_one_client_is_centralised_sgd(toy, tmp_path):
 
 def test_every_epoch_visits_every_image_once(toy):
     fed = federation(["--dataset", toy, *TOY, "--clients", "3", "--batch-size", "7", "--split", "iid"])
-    plan = fed.plan(1, 4, 3, None)
+    plan = fed.plan(1, fed.split.train[1], 4, 3)
     assert plan.index.shape == (9, 7) and plan.mask.sum() == 48  # 16 images: minibatches of 7, 7, 2, three times
     for e in range(3):
         rows = slice(3 * e, 3 * e + 3)
@@ -120,7 +120,7 @@ def test_seeds(tmp_path):
     assert any(not np.array_equal(a[2].sample(t), seed[2].sample(t)) for t in range(9))
 
 
-@pytest.mark.parametrize("clients, fraction, m", [(100, 0.1, 10), (10, 0.05, 1), (50, 0.3, 15), (30, 1.0, 30), (10, 0.99, 9)])
+@pytest.mark.parametrize("clients, fraction, m", [(100, 0.1, 10), (10, 0.05, 1), (50, 0.3, 15), (30, 1.0, 30), (10, 0.99, 9), (10, 0.0, 1)])
 def test_the_number_of_sampled_clients_is_c_times_k_rounded_down(clients, fraction, m):
     fed = federation(["--dataset", "shapes", "--limit", "1000", "--split", "iid", "--clients", str(clients), "--fraction", str(fraction), "--device", "cpu"])
     draws = [fed.sample(t) for t in range(40)]

@@ -64,11 +64,6 @@ def test_first_step_is_one_plus_beta_times_as_long(tmp_path):
     torch.testing.assert_close(nesterov["w"] - w0, 1.7 * (plain["w"] - w0), atol=1e-6, rtol=1e-4)
 
 
-def test_effective_learning_rate_is_printed(tmp_path, capsys):
-    run(fedavgm, [*SAME, "--rounds", "1", "--lr", "0.03", "--beta", "0.9"], tmp_path)
-    assert "eta_eff 0.3 = eta / (1 - beta)" in capsys.readouterr().out
-
-
 def test_weight_decay_acts_on_the_hidden_fully_connected_kernels_alone():
     net = common.Net("tfcnn", (3, 24, 24), 10)
     decayed = {name for name, span, _ in net.tensors if net.decayed[span].all()}
@@ -86,13 +81,23 @@ def test_weight_decay_acts_on_the_hidden_fully_connected_kernels_alone():
 
 
 def test_the_diff_to_fedavg_is_the_lesson():
-    """Without docstrings and defaults, fedavgm.py differs from fedavg.py by its own mathematics and flags."""
+    """Below their docstrings the two files differ in at most 40 lines; in the mathematics and the loop in at most 20."""
     here = pathlib.Path(fedavg.__file__).parent
 
-    def code(name):
-        text = (here / name).read_text().split('"""', 2)[2]
-        return [line.split("#")[0].rstrip() for line in text[text.index("def client_step") :].splitlines() if line.split("#")[0].strip()]
+    def below(name):
+        return (here / name).read_text().split('"""', 2)[2].splitlines()
 
-    a, b = code("fedavg.py"), code("fedavgm.py")
-    changed = [line for line in difflib.ndiff(a, b) if line[0] in "+-"]
-    assert len(changed) <= 17, "\n".join(changed)
+    def changed(a, b):
+        return [line for line in difflib.ndiff(a, b) if line[0] in "+-"]
+
+    def piece(lines):
+        return lines[: next(i for i, line in enumerate(lines) if line.startswith("# -----"))]
+
+    a, b = below("fedavg.py"), below("fedavgm.py")
+    assert len(changed(a, b)) <= 40, "\n".join(changed(a, b))
+    assert len(changed(piece(a), piece(b))) <= 20, "\n".join(changed(piece(a), piece(b)))
+
+
+def test_the_default_pair_is_the_one_that_learns():
+    args = fedavgm.arguments(["--dataset", "cifar10"])
+    assert (args.lr, args.beta, args.alpha, args.fraction, args.rounds) == (0.0003, 0.99, 0.1, 0.05, 10_000)
