@@ -12,12 +12,11 @@ What to expect: global accuracy on CIFAR-10, 10 nodes with 4 classes each, 8 of 
     Psi-Net, --no-prune   .4201   11        results/scale-0.08/psinet-norm/psinet-cifar10/0
     FedAvg, GroupNorm     .4557   9         results/scale-0.08/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
-"global" is Omega on the central test images. "personal" is Omega on central test images drawn in a node's class shares.
-
-The method (sections 3 and 4), in our words. There is one model Omega; omega^i is the copy of it that node i trains.
+The method (sections 3 and 4), in our words. There is one model Omega; omega^i is the copy of it that node i trains. "global"
+is Omega on the central test images, "personal" is Omega on central test images in the class shares of each node.
 
     Structure
-     1  choose the number G of groups, the classes M(g) of each group g, and the depth
+     1  choose the number G of groups, the classes M(g) of each group g, and the depth: the layer where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
      3  convolutions from the depth on are cut into G groups, each with GroupNorm
      4  fully connected layers are cut into G blocks: block g sees group g alone, and gives the logits of the classes M(g)
@@ -30,7 +29,7 @@ The method (sections 3 and 4), in our words. There is one model Omega; omega^i i
     10      Omega_g = average of omega^i_g over the nodes i with g in G_i
     LocalUpdate(i, omega)
     11  for each of E local epochs, for each minibatch of node i:
-    12      omega = omega - eta * gradient of the cross-entropy; BatchNorm's running statistics move by a tenth
+    12      omega = omega - eta * gradient of the cross-entropy; running statistics move a tenth towards the minibatch's
 
 Choices that change a number. docs/psinet.md has each in full.
 
@@ -236,7 +235,7 @@ class PsiNet(common.Net):
         self.G, self.depth, self.norm, self.enter = args.groups, args.depth or DEPTH.get(args.model), args.norm, args.enter
         if self.G and classes % self.G:
             common.refuse(f"--groups {self.G} can't have equally many of the {classes} classes; use a divisor of {classes}")
-        self.M = torch.arange(classes, device=device).view(max(self.G, 1), -1)  # D3
+        self.M = torch.arange(classes, device=device).view(max(self.G, 1), -1)  # l.1 (D3)
         self.s, self.route = s or len(self.M), "conv"
         layers = Layers(self, torch.arange(self.s))
         super().__init__(args.model, shape, classes, device, layers)  # asks for all layers once
