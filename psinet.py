@@ -67,9 +67,11 @@ import common
 
 
 class Layers(common.Weights):
-    """Hands a model of common.py its layers: shared ones below the depth, and from there on layers cut into s groups.
+    """Hands a model its layers: shared ones below the depth, and from there on layers cut into s groups.
 
-    G_i [s]: which of the G groups they are. b, mask: for BatchNorm. seen: a list that gets (name, input) of each layer.
+    Where common.vgg9 asks for m.conv("conv6", x, 256, 3, padding=1), it gets a convolution with 260 outputs in 10 groups.
+    G_i [s]: which of the G groups they are. parts, b: what gives the next tensor of w, and the next BatchNorm's running
+    statistics. mask: see Weights.batchnorm. seen: a list that gets (name, input) of each layer.
     """
 
     def __init__(self, net, G_i, parts=None, b=None, mask=None, seen=None):
@@ -115,7 +117,7 @@ class Layers(common.Weights):
 
 
 def client_step(net, args):
-    """LocalUpdate's body, for one node i and one minibatch."""
+    """LocalUpdate's body, for one node i and one minibatch. net: a PsiNet (below) with as many groups as node i has."""
 
     def step(node, batch, eta):
         w, b, u, G_i = node  # [d] weights, [d_b] running statistics, [d] momentum, [s] groups
@@ -124,7 +126,7 @@ def client_step(net, args):
             logits, new_b = net.forward(w, b, batch.x, G_i, batch.mask)
             return common.cross_entropy(logits, batch), new_b
 
-        gradient, b = common.grad(loss, has_aux=True)(w)  # l.12: [d], [d_b]
+        gradient, b = common.grad(loss, has_aux=True)(w)  # l.12: [d]; and the next b, [d_b]
         w, u = common.sgd(args, w, u, gradient, eta, net.decayed)  # l.12: w - eta * u, u = momentum * u + gradient (D7)
         return w, b, u, G_i
 
@@ -132,7 +134,7 @@ def client_step(net, args):
 
 
 def groups_of_nodes(federation, args):
-    """has [K, G]: whether node i has group g."""
+    """has [K, G]: whether node i, of K nodes, has group g."""
     M, labels = federation.net.M, federation.labels
     has = [torch.isin(M, labels[images]).any(1) for images in federation.split.train]  # l.6: G_i (D6)
     return torch.stack(has) | (not args.prune)
@@ -142,23 +144,29 @@ def local_updates(federation, networks, has, w, b, S, t):
     """w_i [m, d] and b_i [m, d_b] of the m nodes i in S after round t; in groups that node i lacks, the server's w and b."""
     w_i, b_i, has = w.repeat(len(S), 1), b.repeat(len(S), 1), has[S]
     for s in has.sum(1).unique().tolist():  # nodes with equally many groups have networks of one shape
-        (net, step), rows = networks[s], (has.sum(1) == s).nonzero()[:, 0]
+        rows = (has.sum(1) == s).nonzero()[:, 0]  # their places in S
         G_i = has[rows].nonzero()[:, 1].view(len(rows), s)
-        own_w, own_b = federation.net.own(has[rows])
-        w_s, b_s = w_i[rows][own_w].view(len(rows), -1), b_i[rows][own_b].view(len(rows), -1)  # l.8: shared, and g in G_i
+        own_w, own_b = federation.net.own(has[rows])  # which numbers of w and b they have
+        w_own = w_i[rows][own_w].view(len(rows), -1)  # l.8: Omega_shared, and Omega_g for g in G_i
+        b_own = b_i[rows][own_b].view(len(rows), -1)  # l.8
+        net, step = networks[s]
         # federation.train does for each of these nodes, at once or one after the other:
         #     for epoch in range(E), for batch in minibatches(shuffled images of i):        l.11 (D8)
         #         node = step(node, batch, eta)                                             l.12
-        node = w_s, b_s, torch.zeros_like(w_s), G_i
-        w_s, b_s, _, _ = federation.train(step, node, S[rows.cpu().numpy()], t, federation.eta(t), net=net)
-        w_i[rows], b_i[rows] = w_i[rows].masked_scatter(own_w, w_s), b_i[rows].masked_scatter(own_b, b_s)
+        node = w_own, b_own, torch.zeros_like(w_own), G_i
+        w_own, b_own, _, _ = federation.train(step, node, S[rows.cpu().numpy()], t, federation.eta(t), net=net)
+        w_i[rows] = w_i[rows].masked_scatter(own_w, w_own)
+        b_i[rows] = b_i[rows].masked_scatter(own_b, b_own)
     return w_i, b_i
 
 
-def aligned_average(federation, w_i, own, n_i, w):
-    """Each number's average over the nodes that have it; w's, if none has it. w_i, own [m, d], n_i [m], w [d] -> [d]."""
-    n = federation.sum(own.to(w_i.dtype), n_i)  # [d] (D5)
-    return torch.where(n > 0, federation.sum(w_i * own, n_i) / n.clamp(min=1), w)
+def aligned_average(federation, omega_i, own, n_i, omega):
+    """For each number of omega, which is w or b, the average over the nodes that have it; or the number, if none has it.
+
+    omega_i [m, d], own [m, d]: whether node i has the number, n_i [m], omega [d] -> [d].
+    """
+    n = federation.sum(own.to(omega_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
+    return torch.where(n > 0, federation.sum(omega_i * own, n_i) / n.clamp(min=1), omega)
 
 
 def main(argv=None):
@@ -172,7 +180,8 @@ def main(argv=None):
     state = State(w=federation.initial_weights(), b=federation.net.b_0, macs=0.0)  # l.5: Omega, as [d] and [d_b]
     for t, S in run.rounds(state):  # l.7 (D8)
         w_i, b_i = local_updates(federation, networks, has, state.w, state.b, S, t)  # l.8: [m, d], [m, d_b]
-        n_i, (own_w, own_b) = federation.n[S], federation.net.own(has[S])
+        own_w, own_b = federation.net.own(has[S])  # which numbers node i has, [m, d], [m, d_b]
+        n_i = federation.n[S]  # [m]
         state.w = aligned_average(federation, w_i, own_w, n_i, state.w)  # l.9-10: [d]
         state.b = aligned_average(federation, b_i, own_b, n_i, state.b)  # l.9-10: [d_b]
         state.macs += args.epochs * float(federation.sum(macs[S], n_i.double()))
@@ -212,6 +221,7 @@ def arguments(argv):
                      help="G_i: nodes do without the groups of whose classes they have no image; --no-prune: all have all")
     own.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance TV, and tv.png")
     args = common.parse(parser, BY_DATASET, argv)
+    args.prune = args.prune and args.groups > 0
     if args.tv and args.groups:
         common.refuse("--tv chooses where to group a network without groups (D9); use --groups 0")
     if args.groups and not args.depth and args.model not in DEPTH:
@@ -263,7 +273,7 @@ class PsiNet(common.Net):
         running = (part.view(2, -1) for part in b.split(self.sizes_b))
         layers = Layers(self, G_i, iter(w.to(x.dtype).split(self.sizes)), running, mask, seen)
         logits = self.model(layers, x, self.classes).to(w.dtype)  # [B, s * classes/G]
-        classes = self.M[G_i].flatten().expand(len(x), -1)  # whose logits they are; all others are MISSING
+        classes = self.M[G_i].flatten().expand(len(x), -1)  # l.4: whose logits they are; all others are MISSING
         logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, classes, logits)
         return logits, torch.cat([b[:0], *(new.flatten() for new in layers.new_b.values())])
 

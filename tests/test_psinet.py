@@ -514,6 +514,7 @@ def test_the_table_of_mobilenet():
 def test_nodes_that_lack_a_groups_classes_do_without_it_unless_told_otherwise(more, counts):
     """Two of ten classes each, five groups of two classes; without groups, and in one, there is nothing to prune."""
     args = psinet.arguments([*SMALL, *more])
+    assert args.prune is (more in ([], ["--groups", "1"]))
     fed = common.Federation(args, lambda _, *images: psinet.PsiNet(args, *images))
     has = psinet.groups_of_nodes(fed, args)
     for i, index in enumerate(fed.split.train):
