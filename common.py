@@ -519,13 +519,13 @@ class Net:
     """logits = net(w, x): a model as a function of one flat vector w [d].
 
     tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side.
-    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. weights: the Weights that
-    the table is read by.
+    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
+    MODELS[name]. weights: the Weights that the table is read by.
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
-    def __init__(self, name, shape, classes, device="cpu", weights=None):
-        self.name, self.model, self.classes, self.route = name, MODELS[name], classes, "conv"
+    def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
+        self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
         weights = weights or Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)
