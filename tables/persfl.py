@@ -121,7 +121,7 @@ TABLES = [
                                        "logs (D9).",
         "Avg/Per-FedAvg DS-1":
             "The authors' code takes two plain steps where the method takes one (D2 of per_fedavg). With two steps FedAvg has "
-            "89.3 ([log](LOG.md)). It also adapts on the test images that it then evaluates (D4). Most of the gap has no "
+            "89.3 ([what was measured](../docs/persfl.md)). It also adapts on the test images that it then evaluates (D4). Most of the gap has no "
             "explanation.",
     }),
     table("persfl-4", "Table 4: teacher and start, FedAvg's final model or the optimal one",
