@@ -118,7 +118,7 @@ def arguments(command):
     class Parsed(Exception):
         pass
 
-    def stop(args):
+    def stop(args, *_):
         raise Parsed(args)
 
     file, *flags = expand(command, ".")
