@@ -44,7 +44,8 @@ TABLES = [
           "10x4 is 10 nodes with 4 classes each. With --prune a node has only the groups of its classes. Whether the paper's "
           "88.26 is with it is lost.", {
         "All": "These runs have 8 of 100 rounds. The two rows of Psi-Net differ only in which nodes own a group, and are far "
-               "apart. After so few rounds FedAvg without normalisation is last; in the paper it is not ([log](LOG.md)).",
+               "apart. After so few rounds FedAvg without normalisation is last. In the paper it is not "
+               "([its page](../docs/psinet.md)).",
     }, figures.rounds),
     table("psinet-groups", "Number of groups (VGG-16, CIFAR-100, 10x50)", "top-1", """
     FedAvg | 65.32
