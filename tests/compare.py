@@ -4,7 +4,7 @@
 
 A smoke comparison, not a benchmark: one seed, 30 rounds (persfl: 15, in which all users take part), nothing tuned. Rates and
 momentum are the same for all but where MORE says otherwise. Writes
-results/compare.json and results/compare.png; the table in results/MEASURED.md is a copy of what it prints.
+results/compare.json and results/compare.png; the table in docs/compare.md is a copy of what it prints.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ MORE = {  # no momentum and larger rates where the papers have no momentum; all 
     "per-fedavg": "--momentum 0 --lr 0.1", "persfl": "--fraction 1 --rounds 15 --eval-every 15",
 }
 FILES = {"fedavg": "fedavg", "fedavgm": "fedavgm", "superfed-mm": "superfed --mix model", "superfed-lm": "superfed --mix layer",
-         "psinet": "psinet", "fedslr": "fedslr", "persfl": "persfl"}
+         "psinet": "psinet --no-prune", "fedslr": "fedslr", "persfl": "persfl"}
 METHODS = {**FILES, **{name: f"baselines --method {name}" for name in baselines.METHODS}}
 
 
