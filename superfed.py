@@ -4,10 +4,11 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0, two CPU cores.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0, in half an hour on two CPU cores.
 
-    mixing   global   personal   personal@test   minutes   record
-    TODO
+    mixing   global   personal   personal@test   record
+    model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
+    layer    .4921    .8683      .8695           results/superfed-1/superfed-cifar10-mix-layer/0
 
 There are two models of one shape: w^f, the federated model, travels; w^l_k, the local model of client k, never does. Client
 k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" is w^f on the central test images.
