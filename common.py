@@ -56,6 +56,7 @@ def between(kind, low, high=float("inf"), without_low=False):
         value = kind(text)
         if not (low < value <= high if without_low else low <= value <= high) or value == float("inf"):
             limits = f"{'above' if without_low else 'at least'} {low}" + (f" and at most {high}" if high < float("inf") else "")
+            limits = "finite" if value == float("inf") == high else limits
             raise argparse.ArgumentTypeError(f"{text} must be {limits}")
         return value
 
@@ -115,6 +116,9 @@ def parser(doc, **defaults):
     g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
                    help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
                         "the CPU, tf32 on a GPU)")
+    g.add_argument("--engine", choices=("auto", "loop", "vmap", "graph"), default="auto",
+                   help="one client after the other, all in one vmapped step, or that as a CUDA graph; auto: on a GPU the fastest "
+                        "that gives what the loop gives, on the CPU the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
@@ -129,10 +133,17 @@ def parse(p, by_dataset, argv=None):
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
+    first.add_argument("--clients")
     given = first.parse_known_args(argv)[0]
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
+    if given.clients and args.split in ("semantic", "natural"):
+        p.error(f"--split {args.split} finds its own clients; leave out --clients")
+    if args.out == "":
+        p.error("--out is empty; name a folder, or leave it out")
+    if args.engine == "graph" and not args.device.startswith("cuda"):
+        p.error("--engine graph is for GPUs; use loop or vmap")
     if args.precision is None:
         args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
     if args.precision == "tf32" and not args.device.startswith("cuda"):
@@ -199,7 +210,8 @@ def split_clients(data, args):
         n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            how = "--client-test 0" if args.split == "natural" else "fewer --clients, a larger --alpha"
+            how = "--client-test 0" if args.split == "natural" else "fewer --clients"
+            how += ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
         if not own_test:
@@ -848,6 +860,12 @@ class Federation:
         self.shapes_seen = set()  # step functions and shapes that came before
         self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
+        self.notes = []  # lines that `describe` prints below its own
+        if self.data.classes == 1:
+            self.notes.append("warning all images are of one class: every model is right")
+        if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
+            self.notes.append("warning all images are alike: nothing can be learnt from them")
+        self.kept = 0  # bytes of what clients keep that lie on the device
         self.peak = 0  # bytes, the most that a GPU held before ways were tried
         self.at_once = {"images": 4000}  # in evaluation under vmap; a dict, which `only` shares
         threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
@@ -855,7 +873,7 @@ class Federation:
         engine.keep_memory()
 
     def describe(self):
-        """Three lines on what is trained: images, split and model."""
+        """Prints three lines on what is trained, images, split and model, and the notes."""
         share = f", {self.args.fraction:g} of them in a round"
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
@@ -869,6 +887,8 @@ class Federation:
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
               + ("" if self.vmap else f", {self.parallel} threads"))
+        for note in self.notes:
+            print(note)
 
     def sample(self, t, among=None):
         """S_t, the sampled clients of round t: max(int(C*K), 1) of K without replacement, or of the clients numbered `among`.
@@ -924,8 +944,8 @@ class Federation:
 
     def per_client(self, x):
         """What every client keeps between rounds (see engine.Rows): a row each, x [...] for all, or x(k) for client number k."""
-        return engine.Rows(torch.stack([x(int(k)) for k in self.clients]) if callable(x)
-                           else x.repeat(len(self.clients), *[1] * x.dim()), self.device)
+        rows = (lambda i: x(int(self.clients[i]))) if callable(x) else lambda i: x
+        return engine.Rows(self, rows, rows(0))
 
     # Training: the same step function, one client after the other or many at once
 
@@ -950,8 +970,11 @@ class Federation:
         if self.vmap:
             self.training = net or self.net
             return engine.train(self, step, state, plans, shared)
-        states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
-        return tree_map(lambda *z: torch.stack(z), *self.map(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
+        result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
+        for i, client in enumerate(alone):
+            tree_map(lambda a, b: a[i].copy_(b), result, client)
+        return result
 
     def plan(self, k, own, t, epochs, draw=None, phase=0):
         """The Plan of the client in row k for its images, numbered own, in round t, from the client's own random streams."""

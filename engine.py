@@ -69,9 +69,28 @@ def find_device(name):
         gpu = device.type == "cuda"
         patience = datetime.timedelta(hours=2)  # the others wait while one downloads
         dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, device_id=device if gpu else None)
-        if rank:
-            sys.stdout = open(os.devnull, "w")
+    if rank:
+        sys.stdout = open(os.devnull, "w")
+    elif sys.stdout is sys.__stdout__:
+        sys.stdout = Output(sys.stdout)
     return device, rank, processes
+
+
+class Output:
+    """sys.stdout, as long as somebody reads it: if `| head` has seen enough, the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 def cores():
@@ -91,7 +110,7 @@ def device_name(device):
 def keep_memory():
     """Has glibc keep freed memory for the next tensor. Otherwise large ones go back to the system and are zeroed page by page
     when they are asked for again: a tenth of a step, of a small model and of ResNet-18, on a CPU."""
-    with contextlib.suppress(OSError, AttributeError):  # another system's C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another system's C library
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing has pages of its own
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
@@ -458,29 +477,63 @@ class Rows:
     """What the clients of this process keep between rounds, a row each: rows[S] are those of the clients S, on the device;
     rows[S] = x puts others in their place.
 
-    all: the whole tensor [rows, ...]. until a round is complete, the rows that it replaced are remembered: `keep` forgets
-    them, `undo` puts them back.
+    all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a quarter of the memory that
+    is free there, else in the host's memory, page-locked so that rows travel fast. Until a round is complete, the rows that it
+    replaced are remembered: `keep` forgets them, `undo` puts them back.
     """
 
-    def __init__(self, all_, device):
-        self.all, self.device, self.replaced = all_, device, []
+    def __init__(self, fed, first, like):
+        """first(i): row number i."""
+        size, n = like.numel() * like.element_size() * len(fed.clients), len(fed.clients)
+        far = fed.device.type == "cuda" and 4 * (fed.kept + size) > free_memory(fed.device) + fed.kept
+        fed.kept += 0 if far else size
+        self.device, self.far, self.replaced = fed.device, far, []
+        self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device, pin_memory=far)
+        for i in range(n):
+            self.all[i] = first(i)
 
     def __getitem__(self, S):
-        return self.all[torch.from_numpy(S).to(self.all.device)].to(self.device)
+        if self.all.device == self.device:
+            return self.all[torch.from_numpy(S).to(self.device)]
+        x = torch.empty((len(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
+        for row, k in zip(x, S):
+            row.copy_(self.all[int(k)])
+        return x
 
     def __setitem__(self, S, x):
         S = torch.from_numpy(S).to(self.all.device)
-        self.replaced.append((S, self.all[S]))
+        self.replaced.append((S, self.all[S], is_finite(x)))
         self.all[S] = x.to(self.all)
+
+    def map(self, function):
+        """function(rows) for a few rows [n, ...] at a time, on the device: one below the other."""
+        few = max(1, FEW_ROWS // max(1, self.all[:1].nbytes))
+        return torch.cat([function(rows.to(self.device)) for rows in self.all.split(few)])
 
     def sum(self):
         """Over this process's clients: [...]."""
-        return self.all.sum(0).to(self.device)
+        return self.map(lambda rows: rows.sum(0, keepdim=True)).sum(0)
+
+    def load(self, x):
+        self.all = x.pin_memory() if self.far else x.to(self.device)
 
     def keep(self):
         self.replaced.clear()
 
     def undo(self):
         while self.replaced:
-            S, x = self.replaced.pop()
+            S, x, _ = self.replaced.pop()
             self.all[S] = x
+
+
+FEW_ROWS = 2**28  # bytes that are looked at together
+
+
+def free_memory(device):
+    """Bytes of a GPU that nothing holds; what PyTorch has put aside for the next tensor is free, too."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def is_finite(x):
+    """Whether all numbers of a tensor are, as a tensor. x.isfinite() would make others as large as x on the way."""
+    return torch.stack(torch.aminmax(x)).isfinite().all() if x.numel() else torch.tensor(True)

@@ -99,12 +99,13 @@ def same(a, b):
 
 
 def refused(capsys, words, call, *args, **named):
-    """The call ends as a wrong command line does: one line on stderr, with these words, and exit code 2."""
+    """The call ends as a wrong command line does: one line on stderr, with these words, nothing on stdout, and exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         call(*args, **named)
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert stop.value.code == 2 and "error:" in error and words in error and error.count("\n") == 1, error
+    assert not out, out
 
 
 def softmax_gradient(w, x, y, classes=3):
