@@ -210,8 +210,8 @@ def split_clients(data, args):
         n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            how = "--client-test 0" if args.split == "natural" else "fewer --clients"
-            how += ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train))
+            how = "--client-test 0" if args.split == "natural" else "fewer --clients" + (
+                ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
         if not own_test:
@@ -853,9 +853,15 @@ class Federation:
         self.net = (make_net or Net)(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
         self.training = self.net  # the network that is being trained: a pruned node's is a part of it
         self.stop = False  # set when the run is interrupted: workers give up
-        self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
-        self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
-        self.ways = {}  # on a GPU, step function -> the fastest way: of convolutions, and clients at once (None: all)
+        gpu = self.device.type == "cuda"
+        self.vmap = args.engine in ("vmap", "graph") or gpu and args.engine == "auto"  # all clients in one step
+        self.graphs = gpu and args.engine in ("graph", "auto")
+        self.tunes = gpu and args.engine == "auto"  # these three tests set on the CPU, too
+        self.parallel = args.parallel or (None if gpu or self.vmap else engine.cores())  # None: all
+        self.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
+        self.tuning = {}  # step function -> what was found of its ways
+        self.checked = set()  # step functions, with ways that give what the plain loop gives
+        self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
         self.replays = {}  # step function and shapes -> the CUDA graph for them
         self.shapes_seen = set()  # step functions and shapes that came before
         self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
@@ -867,9 +873,9 @@ class Federation:
             self.notes.append("warning all images are alike: nothing can be learnt from them")
         self.kept = 0  # bytes of what clients keep that lie on the device
         self.peak = 0  # bytes, the most that a GPU held before ways were tried
-        self.at_once = {"images": 4000}  # in evaluation under vmap; a dict, which `only` shares
+        self.at_once = 4000  # images in evaluation under vmap
         threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
-        self.map = map if self.vmap else threads.map
+        self.map = map if gpu or self.vmap else threads.map
         engine.keep_memory()
 
     def describe(self):
@@ -967,9 +973,14 @@ class Federation:
         plans = [self.plan(k, own, t, epochs, draw, phase) for k, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
-        if self.vmap:
-            self.training = net or self.net
-            return engine.train(self, step, state, plans, shared)
+        with engine.as_asked(self):
+            if self.vmap:
+                self.training = net or self.net
+                return engine.train(self, step, state, plans, shared)
+            return self.one_by_one(step, state, plans, shared)
+
+    def one_by_one(self, step, state, plans, shared):
+        """Each client by itself; on a CPU as many at once as there are threads."""
         result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
         alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
@@ -1011,11 +1022,11 @@ class Federation:
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in index.split(500)])
 
     @torch.no_grad()
-    def logits_together(self, W, here, own):
-        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, on at_once["images"] at
-        most."""
+    def logits_together(self, W, here, own, alone):
+        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, as many as were found to
+        fit. At first two are compared with alone(i): rounding in fp32 is far below a hundredth."""
         longest = max(map(len, own))
-        most = max(1, self.at_once["images"] // longest)
+        most = max(1, min(self.parallel or self.K, self.at_once // longest, engine.FEW_ROWS // (4 * self.net.d)))
 
         def work(rows):
             if len(rows) == 1:  # 500 images at a time, however many it has
@@ -1027,8 +1038,14 @@ class Federation:
 
         parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
         if fitting < most:
-            self.at_once["images"] = fitting * longest
-        return torch.cat(parts)
+            self.at_once = fitting * longest
+        logits, n = torch.cat(parts), len(own[-1])
+        if "evaluation" not in self.checked:
+            for got, want in ((logits[: len(own[0])], alone(0)), (logits[len(logits) - n :], alone(len(own) - 1))):
+                if want.isfinite().all() and not (got - want).norm() <= 0.01 * want.norm() + 1e-6:
+                    raise engine.Different("the logits of all clients at once are not those of one")
+            self.checked.add("evaluation")
+        return logits
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
@@ -1055,10 +1072,11 @@ class Federation:
             logits = torch.zeros(0, self.data.classes, device=self.device)
         elif torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
-        elif self.vmap:
-            logits = self.logits_together(models, here, own)
         else:
-            logits = torch.cat(list(self.map(lambda i, index: self.logits(models(here[i : i + 1])[0], index), range(len(own)), own)))
+            alone = lambda i: self.logits(models(here[i : i + 1])[0], own[i])  # noqa: E731
+            one_by_one = lambda: torch.cat(list(self.map(alone, range(len(own)))))  # noqa: E731
+            together = lambda: self.logits_together(models, here, own, alone)  # noqa: E731
+            logits = engine.guarded(self, "evaluation", together, one_by_one) if self.vmap else one_by_one()
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
         one = {name: self.gather(value, among) for name, value in one.items()}
         top1, n = one["top1"].cpu().numpy(), self.gather(n, among).cpu().numpy()

@@ -4,7 +4,7 @@ Nothing here changes what is computed, up to rounding: `Federation.train_alone` 
 below, and tests compare the two for every algorithm.
 
     1. Processes and devices            refuse, is_main_process, find_device, cores
-    2. Many clients in one step         train, train_together, tune
+    2. Many clients in one step         train, check, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
     5. Gradients                        vmapped, grad
@@ -24,6 +24,7 @@ import re
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -139,13 +140,41 @@ def fast_kernels(tf32):
 # 2. Many clients in one step
 
 TIMED = 32  # minibatches over which ways are timed
+ROUNDING = {"fp32": 2**-18, "tf32": 2**-11, "bf16": 2**-8}  # of a product of 4,608 terms, a ResNet-18's longest (see check)
 
 
 def train(fed, step, state, plans, shared):
-    """Federation.train on a GPU: many clients go through a step at once, as many as is fastest and fits.
+    """Federation.train where many clients go through a step at once: as many as is fastest and fits, if that gives what the plain
+    loop gives. plans: the Plan of each client; state, shared and what is returned are those of Federation.train."""
+    return guarded(fed, step, lambda: fast(fed, step, state, plans, shared), lambda: fed.one_by_one(step, state, plans, shared))
 
-    plans: the Plan of each client; state, shared and what is returned are those of Federation.train.
-    """
+
+def guarded(fed, key, fast_way, plain_way):
+    """What the fast way gives; where it fails, whatever the reason, what the plain one gives, from then on, and one line."""
+    if key not in fed.failed:
+        try:
+            return fast_way()
+        except Exception as problem:
+            kind = key if isinstance(key, str) else "training"
+            fed.failed[key] = f"{kind}: {first_line(problem)}"
+            print(f"engine  one client after the other from here on, slower, in {fed.failed[key]}")
+            forget_graphs(fed)
+    return plain_way()
+
+
+@contextlib.contextmanager
+def as_asked(fed):
+    """In here products are of the precision that is wanted, and too little memory is one line."""
+    try:
+        with fast_kernels(tf32=fed.args.precision == "tf32"):
+            yield
+    except RuntimeError as problem:
+        if not out_of_memory(problem):
+            raise
+        refuse(f"out of memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or --model", alone=True)
+
+
+def fast(fed, step, state, plans, shared):
     # like with like: those who have most minibatches first
     order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
 
@@ -158,19 +187,58 @@ def train(fed, step, state, plans, shared):
         rows = torch.from_numpy(these).to(fed.device)
         tree_map(lambda a, b: a.index_copy_(0, rows, b), results, work(these))
 
-    with fast_kernels(tf32=fed.args.precision == "tf32"):
-        try:
-            if fed.graphs and step not in fed.ways:
-                fed.ways[step] = tune(fed, lambda these: work(these, TIMED), order)
-            fed.training.route, most = fed.ways.get(step, (fed.training.route, fed.parallel))
-            results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
-            fed.ways[step] = fed.training.route, in_parts(fed, functools.partial(put, results), order, most)[1]
-            return results
-        except RuntimeError as problem:
-            if not out_of_memory(problem):
-                raise
-            refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or "
-                   "--model", alone=True)
+    tuning = fed.tuning.setdefault(step, SimpleNamespace(found={}, seconds=0.0, minibatches=0, spent=0.0))
+    steps = sum(len(plan.index) for plan in plans)
+    if fed.tunes:
+        tune(fed, step, tuning, work, order, steps, lambda way: check(fed, step, state, plans, shared, work, order, way))
+    way = fed.ways.get(step, (fed.training.route, fed.parallel))
+    fed.training.route, start = way[0], now(fed.device)
+    check(fed, step, state, plans, shared, work, order, way)
+    results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+    fed.ways[step] = way[0], in_parts(fed, functools.partial(put, results), order, way[1])[1]
+    tuning.seconds, tuning.minibatches = tuning.seconds + now(fed.device) - start, tuning.minibatches + steps
+    return results
+
+
+class Different(Exception):
+    pass
+
+
+def check(fed, step, state, plans, shared, work, order, way):
+    """Raises Different if the first minibatch of two clients changes them otherwise than in the plain loop, at a way's first use.
+
+    How much is rounding? A product that is rounded is the exact product of factors that are off by about its relative rounding
+    error: 2^-8 in bf16, 2^-11 in TF32, and in fp32 2^-24 times the root of the number of terms. So the plain loop also runs from
+    state and shared tensors that are off by so much at random. Sixteen times the change of its result is rounding; but never
+    more than half of what the minibatch changes. Four roundings of the state itself come to that.
+    """
+    if (step, way[0], way[1] == 1) in fed.checked:
+        return
+    counts, rng, u = (fed.slots, fed.filled), np.random.default_rng(0), ROUNDING[fed.args.precision]
+    some = order[: way[1] and max(2, way[1])]
+    for _ in range(1 + fed.graphs):  # with a graph from the second time on
+        parts, _ = in_parts(fed, lambda these: work(these, 1), some, way[1])
+    fed.slots, fed.filled = counts
+
+    def near(z):
+        noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
+        return z + u * z * noise.to(z.dtype) if z.is_floating_point() else z
+
+    for i, place in {some[0]: 0, some[-1]: -1}.items():
+        plan, start = plans[i]._make(z[:1] for z in plans[i]), tree_map(lambda z: z[i], state)
+        start_near, shared_near = tree_map(near, (start, shared))
+        leaves = zip(*map(tree_leaves, (
+            start, fed.train_alone(step, start, plan, shared), tree_map(lambda *z: torch.cat(z)[place], *parts),
+            start_near, fed.train_alone(step, start_near, plan, shared_near))))
+        for leaf in leaves:
+            old, want, got, old_near, want_near = (z.double() for z in leaf)
+            change, wrong = (want - old).norm(), (got - want).norm()
+            rounding = 16 * (want_near - old_near - want + old).norm()
+            bound = torch.minimum(rounding, change / 2) + 2**-22 * (old.norm() + change)
+            if want.isfinite().all() and not wrong <= bound:
+                raise Different(f"a minibatch's change is off by {float(wrong / change):.2g} of it; "
+                                f"rounding explains {float(bound / change):.2g}")
+    fed.checked.add((step, way[0], way[1] == 1))
 
 
 def first_line(problem):
@@ -180,7 +248,8 @@ def first_line(problem):
 def out_of_memory(problem):
     """Whether an error is PyTorch's for too little memory, or what cuBLAS, cuDNN and CUDA graphs say of it."""
     words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED",
-             "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine")  # the last: for so little memory
+             "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine",  # this one: for so little memory
+             "DefaultCPUAllocator: ")
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in words)
 
 
@@ -258,31 +327,32 @@ def run_steps(function, state, inputs, shared):
     return state
 
 
-def tune(fed, work, order):
-    """The fastest way to do work(part) for all clients in `order`, and how many of them at once: together or one by one (unless
-    --parallel says), convolutions as such or as products with patches."""
+def tune(fed, step, tuning, work, order, steps, check):
+    """Tries one more way for a step, if all trying takes at most a tenth of the time that the step trains for, this call with it;
+    the fastest is taken: together or one by one (unless --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
-    counts, times = (fed.slots, fed.filled), {}
+    way = next((way for way in ways if way not in tuning.found), None)
+    each, few = tuning.seconds / max(1, tuning.minibatches), min(steps, TIMED * len(order))
+    # three times, and it may be three times slower than the one that is used
+    if way is None or not each or tuning.spent + 9 * few * each > 0.1 * (tuning.seconds + steps * each):
+        return
+    counts, begin, seconds = (fed.slots, fed.filled), now(fed.device), float("inf")
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
-    for route, most in ways:
-        fed.training.route, seconds = route, float("inf")
-        try:
-            for _ in range(4):  # without a graph, capturing it, and twice with it
-                start = now(fed.device)
-                most = in_parts(fed, work, order, most, quiet=True)[1]
-                seconds = min(seconds, now(fed.device) - start)
-        except RuntimeError:  # too little memory, or no such convolution on this device
-            seconds = float("inf")
-        times[route, most] = seconds
-        forget_graphs(fed)
+    fed.training.route, most = way
+    with contextlib.suppress(RuntimeError, Different):  # too little memory, no such convolution on this device, a wrong one
+        check(way)
+        for _ in range(3):  # without a graph, capturing it, and with it
+            start = now(fed.device)
+            most = in_parts(fed, lambda these: work(these, TIMED), order, most, quiet=True)[1]
+            seconds = now(fed.device) - start
+    forget_graphs(fed)
     fed.slots, fed.filled = counts
     if fed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(fed.device)  # of what was only tried
-    best = min(times, key=times.get)
-    if best not in ways:
-        say(best[1])
-    return best
+    tuning.found[way], tuning.spent = (seconds, most), tuning.spent + now(fed.device) - begin
+    route, most = min(tuning.found, key=lambda way: tuning.found[way][0])
+    fed.ways[step] = route, tuning.found[route, most][1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,7 +558,11 @@ class Rows:
         far = fed.device.type == "cuda" and 4 * (fed.kept + size) > free_memory(fed.device) + fed.kept
         fed.kept += 0 if far else size
         self.device, self.far, self.replaced = fed.device, far, []
-        self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device, pin_memory=far)
+        try:
+            self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device, pin_memory=far)
+        except RuntimeError as problem:
+            refuse(f"{n} clients keep {size / 1e9:.1f} GB between rounds ({first_line(problem)}); use fewer --clients or a smaller "
+                   "--model", alone=True)
         for i in range(n):
             self.all[i] = first(i)
 

@@ -344,6 +344,8 @@ class Run:
             self.environment.update(ways=list(federation.ways.values()), graphs=len(federation.replays))
         else:
             peak = resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if federation.failed:
+            self.environment["one_by_one"] = list(federation.failed.values())
         return {
             "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged",
             "args": self.identity["args"], "environment": self.environment,

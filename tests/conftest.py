@@ -38,15 +38,8 @@ def federation(argv, **defaults):
     return common.Federation(common.parse(common.parser("test", **defaults), {}, argv))
 
 
-class Conv(dict):
-    """Ways that need no tuning: all clients together, convolutions as such."""
-
-    def __contains__(self, step):
-        return True
-
-
 class Seen(set):
-    """Graphs are made when shapes come again; here they are taken to have come before."""
+    """Graphs are made when shapes come again, and ways are checked at their first use; here all have come before."""
 
     def __contains__(self, key):
         return True
@@ -58,7 +51,8 @@ def paths(fed):
             "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}
     for way, settings in ways.items():
         fed.net.route = settings.pop("route", "conv")
-        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": {}, "shapes_seen": Seen(), **settings})
+        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": {}, "replays": {}, "shapes_seen": Seen(), "checked": Seen(),
+                          "map": map, **settings})
         yield way
 
 

@@ -13,7 +13,7 @@ import common
 import engine
 import fedavg
 import pretend
-from conftest import Conv, Seen, killed, run
+from conftest import Seen, killed, run
 from test_processes import COMMANDS, SOME
 
 REAL = torch.cuda.is_available()
@@ -47,11 +47,11 @@ def gpu(name=""):
                                           torch.load)
     operations = pretend.Operations()
 
-    def as_on_a_gpu(self, args):
-        init(self, args)
-        self.vmap, self.graphs, self.parallel = True, True, None
+    def as_on_a_gpu(self, *args):
+        init(self, *args)
+        self.vmap, self.graphs, self.parallel, self.map, self.tunes = True, True, None, map, "tuned" in name
         if "tuned" not in name:
-            self.ways, self.shapes_seen = Conv(), Seen()
+            self.shapes_seen = Seen()
         if "patches" in name:
             self.net.route = "patches"
 

