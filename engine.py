@@ -139,7 +139,7 @@ def fast_kernels(tf32):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Many clients in one step
 
-TIMED = 32  # minibatches over which ways are timed
+TIMED = 16  # minibatches over which ways are timed
 ROUNDING = {"fp32": 2**-18, "tf32": 2**-11, "bf16": 2**-8}  # of a product of 4,608 terms, a ResNet-18's longest (see check)
 
 
@@ -555,11 +555,12 @@ class Rows:
     def __init__(self, fed, first, like):
         """first(i): row number i."""
         size, n = like.numel() * like.element_size() * len(fed.clients), len(fed.clients)
-        far = fed.device.type == "cuda" and 4 * (fed.kept + size) > free_memory(fed.device) + fed.kept
+        far = 4 * (fed.kept + size) > free_memory(fed.device) + fed.kept
         fed.kept += 0 if far else size
         self.device, self.far, self.replaced = fed.device, far, []
         try:
-            self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device, pin_memory=far)
+            self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device,
+                                   pin_memory=far and fed.device.type == "cuda")
         except RuntimeError as problem:
             refuse(f"{n} clients keep {size / 1e9:.1f} GB between rounds ({first_line(problem)}); use fewer --clients or a smaller "
                    "--model", alone=True)
@@ -577,7 +578,7 @@ class Rows:
     def __setitem__(self, S, x):
         S = torch.from_numpy(S).to(self.all.device)
         self.replaced.append((S, self.all[S], is_finite(x)))
-        self.all[S] = x.to(self.all)
+        self.all[S] = x.to(self.all.device, self.all.dtype)
 
     def map(self, function):
         """function(rows) for a few rows [n, ...] at a time, on the device: one below the other."""
@@ -589,7 +590,7 @@ class Rows:
         return self.map(lambda rows: rows.sum(0, keepdim=True)).sum(0)
 
     def load(self, x):
-        self.all = x.pin_memory() if self.far else x.to(self.device)
+        self.all = x.to(self.device) if not self.far else x.pin_memory() if self.device.type == "cuda" else x
 
     def keep(self):
         self.replaced.clear()
@@ -605,6 +606,8 @@ FEW_ROWS = 2**28  # bytes that are looked at together
 
 def free_memory(device):
     """Bytes of a GPU that nothing holds; what PyTorch has put aside for the next tensor is free, too."""
+    if device.type != "cuda":
+        return float("inf")
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
