@@ -871,7 +871,7 @@ class Federation:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
             self.notes.append("warning all images are alike: nothing can be learnt from them")
-        self.kept = 0  # bytes of what clients keep that lie on the device
+        self.keeps = []  # all Rows
         self.peak = 0  # bytes, the most that a GPU held before ways were tried
         self.at_once = 4000  # images in evaluation under vmap
         threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
@@ -914,10 +914,7 @@ class Federation:
 
     def all_reduce(self, x):
         """The sum of a tensor over all processes; with one process, x itself."""
-        if self.processes > 1:
-            x = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(x)
-        return x
+        return engine.all_reduce(x) if self.processes > 1 else x
 
     def sum(self, x, n=None):
         """The sum over the clients of all processes: of x_k, or of n_k x_k;  x [m, ...], n [m] -> [...]."""
@@ -973,11 +970,9 @@ class Federation:
         plans = [self.plan(k, own, t, epochs, draw, phase) for k, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
-        with engine.as_asked(self):
-            if self.vmap:
-                self.training = net or self.net
-                return engine.train(self, step, state, plans, shared)
-            return self.one_by_one(step, state, plans, shared)
+        if self.vmap or self.device.type == "cuda":
+            return engine.train(self, step, state, plans, shared, net or self.net)
+        return self.one_by_one(step, state, plans, shared)
 
     def one_by_one(self, step, state, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
@@ -994,7 +989,8 @@ class Federation:
         order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[k]), phase)
                                           for purpose in ("order", "augmentation", "algorithm"))
         steps = epochs * per_epoch
-        index, mask = padded([order.permutation(own) for _ in range(epochs)], per_epoch * size)
+        index = np.array([np.pad(order.permutation(own), (0, per_epoch * size - len(own))) for _ in range(epochs)], np.int64)
+        mask = np.tile(np.arange(per_epoch * size) < len(own), (epochs, 1))
         uniform = augmentation.random((steps, size, DRAWS[self.args.transform]), np.float32)
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
         return Plan(index.reshape(steps, size), mask.reshape(steps, size), uniform, own_draw.astype(np.float32))

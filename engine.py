@@ -94,6 +94,13 @@ class Output:
         return getattr(self.stream, name)
 
 
+def all_reduce(x):
+    """The sum of a tensor over all processes."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x)
+    return x
+
+
 def cores():
     """CPU cores that this process may use, its share of them where torchrun started several."""
     all_ = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -115,6 +122,13 @@ def keep_memory():
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing has pages of its own
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+
+
+def give_back_memory(size):
+    """Undoes keep_memory for what is free now, where large tensors of a gigabyte in all would otherwise lie between the gaps."""
+    if size > 2**30:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def now(device):
@@ -143,10 +157,17 @@ TIMED = 16  # minibatches over which ways are timed
 ROUNDING = {"fp32": 2**-18, "tf32": 2**-11, "bf16": 2**-8}  # of a product of 4,608 terms, a ResNet-18's longest (see check)
 
 
-def train(fed, step, state, plans, shared):
+def train(fed, step, state, plans, shared, net):
     """Federation.train where many clients go through a step at once: as many as is fastest and fits, if that gives what the plain
     loop gives. plans: the Plan of each client; state, shared and what is returned are those of Federation.train."""
-    return guarded(fed, step, lambda: fast(fed, step, state, plans, shared), lambda: fed.one_by_one(step, state, plans, shared))
+    fed.training, plain = net, functools.partial(fed.one_by_one, step, state, plans, shared)
+    try:
+        with fast_kernels(tf32=fed.args.precision == "tf32"):
+            return guarded(fed, step, lambda: fast(fed, step, state, plans, shared), plain) if fed.vmap else plain()
+    except RuntimeError as problem:
+        if not out_of_memory(problem):
+            raise
+        refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or --model", alone=True)
 
 
 def guarded(fed, key, fast_way, plain_way):
@@ -160,18 +181,6 @@ def guarded(fed, key, fast_way, plain_way):
             print(f"engine  one client after the other from here on, slower, in {fed.failed[key]}")
             forget_graphs(fed)
     return plain_way()
-
-
-@contextlib.contextmanager
-def as_asked(fed):
-    """In here products are of the precision that is wanted, and too little memory is one line."""
-    try:
-        with fast_kernels(tf32=fed.args.precision == "tf32"):
-            yield
-    except RuntimeError as problem:
-        if not out_of_memory(problem):
-            raise
-        refuse(f"out of memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or --model", alone=True)
 
 
 def fast(fed, step, state, plans, shared):
@@ -248,8 +257,7 @@ def first_line(problem):
 def out_of_memory(problem):
     """Whether an error is PyTorch's for too little memory, or what cuBLAS, cuDNN and CUDA graphs say of it."""
     words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED",
-             "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine",  # this one: for so little memory
-             "DefaultCPUAllocator: ")
+             "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine")  # the last: for so little memory
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in words)
 
 
@@ -507,13 +515,11 @@ def grad(function, argnums=0, has_aux=False):
     def gradient(*args):
         if vmapped():
             return grad_under_vmap(function, argnums, has_aux, args)
-        args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
-        chosen = [args[i].detach().requires_grad_() for i in wanted]
-        for i, z in zip(wanted, chosen):
-            args[i] = z
+        chosen = {i: args[i].detach().requires_grad_() for i in ([argnums] if isinstance(argnums, int) else argnums)}
         with torch.enable_grad():
-            value, *aux = function(*args) if has_aux else (function(*args),)
-        found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
+            result = function(*(chosen.get(i, z) for i, z in enumerate(args)))
+        value, *aux = result if has_aux else (result,)
+        found = torch.autograd.grad(value, list(chosen.values()), allow_unused=True, materialize_grads=True)
         found = found[0] if isinstance(argnums, int) else found
         return (found, *tree_map(torch.Tensor.detach, aux)) if has_aux else found
 
@@ -555,8 +561,9 @@ class Rows:
     def __init__(self, fed, first, like):
         """first(i): row number i."""
         size, n = like.numel() * like.element_size() * len(fed.clients), len(fed.clients)
-        far = 4 * (fed.kept + size) > free_memory(fed.device) + fed.kept
-        fed.kept += 0 if far else size
+        near = sum(rows.all.nbytes for rows in fed.keeps if not rows.far)
+        far = 4 * (near + size) > free_memory(fed.device) + near
+        fed.keeps.append(self)
         self.device, self.far, self.replaced = fed.device, far, []
         try:
             self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device,
@@ -568,17 +575,22 @@ class Rows:
             self.all[i] = first(i)
 
     def __getitem__(self, S):
-        if self.all.device == self.device:
-            return self.all[torch.from_numpy(S).to(self.device)]
+        give_back_memory(self.all.nbytes)
+        if self.far:
+            return self.fetched(S)
+        return self.all[torch.from_numpy(S).to(self.device)]
+
+    def __setitem__(self, S, x):
+        give_back_memory(self.all.nbytes)
+        S = torch.from_numpy(S).to(self.all.device)
+        self.replaced.append((S, self.all[S], is_finite(x)))
+        self.all[S] = x.to(self.all.device, self.all.dtype)
+
+    def fetched(self, S):
         x = torch.empty((len(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
         for row, k in zip(x, S):
             row.copy_(self.all[int(k)])
         return x
-
-    def __setitem__(self, S, x):
-        S = torch.from_numpy(S).to(self.all.device)
-        self.replaced.append((S, self.all[S], is_finite(x)))
-        self.all[S] = x.to(self.all.device, self.all.dtype)
 
     def map(self, function):
         """function(rows) for a few rows [n, ...] at a time, on the device: one below the other."""
@@ -613,6 +625,8 @@ def free_memory(device):
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def is_finite(x):
-    """Whether all numbers of a tensor are, as a tensor. x.isfinite() would make others as large as x on the way."""
-    return torch.stack(torch.aminmax(x)).isfinite().all() if x.numel() else torch.tensor(True)
+def is_finite(z):
+    """Whether all numbers of a tensor are, or of what this round has put into Rows; x.isfinite() would make tensors as large as x."""
+    if isinstance(z, Rows):
+        return all(sound for _, _, sound in z.replaced)
+    return not torch.is_tensor(z) or not z.numel() or bool(torch.stack(torch.aminmax(z)).isfinite().all())

@@ -110,7 +110,7 @@ class Run:
             history, per_client = self.restore(saved) if saved else ([], None)
             if not history:
                 self.put_aside()
-            self.kept = Kept(fields(state), history, per_client)
+            self.keep(history, per_client)
             self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", leave=False,
                             dynamic_ncols=True, disable=None if is_main_process() else True)
             if threading.current_thread() is threading.main_thread():
@@ -128,20 +128,21 @@ class Run:
     def end_round(self):
         """Completes the round's row, keeps what the round left, and writes it if the round was evaluated. May end the program."""
         self.stop_clock()
-        self.row.update(self.federation.add_up(self.row["bytes_up"], self.row["bytes_down"]))
+        if self.federation.processes > 1 or self.federation.slots:
+            self.row.update(self.federation.add_up(self.row["bytes_up"], self.row["bytes_down"]))
         if not self.is_finite():
             self.diverge()
-        self.keep()
-        if evaluated(self.row) and self.row["round"] < self.args.rounds:
-            self.save()
-        if self.pending:
-            self.interrupt(self.pending, None)
-
-    def keep(self):
-        self.saving = True  # so that an interruption waits
-        self.kept = Kept(fields(self.state), [*self.kept.history, self.row], self.per_client)
-        self.saving = False
+        self.keep([*self.kept.history, self.row], self.per_client)
         self.bar.update()
+        if self.pending or "evaluation_seconds" in self.row and self.row["round"] < self.args.rounds:
+            self.save()
+
+    def keep(self, history, per_client):
+        """From now on this is what is written, whatever comes."""
+        self.saving = True  # so that an interruption waits
+        for rows in self.federation.keeps:
+            rows.keep()
+        self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
 
     def stop_clock(self):
         if self.row["seconds"] is None:
@@ -177,7 +178,7 @@ class Run:
     def is_finite(self):
         """Whether all numbers in the state and this round's losses are finite, in all processes."""
         losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
-        wrong = not (np.isfinite(losses).all() and all(map(is_finite, vars(self.state).values())))
+        wrong = not (np.isfinite(losses).all() and all(map(engine.is_finite, vars(self.state).values())))
         return not self.federation.all_reduce(torch.tensor(float(wrong), device=self.federation.device))
 
     def diverge(self):
@@ -204,6 +205,8 @@ class Run:
     def save(self, failed=(), last=False):
         """Writes the record, and the state if it is the last one, or if that has not taken more than a twentieth of the run's
         time. failed: the row of a round that diverged."""
+        if self.pending:
+            self.interrupt(self.pending, None)
         self.saving = True  # so that an interruption waits
         federation, start = self.federation, time.monotonic()
         if not self.over and (federation.processes == 1 or self.status != "interrupted"):
@@ -336,7 +339,7 @@ class Run:
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
         own = ("round", "seconds", "evaluation_seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
-        last = next(filter(evaluated, reversed(history)), {})
+        last = next((row for row in reversed(history) if "evaluation_seconds" in row), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
@@ -383,25 +386,6 @@ class Run:
         print(f"record  {self.out}/result.json")
         if self.args.plot and status == "finished" and is_main_process():
             plot(record, self.federation, self.out)
-
-
-def fields(state):
-    """What a complete round left: the state's attributes; the rows that the round replaced are forgotten."""
-    for z in vars(state).values():
-        if isinstance(z, engine.Rows):
-            z.keep()
-    return dict(vars(state))
-
-
-def is_finite(z):
-    """Whether a field of the state is, of Rows what this round has put there."""
-    found = [ok for _, _, ok in z.replaced] if isinstance(z, engine.Rows) else [engine.is_finite(z)] if torch.is_tensor(z) else []
-    return all(map(bool, found))
-
-
-def evaluated(row):
-    """Whether a round was."""
-    return "global" in row or "personal" in row
 
 
 def without_clients(measures):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 import common
 import engine
 import fedavg
+import path
 import superfed
 from conftest import QUICK, Seen, federation, refused, run
 
@@ -284,6 +285,13 @@ def test_the_fastest_way_is_taken_and_found_in_a_tenth_of_the_time(fastest, slow
         assert spent[0] <= 0.1 * seconds[0]
     assert list(fed.ways.values()) == [fastest] and fed.net.route == fastest[0]  # of the clients' evaluation, too
     assert set(fed.tuning[step].found) == set(WAYS)
+
+
+@pytest.mark.parametrize("name, most", [("fedavg", 120), ("fedavgm", 120), ("superfed", 150), ("psinet", 150), ("fedslr", 150), ("persfl", 150),
+                                        ("scaffold", 150)])
+def test_a_round_is_followed_in_few_lines(name, most):
+    """Those that a reader opens outside of the algorithm's file (path.py says which)."""
+    assert sum(path.entered(name).values()) <= most
 
 
 # The fast way proves itself where it runs

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+import baselines
 import common
 import fedavg
 import fedavgm
 import psinet
 import records
-import superfed
 from conftest import QUICK, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -134,7 +134,7 @@ def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
         torch.save({**saved, **change}, path)
         refused(capsys, words, fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
     torch.save(saved, path)
-    refused(capsys, "was written by fedavg.py, not by superfed.py", superfed.main, [*QUICK, "--resume", "--out", str(tmp_path)])
+    refused(capsys, "was written by fedavg.py, not by baselines.py", baselines.main, ["--method", "fedprox", *QUICK, "--resume", "--out", str(tmp_path)])
     whole = path.read_bytes()
     middle = len(whole) // 2  # among the weights
     for damaged in (whole[:1000], b"", whole[:middle] + bytes(b ^ 255 for b in whole[middle : middle + 9]) + whole[middle + 9 :]):
