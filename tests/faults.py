@@ -152,7 +152,7 @@ def broken_folders(folder):
     for what, flags in (("another learning rate", "--lr 0.02"), ("another number of rounds", "--rounds 5"), ("another seed", "--seed 1"),
                         ("another split", "--split-seed 1"), ("another batch size", "--batch-size 10"), ("another model", "--model cifarnet")):
         yield f"the state is of {what}", f"{flags} --resume --out {sound}"
-    yield "the state is another file's", f"superfed.py --resume --out {sound}"
+    yield "the state is another file's", f"baselines.py --method fedprox --resume --out {sound}"
     for what, name, change in (
         ("the state is empty", "s1", lambda out: (out / state).write_bytes(b"")),
         ("the state is cut off", "s2", lambda out: (out / state).write_bytes((out / state).read_bytes()[:5000])),
