@@ -144,7 +144,10 @@ def measure(when, part, name):
 COLUMNS = {
     "minutes": training, "minutes of training": training, "s/round": lambda record: f"{record['seconds_per_round']:.1f} s",
     "rounds": lambda record: str(len(record["rounds"])), "global, last": measure("final", "global", "top1"),
-    "global, best": measure("best", "global", "top1"), "by training images": measure("final", "personal", "mean"),
+    "global, best": measure("best", "global", "top1"), "by training loss": measure("final", "personal", "mean"),
+    "by training accuracy": lambda record: measure(  # superfed.py's own choice until 2026-11-21
+        "final", "personal@train-accuracy" if "personal@train-accuracy" in record["final"] else "personal", "mean")(record),
+    "personal, last": measure("final", "personal", "mean"),
     "by test images": measure("final", "personal@test", "mean"), ".5": measure("final", "personal@lambda=0.5", "mean"),
     "0": measure("final", "personal@lambda=0", "mean"), "mixed, or a client's own": measure("final", "personal", "mean"),
     "GKR, or a global model": lambda record: measure("final", "gkr" if "gkr" in record["final"] else "personal", "mean")(record),

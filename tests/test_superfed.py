@@ -26,14 +26,19 @@ def unit(z):
     return z / np.linalg.norm(z) if z.any() else z
 
 
-def by_hand(argv, first, eta, mu=0.0, nu=0.0, momentum=0.0, official=False, epochs=2):
+def local_start(fed, seed, k=0):
+    """w^l_0, or with --own-start client k's."""
+    return fed.net.init(common.stream(seed, "initialisation", 0, k + 1))
+
+
+def by_hand(argv, first, eta, mu=0.0, nu=0.0, momentum=0.0, official=False, own_start=False, epochs=2):
     """Rounds with full batches of softmax regression (12 weights, 3 biases), in float64: w^f [15], W^l [K, 15].
 
     first: the first round of Phase II, from 0; eta: a function of the round. Every gradient is written out.
     """
     fed = federation(argv)
     w_f = fed.initial_weights().double().numpy()
-    W_l = [fed.net.init(common.stream(0, "initialisation", 0, 1 if official else k + 1)).double().numpy() for k in range(fed.K)]
+    W_l = [local_start(fed, 0, k if own_start else 0).double().numpy() for k in range(fed.K)]
     paired = np.array([1.0] * 12 + [0.0 if official else 1.0] * 3)
     for t in range(fed.args.rounds):
         sent, sizes = [], []
@@ -67,13 +72,15 @@ def toy_argv(toy):
             "--fraction", "0.7", "--rounds", "4", "--epochs", "2", "--batch-size", "0", "--lr", "0.3", "--device", "cpu"]
 
 
+@pytest.mark.parametrize("own_start", [False, True])
 @pytest.mark.parametrize("official", [False, True])
-def test_four_rounds_by_hand(official, toy_argv, tmp_path):
+def test_four_rounds_by_hand(official, own_start, toy_argv, tmp_path):
     """L*R = 2: Phase I has the rounds 0 and 1 here; the official code's, which count from 1, only the first."""
     argv = [*toy_argv, "--client-test", "0.2"]
     eta = (lambda t: 0.3 * 0.995 ** (t + 1)) if official else (lambda t: 0.3)
-    w_f, W_l = by_hand(argv, 1 if official else 2, eta, mu=0.2, nu=1.5, momentum=0.9, official=official)
+    w_f, W_l = by_hand(argv, 1 if official else 2, eta, mu=0.2, nu=1.5, momentum=0.9, official=official, own_start=own_start)
     more = ["--mu", "0.2", "--nu", "1.5", "--momentum", "0.9", "--start", "0.5", "--as", "official" if official else "paper"]
+    more += ["--own-start"] * own_start
     _, state = run(superfed, [*argv, *more], tmp_path)
     np.testing.assert_allclose(state["w_f"].numpy(), w_f, atol=5e-6)
     np.testing.assert_allclose(state["W_l"].numpy(), W_l, atol=5e-6)
@@ -233,21 +240,37 @@ def test_only_the_federated_model_is_averaged_and_the_local_one_stays(tmp_path, 
     torch.testing.assert_close(last.w_g, torch.full_like(last.w_g, n[first.S] @ first.S / n[first.S].sum()))
     torch.testing.assert_close(state["w_f"], torch.full_like(last.w_g, n[last.S] @ last.S / n[last.S].sum()))
     for k in range(8):  # round 1 is Phase I, and leaves w^l as it was
-        fresh = federation(argv).net.init(common.stream(3, "initialisation", 0, k + 1))
+        fresh = local_start(federation(argv), 3)
         assert torch.equal(state["W_l"][k], torch.full_like(fresh, 1000 + k) if k in last.S else fresh)
     assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 4 * last.w_g.numel()  # 2 rounds, 4 clients, 4 bytes
 
 
 @pytest.mark.parametrize("version, phases, decay", [("paper", [0, 0, 0, 1, 1], 1.0), ("official", [0, 1, 1, 1, 1], 0.995)])
-def test_phases_learning_rate_and_local_starts(version, phases, decay, tmp_path, monkeypatch):
+def test_phases_and_learning_rate(version, phases, decay, tmp_path, monkeypatch):
     """L*R = 2.5: t >= 2.5 from 0; officially r >= int(2.5) from 1, with eta * .995^r."""
     calls = spy(monkeypatch, lambda start, S: start)
     run(superfed, [*SMALL, "--rounds", "5", "--as", version], tmp_path)
     assert [call.phase_two for call in calls] == phases
     np.testing.assert_allclose([call.eta for call in calls], [0.05 * decay**r for r in range(1, 6)], rtol=1e-6)
-    starts = calls[0].start[1]  # w^l of the four clients of the first round
-    assert not torch.equal(calls[0].start[0][0], starts[0])
-    assert torch.equal(starts[0], starts[1]) is (version == "official")
+
+
+@pytest.mark.parametrize("L, R, first, official", [
+    (0.4, 200, 80, 79), (0.8, 200, 160, 159), (0.5, 5, 3, 1), (0.29, 100, 29, 27), (0, 5, 0, 0), (1, 5, 5, 4)])
+def test_the_first_round_of_phase_two(L, R, first, official, capsys):
+    """ceil(L*R), from 0; officially int(L*R) - 1, and in float64 int(.29 * 100) is 28. With L = 1 the official last round is in Phase II."""
+    for version, expected in (("paper", first), ("official", official)):
+        assert superfed.first_round_of_phase_two(SimpleNamespace(as_=version, start=L, rounds=R)) == expected
+        words = f"begins with round {expected + 1}" if expected < R else "no Phase II"
+        assert capsys.readouterr().out.strip().endswith(words)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_local_models_start_alike_and_other_than_the_federated_one(own, tmp_path, monkeypatch):
+    calls = spy(monkeypatch, lambda start, S: start)
+    run(superfed, [*SMALL, "--rounds", "1"] + ["--own-start"] * own, tmp_path)
+    w_f, w_l = calls[0].start[:2]  # of the four clients of the first round
+    assert torch.equal(w_f[0], w_f[1]) and not torch.equal(w_f[0], w_l[0])
+    assert torch.equal(w_l[0], w_l[1]) is not own
 
 
 def test_unseen_clients_are_not_the_last_of_the_split(tmp_path, monkeypatch):
@@ -288,7 +311,7 @@ def test_unseen_clients_join_after_the_last_round(tmp_path, monkeypatch, capsys)
     assert len(others) == 5 and {k for call in calls[:4] for k in call.S} <= set(others)
     assert last.phase_two == 1 and torch.equal(last.w_g, state["w_f"])
     fed = federation([*SMALL, "--seed", "1"])
-    fresh = torch.stack([fed.net.init(common.stream(1, "initialisation", 0, k + 1)) for k in range(8)])
+    fresh = local_start(fed, 1).expand(8, -1)
     assert torch.equal(state["W_l"], fresh) and torch.equal(last.start[1], fresh[last.S])
     unseen = record["rounds"][-1]["unseen"]
     assert len(unseen["personal"]["per_client"]) == 3 and len(record["final"]["personal"]["per_client"]) == 5
@@ -296,7 +319,9 @@ def test_unseen_clients_join_after_the_last_round(tmp_path, monkeypatch, capsys)
     alone = np.array(fed.evaluate_clients(state["w_f"])["per_client"])  # lambda = 0 is the global model
     assert unseen["personal@lambda=0"]["mean"] == pytest.approx(alone[last.S].mean())
     assert record["final"]["personal"]["mean"] == pytest.approx(alone[others].mean())
-    local = superfed.for_evaluation(fed, last.S).evaluate_clients(last.end[1])  # lambda = 1 is what it trained
+    W_l = torch.zeros_like(fresh)
+    W_l[last.S] = last.end[1]
+    local = fed.evaluate_clients(W_l, among=last.S)  # lambda = 1 is what it trained
     assert unseen["lambdas"][10]["loss"] == pytest.approx(local["loss"], abs=1e-6)
     assert federation(SMALL).split.fingerprint() == record["split"]["fingerprint"]
     refused(capsys, "--unseen 8", superfed.main, [*SMALL, "--unseen", "8", "--out", str(tmp_path)])
@@ -317,24 +342,53 @@ def test_a_run_resumed_in_phase_two_equals_an_uninterrupted_one_bit_for_bit(mix,
 
 
 @pytest.mark.parametrize("share, part", [(0.0, "train"), (0.2, "val")])
-def test_each_choice_of_lambda(share, part):
-    """W is lambda in the two paired weights. Accuracy: images for the choice .9 at .3 and .7, test images .8 at .6, elsewhere .1."""
-    chosen_on = part
+def test_each_choice_of_lambda(share, part, monkeypatch):
+    """W is lambda in the two paired weights. Images for the choice: loss least at .2 and .4, accuracy best at .3 and .7. Test images:
+    accuracy best at .6. Of two equal ones the smaller lambda is taken. Each client has 5 training, 4 validation, 2 test images."""
+    net = SimpleNamespace(per_weight=lambda _: torch.tensor([1.0, 1.0, 0.0]), tensors=[])
+    numbers = {"train": [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]], "val": [[15, 16, 17, 18], [25, 26, 27, 28]],
+               "test": [[30, 31], [40, 41]]}
+    of_choice = {"train": [[10, 11], [20, 21]], "val": numbers["val"]}[part]  # as many training images as there are test images
 
     class Clients:
-        args = SimpleNamespace(client_val=share)
+        args = SimpleNamespace(client_val=share, as_="paper")
+        split = common.Split(**numbers)
 
-        def evaluate_clients(self, W, part="test"):
-            lam = round(float(W[0, 0]), 4)
-            assert torch.equal(W, W[0, 0] * torch.tensor([1.0, 1.0, 0.0]).expand(2, -1))
-            high = {chosen_on: {0.3: 0.9, 0.7: 0.9}, "test": {0.6: 0.8}}[part]
-            return {"mean": high.get(lam, 0.1), "std": lam, "per_client": [lam]}
+        def evaluate_clients(self, W, images=None, among=None):
+            models = W(np.array([1]))
+            lam = round(float(models[0, 0]), 4)
+            assert torch.equal(models, torch.tensor([[lam, lam, 0.0]])) and list(among) == [0, 1]
+            if images is None:
+                return {"mean": 0.8 if lam == 0.6 else 0.1, "std": lam, "loss": 9.0, "per_client": [lam]}
+            assert images == of_choice
+            return {"mean": 0.9 if lam in (0.3, 0.7) else 0.2, "loss": 0.5 if lam in (0.2, 0.4) else 2.0}
 
-    found = superfed.measure_mixtures(Clients(), torch.zeros(3), torch.ones(2, 3), torch.tensor([1.0, 1.0, 0.0]))
-    assert found["personal"] == {"lambda": 0.3, f"{part}_mean": 0.9, "mean": 0.1, "std": 0.3, "per_client": [0.3]}
+    clients = Clients()
+    clients.net = net
+    found = superfed.measure_mixtures(clients, [0, 1], torch.zeros(3), lambda S: torch.ones(len(S), 3))
+    assert found["personal"] == {"lambda": 0.2, f"{part}_mean": 0.2, f"{part}_loss": 0.5, "mean": 0.1, "std": 0.2, "loss": 9.0,
+                                 "per_client": [0.2]}
+    assert found[f"personal@{part}-accuracy"]["lambda"] == 0.3 and found[f"personal@{part}-accuracy"][f"{part}_mean"] == 0.9
     assert found["personal@test"]["lambda"] == 0.6 and found["personal@test"]["mean"] == 0.8
     assert found["personal@lambda=0.5"]["std"] == 0.5 and found["personal@lambda=0"]["mean"] == 0.1
     assert [at["lambda"] for at in found["lambdas"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
+    assert all("per_client" not in at for at in found["lambdas"])
+
+
+def test_lambda_is_chosen_by_the_loss_on_training_images(tmp_path):
+    """In a whole run: the loss and the accuracy of the mixtures on as many training images of a client as it has test images."""
+    argv = [*SMALL, "--epochs", "3"]
+    record, state = run(superfed, argv, tmp_path)
+    fed, final = federation(argv), record["final"]
+    images = [train[: len(test)] for train, test in zip(fed.split.train, fed.split.test)]
+    assert {len(index) for index in images} == {10}
+    found = [fed.evaluate_clients((1 - lam) * state["w_f"] + lam * state["W_l"], images) for lam in np.arange(11) / 10]
+    losses, means = [[at[name] for at in found] for name in ("loss", "mean")]
+    assert [at["train_loss"] for at in final["lambdas"]] == pytest.approx(losses, abs=1e-6)
+    assert [at["train_mean"] for at in final["lambdas"]] == pytest.approx(means, abs=1e-6)
+    assert final["personal"]["lambda"] == pytest.approx(np.argmin(losses) / 10)
+    assert final["personal@train-accuracy"]["lambda"] == pytest.approx(np.argmax(means) / 10)
+    assert final["personal@test"]["mean"] == max(at["mean"] for at in final["lambdas"])
 
 
 @pytest.mark.parametrize("version", ["paper", "official"])
@@ -365,6 +419,10 @@ def test_plots(tmp_path, monkeypatch):
     record = json.loads((tmp_path / "a" / "result.json").read_text())
     x, y = lambdas.axes[0].containers[0].lines[0].get_data()
     assert np.allclose(x, np.arange(11) / 10) and np.allclose(y, [at["mean"] for at in record["final"]["lambdas"]])
+    assert "shapes" in lambdas.axes[0].get_title() and "$w^f$" in lambdas.axes[0].get_xlabel()
+    std = np.array([at["std"] for at in record["final"]["lambdas"]])
+    bars = np.array(lambdas.axes[0].containers[0].lines[2][0].get_segments())[:, :, 1]  # cut where an accuracy would leave [0, 1]
+    assert (y < std).any() and np.allclose(bars, np.stack([(y - std).clip(min=0), (y + std).clip(max=1)], 1))
     for axis, key in zip(phases.axes, ("top1", "loss")):
         curve, start = axis.lines
         assert np.allclose(curve.get_ydata(), [row["global"][key] for row in record["rounds"]])
@@ -372,15 +430,6 @@ def test_plots(tmp_path, monkeypatch):
     run(superfed, [*SMALL, "--plot", "--start", "1"], tmp_path / "b")
     assert all(len(axis.lines) == 1 for axis in figures[-1].axes) and (tmp_path / "b" / "phases.png").exists()
     assert not (tmp_path / "b" / "lambdas.png").exists()
-
-
-def test_only_takes_some_clients_and_equally_many_training_and_test_images():
-    fed = federation(SMALL)
-    some, w = superfed.for_evaluation(fed, [2, 5]), fed.initial_weights()
-    assert some.evaluate_clients(w)["per_client"] == [fed.evaluate_clients(w)["per_client"][k] for k in (2, 5)]
-    for i, k in enumerate((2, 5)):
-        assert set(some.split.train[i]) < set(fed.split.train[k]) and len(some.split.train[i]) == len(fed.split.test[k]) == 10
-    assert fed.K == 8 and len(fed.split.train[0]) == 40
 
 
 # The defaults: facts of the paper's experiments, data set by data set
