@@ -7,7 +7,7 @@
     centralised  One model is trained on the images of all clients, in one place: the upper line of the plots.
     fedavg-ft    FedAvg. After the last round every client trains the global model on, for itself.
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
-    fedprox-ft   fedprox. After the last round every client trains the global model on, for itself.
+    fedprox-ft   FedProx. After the last round every client trains the global model on, for itself.
     scaffold     FedAvg, and each client's steps are corrected: its own mean gradient is taken out, that of all clients put in.
     feddyn       A term in each client's loss makes all clients' minima meet at the minimum of the mean loss.
     apfl         The personal model is a mixture of the global model and of a model of the client's own.
@@ -24,8 +24,8 @@ Each function has the paper, the pseudocode in our words, the choices D1 to Dn, 
 the rounds. docs/baselines.md has each choice in full, what was measured, and a comparison with PFLlib.
 
 Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b) that on a minibatch b of them.
-w_0 are the initial weights. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down. eta is the local learning
-rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
+w_0 are the initial weights. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down. eta is the local
+learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
 
 Models. "global" is the server's model, on the central test images. "personal" is the model that the function names, on each
 client's own test images. All clients are evaluated with the server's current model. What a client keeps for itself is as it was
@@ -39,7 +39,7 @@ Code that the choices cite. "Official" is code by the method's authors.
     pFedMe's code         CharlieDinh/pFedMe         pFedMe's authors'; it has Per-FedAvg, too
     PersFL's code         siddharthdivi/Unifying-Distillation-with-Personalization-in-Federated-Learning; a copy of pFedMe's
     FedSLR's code         huangtiansheng/fedslr      has many of the methods
-    SuPerFed's later code vaseline555/SuPerFed       of the paper's KDD 2022 version; not what made the tables of version 1
+    SuPerFed's later code vaseline555/SuPerFed       for the KDD 2022 version; the tables of version 1 are older
     DisPFL's code         rong-dai/DisPFL            by some of FedSpa's authors
     PFLlib, FL-bench      TsingZ0/PFLlib, KarhouTam/FL-bench    collections of many methods
 """
@@ -88,7 +88,7 @@ def sgd_step(net, args):
 
 
 def sums_of_gradients(federation, gradient):
-    """sums(w, S, t): for each client of S the sum over its images of the gradients at the one w [d]: [m, d]. n_k times f_k's."""
+    """sums(w, S, t): n_k times the gradient of f_k at the one w [d], for each client k of S: [m, d]."""
 
     def add(total, b, w):
         return total + b.mask.sum() * gradient(w, b)
@@ -99,29 +99,24 @@ def sums_of_gradients(federation, gradient):
     return sums
 
 
-# What several methods share: parts of w. Layers lie side by side in w, so that a cut at the start of a layer makes two parts of it:
+# What several methods share: parts of w. Layers lie side by side in w. A cut at the start of a layer makes two parts of w,
 # the lower layers w[:cut] and the upper layers w[cut:].
-
-
-def starts_of_layers(net):
-    """Where each layer begins in w; at last the end of w."""
-    return [where.start for _, where in net.layers] + [net.d]
 
 
 def personal_layers(net, args):
     """The slice of w that a client keeps: its last N layers; for lg-fedavg its first N."""
-    starts, N = starts_of_layers(net), args.personal
+    starts, N = [where.start for _, where in net.layers] + [net.d], args.personal
     if N is None:
         N = max(first_linear_layer(net), 1) if args.method == "lg-fedavg" else 1
-    if N >= len(starts):
+    if N > len(net.layers):
         common.refuse(f"--personal {N}: the model {net.name} has only {len(net.layers)} layers")
     return slice(0, starts[N]) if args.method == "lg-fedavg" else slice(starts[-1 - N], net.d)
 
 
 def first_linear_layer(net):
-    """The number of the first fully connected layer, from 0."""
-    shapes = {name: shape for name, _, shape in net.tensors}
-    return next(i for i, (layer, _) in enumerate(net.layers) if len(shapes[layer + ".weight"]) == 2)
+    """The number of the first fully connected layer, from 0: of the first whose weights are a matrix."""
+    shapes = {where.start: shape for _, where, shape in net.tensors}
+    return next(i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2)
 
 
 def with_part(w, part, V):
@@ -132,14 +127,14 @@ def with_part(w, part, V):
 
 
 def logits_of_parts(net, lower, upper, x):
-    """The logits of the model w = (lower, upper). In two tensors, so that the gradient by one of them leaves out the other's."""
-    first = net.sizes[: int(np.searchsorted(np.cumsum(net.sizes), len(lower), side="right"))]  # sizes of the tensors in `lower`
-    tensors = [*lower.to(x.dtype).split(first), *upper.to(x.dtype).split(net.sizes[len(first) :])]
+    """The logits of the model w = (lower, upper). Apart, so that the gradient by one of them does not compute the other's."""
+    n = sum(where.stop <= len(lower) for _, where, _ in net.tensors)  # tensors in `lower`
+    tensors = [*lower.to(x.dtype).split(net.sizes[:n]), *upper.to(x.dtype).split(net.sizes[n:])]
     return net.model(common.Weights(iter(tensors), net.route), x, net.classes).to(lower.dtype)
 
 
 def steps_on_parts(net, args, decay):
-    """Two steps of SGD, on the lower layers alone and on the upper layers alone. The other part is a constant."""
+    """Two steps of SGD: on the lower layers alone, and on the upper layers alone. The other part is a constant."""
 
     def loss(lower, upper, b):
         return common.cross_entropy(logits_of_parts(net, lower, upper, b.x), b)
@@ -195,7 +190,7 @@ def centralised(federation, run, args):
      3      for each minibatch b of P:  w = w - eta * gradient of f(w; b)
 
     Personal is w. Images would be sent once and models are not sent: no bytes are counted.
-    D1  Line 3: a round is C*E epochs of P, FedAvg's amount of work, rounded to whole epochs, at least one. Its momentum starts at 0.
+    D1  Line 3: a round is C*E epochs of P, as much work as FedAvg's, rounded to whole epochs, at least one.
     """
     step = sgd_step(federation.net, args)
     epochs = max(1, round(args.fraction * args.epochs))  # D1
@@ -213,8 +208,8 @@ def centralised(federation, run, args):
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-    arXiv 1812.06127. fedprox-ft adds line 5, and so does fedavg-ft, whose mu is 0: SuPerFed's FedProx-LU and FedAvg-LU (for local
-    update), after Wang et al. 2019.
+    arXiv 1812.06127. fedprox-ft adds line 5, and so does fedavg-ft, whose mu is 0: SuPerFed's FedProx-LU and FedAvg-LU ("local
+    update"), after Wang et al. 2019.
 
      1  for each round t:  S_t
      2      for each client k in S_t:  w_k = w_t
@@ -223,7 +218,7 @@ def fedprox(federation, run, args):
      5  after the last round, for every client k:  v_k = w_T;  for each minibatch b:  v_k = v_k - eta * gradient of f_k(v_k; b)
 
     Personal is w_t; for the -ft methods v_k after the last round.
-    D1  Line 3: the norm is squared and halved, as in the paper. SuPerFed's later code does neither; the default mu is that code's.
+    D1  Line 3: squared and halved, as in the paper. SuPerFed's later code does neither. The default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
     D3  Line 5: one epoch by default (the papers do not say), with round T's eta and without the proximal term.
     """
@@ -284,7 +279,8 @@ def scaffold(federation, run, args):
     state = State(x=x, c=torch.zeros_like(x), C=federation.per_client(torch.zeros_like(x)))  # l.1: C is [K, d]
     for t, S in run.rounds(state):  # l.2
         eta, n_k, c_k = federation.eta(t), federation.n[S], state.C[S]  # c_k: [m, d]
-        start = (state.x.expand(len(S), -1), torch.zeros_like(c_k), c_k, torch.zeros_like(n_k), torch.zeros_like(n_k))  # l.3
+        zero = torch.zeros_like(n_k)  # [m]
+        start = (state.x.expand(len(S), -1), torch.zeros_like(c_k), c_k, zero, zero)  # l.3
         y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.3-4
         if args.option == "I":
             new = sums(state.x, S, t) / n_k[:, None]  # l.5 (D3): [m, d]
@@ -311,8 +307,8 @@ def feddyn(federation, run, args):
      7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is always the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
 
-    Personal is w. FedAvg's bytes: the server can compute every g_k by itself. fedslr.py without its low-rank penalty is this with
-    alpha = 1/eta_g.
+    Personal is w. FedAvg's bytes: the server can compute every g_k by itself. fedslr.py without its low-rank penalty is FedDyn
+    with alpha = 1/eta_g.
     D1  Line 5: SGD in place of the paper's exact minimum. Unlike the official code: alpha is the same for all clients,
         gradients are not clipped, and there is no weight decay (--weight-decay 1e-3).
     D2  Global is w. The official code evaluates only means of theta_k. That of all clients' last theta_k is recorded as "all".
@@ -359,8 +355,8 @@ def apfl(federation, run, args):
 
     Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay acts on the mixture.
-    D2  Line 4: once in a round, as in FedTorch, before w_k's and v_k's steps, as in the paper. FedTorch does it after them.
-        --adaptive is off by default, as in FedSLR, whose alpha_k is .5.
+    D2  Line 4: once in a round, as in FedTorch, but before both steps. On MNIST alpha_k then ends at .84, accuracy at .98.
+        Moved in every step, after line 6, they end at .00 and .83. By default alpha_k is fixed, at FedSLR's .5 (.98).
     D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper, from memory, the gradient comes before w_k's step.
     D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line 9.
     """
@@ -393,7 +389,7 @@ def apfl(federation, run, args):
         return mix(state.alpha[S][:, None], state.V[S], state.w)  # D4: [m, d]
 
     for t, S in run.rounds(state):  # l.2
-        eta, w, v, alpha = federation.eta(t), state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # l.3: [m, d], [m, d], [m]
+        eta, w, v, alpha = federation.eta(t), state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # l.3: [m, d] and [m]
         if args.adaptive:
             b = [first_minibatch(k, t) for k in S]
             alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=b)  # l.4 (D2)
@@ -455,20 +451,18 @@ def fedrep(federation, run, args):
     D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, the official numbers for CIFAR-10; for CIFAR-100 10 and 5.
     D2  After the last round nothing is trained. Officially all clients then train their heads for ten epochs.
     D3  Line 6: weighted by n_k. The official mean is plain for CIFAR and MNIST.
-    D4  Line 1: v_k is the client's own. Officially the head of a client that was never sampled is the mean of the sampled heads.
+    D4  Line 1: v_k is the client's own. Officially a client that was never sampled has the mean of the sampled heads.
     """
-    net = federation.net
-    on_body, on_head = steps_on_parts(net, args, args.weight_decay)
-    part = personal_layers(net, args)  # the head, a slice of w
-    cut = part.start
+    on_body, on_head = steps_on_parts(federation.net, args, args.weight_decay)
+    head = personal_layers(federation.net, args)  # a slice of w; the body is before it
     w = federation.initial_weights()
-    state = State(w=w, V=federation.per_client(w[part]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
+    state = State(w=w, V=federation.per_client(w[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, part, state.V[S])  # (w, v_k): [m, d]
+        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D2)
-        eta, w, v = federation.eta(t), state.w[:cut].expand(len(S), -1), state.V[S]  # l.3: [m, cut] and [m, d - cut]
+        eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
         v_k, _, _ = federation.train(on_head, (v, torch.zeros_like(v), w), S, t, eta, phase=1)  # l.4
         w_k, _, _ = federation.train(on_body, (w, torch.zeros_like(w), v_k), S, t, eta, epochs=args.body_epochs)  # l.5 (D1)
         n_k = federation.n[S]  # [m]
@@ -562,7 +556,7 @@ def pfedme(federation, run, args):
     D3  Line 5: theta_k goes on from minibatch to minibatch, as officially. Official weight decay: --weight-decay .001.
     D4  Line 6: --momentum acts on w_k, not on theta_k. The paper has none (--momentum 0).
     D5  lambda, `steps`, beta and eta_p are by default PersFL's for DS-1 of CIFAR-10. eta_p decays as eta does.
-    D6  Personal is theta_k, as in the paper. Official code and PFLlib evaluate w_k, by mistake: here personal@w_k in the record.
+    D6  Personal is theta_k, as in the paper. Official code and PFLlib evaluate w_k, by mistake: `personal@w_k` in the record.
     """
     gradient, descend = local_sgd(federation.net, args)  # D3
     lam = args.pfedme_lambda  # D5
@@ -574,7 +568,8 @@ def pfedme(federation, run, args):
         return theta, *descend(w, u, lam * (w - theta), eta)  # l.6 (D4)
 
     w = federation.initial_weights()
-    state = State(w=w, theta=federation.per_client(w), W=federation.per_client(w))  # l.1: [d], [K, d]; W: the last w_k, for D6
+    state = State(w=w, theta=federation.per_client(w),  # l.1: [d], [K, d]
+                  W=federation.per_client(w))  # [K, d] the last w_k, for D6 alone
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)
@@ -619,12 +614,12 @@ def per_fedavg(federation, run, args):
     def step(client, b, beta, alpha):
         """Minibatches come one at a time: in turn 0 b is D, in turn 1 D', in turn 2 D''. z and g wait for the next turns."""
         w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
-        here = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this turn's gradient is taken
+        here = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
         found = gradient(here, b)
         z = torch.where(turn == 0, w - alpha * found, z)  # l.5
         g = torch.where(turn == 1, found, g)  # l.6
-        h = (found - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), right in turn 2
-        new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), right in the last turn
+        h = (found - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), if turn is 2
+        new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), if this turn is the last
         w, u = torch.where(turn == last, new_w, w), torch.where(turn == last, new_u, u)
         return w, u, z, g, (turn + 1) % (last + 1)
 
@@ -751,9 +746,9 @@ def fedma(federation, run, args):
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
      9          if l = L:  the unit of each class in w = mean over S_t of those in w_k, by k's number of images of this class
 
-    Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma --alpha
-    .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t, but in the first round;
-    then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
+    Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
+    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t, not in
+    the first round; then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.
@@ -784,10 +779,10 @@ def fedma(federation, run, args):
             if last:
                 eta, epochs = eta * args.last_lr, epochs * args.last_epochs  # D4
             matched, free = w_k[:, : layer.start], w_k[:, layer.start :]
-            free, _, _ = federation.train(train_last if last else train_upper, (free, torch.zeros_like(free), matched), S, t, eta,
-                                          epochs=epochs, phase=l)  # l.5 (D4)
+            step, start = train_last if last else train_upper, (free, torch.zeros_like(free), matched)
+            free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, phase=l)  # l.5 (D4)
             w_k = torch.cat([matched, free], 1)
-            V = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1] (D2)
+            V = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1]
             if not last:
                 Pi = match(V)  # l.6 (D1, D2): [m, units]
                 w[layer] = flat(in_order(V, Pi).mean(0, keepdim=True))[0]  # l.7 (D3)
@@ -862,13 +857,13 @@ def match(V, sweeps=5):
 def units_of_a_chain(net, x):
     """The number of units of every layer. Refuses a model that is no chain of convolutions and linear layers with biases.
 
-    First by the shapes of its tensors; then by trying: with the hidden units in another order, logits must stay. x: some images.
+    First by the shapes of its tensors; then by trying: logits on x must stay when the hidden units stand in another order.
     """
-    tensors = {layer: [shape for name, _, shape in net.tensors if name.rsplit(".", 1)[0] == layer] for layer, _ in net.layers}
-    weights = [shapes[0] for shapes in tensors.values()]
-    units = [weight[0] for weight in weights]
-    pairs = all(len(shapes) == 2 and len(shapes[0]) > 1 for shapes in tensors.values())  # a kernel and its biases
-    if not (pairs and all(after[1] % before == 0 for before, after in zip(units, weights[1:])) and order_is_free(net, units, x)):
+    shapes = [[shape for name, _, shape in net.tensors if name.rsplit(".", 1)[0] == layer] for layer, _ in net.layers]
+    units = [kernel[0] for kernel, *_ in shapes]
+    chain = all(len(pair) == 2 and len(pair[0]) > 1 for pair in shapes)  # a kernel and its biases
+    chain = chain and all(kernel[1] % before == 0 for before, (kernel, _) in zip(units, shapes[1:]))  # inputs for each unit
+    if not (chain and order_is_free(net, units, x)):
         common.refuse(f"--method fedma takes chains of convolutions and linear layers with biases, and {net.name} is none; use "
                       "--model vgg9, vgg16, cnn, cifarnet or mnistnet")
     return units
@@ -911,7 +906,7 @@ def arguments(argv):
     group = parser.add_argument_group("methods")
     group.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
     group.add_argument("--mu", type=common.nonnegative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
-    group.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: epochs at the end")
+    group.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: E at the end")
     group.add_argument("--option", choices=("I", "II"), default="II", help="scaffold: how c_k is made new")
     group.add_argument("--global-lr", type=common.positive, default=1.0, help="scaffold: eta_g, the server's step")
     group.add_argument("--feddyn-alpha", type=common.positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
@@ -931,7 +926,7 @@ def arguments(argv):
     group.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
     group.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
     group.add_argument("--density", type=common.positive_fraction, default=0.5, help="fedspa: share of active weights")
-    group.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, a mask's share that the first round renews")
+    group.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, share of a mask that round 0 renews")
     group.add_argument("--common-start", action="store_true", help="fedma: all clients start from w_0, not each from its own")
     group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
     group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")

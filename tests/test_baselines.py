@@ -1,6 +1,7 @@
 """The methods of baselines.py: what holds for all of them, identities, and rounds by hand in numpy. More on ditto,
 pfedme, per-fedavg, fedspa and fedma: test_baselines_more.py."""
 
+import json
 import pathlib
 import re
 from types import SimpleNamespace
@@ -106,6 +107,25 @@ def test_every_choice_has_a_line_or_two_in_the_docstring_and_a_heading_on_the_pa
     choices = re.findall(r"^    (D\d+)  (.*(?:\n {8}.*)*)", function.__doc__, re.M)
     assert choices and all(text.count("\n") <= 1 for _, text in choices)
     assert re.findall(rf"^### {name} (D\d+): ", PAGE.read_text(), re.M) == [number for number, _ in choices]
+
+
+def test_numbers_in_the_page_s_tables_are_those_of_the_records():
+    """Every row that links to a result.json; a method without a global model has an empty cell."""
+    rows, titles = 0, None
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        link = re.search(r"\((\.\./results/[^)]*result\.json)\)", line)
+        if line.startswith("|") and "---" not in line and not link:
+            titles = cells
+        elif line.startswith("|") and link:
+            record, row = json.loads((PAGE.parent / link.group(1)).read_text()), dict(zip(titles, cells, strict=True))
+            final = record["final"]
+            assert row["rounds"] == str(len(record["rounds"])) and row["personal, last"] == f"{final['personal']['mean']:.4f}"
+            if "method" in row:
+                assert row["method"].split(",")[0] == record["algorithm"]
+                assert row["global, last"] == (f"{final['global']['top1']:.4f}" if "global" in final else "")
+            rows += 1
+    assert rows > 20
 
 
 def test_the_lines_are_not_too_long_and_the_page_not_too_large():
