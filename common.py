@@ -83,7 +83,7 @@ def parser(doc, **defaults):
                    help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
-                        "per client for dirichlet-classes, alpha per class for fedslr")
+                        "per client for dirichlet-classes and fedma, alpha per class for fedslr")
     g.add_argument("--per-client", type=positive_int, default=2,
                    help="s, shards (--split shards) or classes (classes, lognormal) of a client")
     g.add_argument("--clients", type=positive_int, default=100,
@@ -299,26 +299,35 @@ def whole_numbers(values):
     return low
 
 
-def split_dirichlet_classes(labels, classes, rng, args, least=10):
-    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as FedMA does and PersFL's
-    DS-2 (whose code takes the shares of class 0's size from every class).
+def split_dirichlet_classes(labels, classes, rng, args, least=10, balance=False):
+    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2 (whose code
+    takes the shares of class 0's size from every class).
 
+    balance: a client that already holds N/K images gets nothing of the classes still to be dealt.
     Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
     """
     if args.clients * least > len(labels):
-        refuse(f"--split dirichlet-classes gives {least} images at least to a client; use fewer --clients than {args.clients}")
+        refuse(f"--split {args.split} gives {least} images at least to a client; use fewer --clients than {args.clients}")
     for _ in range(1000):
         owned = [[] for _ in range(args.clients)]
         for pool in by_class(labels, classes, rng):
             share = rng.dirichlet(np.full(args.clients, max(args.alpha, 1e-300)))
+            if balance:
+                share = share * [sum(map(len, parts)) < len(labels) / args.clients for parts in owned]
+                share = share / max(share.sum(), 1e-300)
             cuts = (share.cumsum()[:-1] * len(pool)).astype(int)
             for k, part in enumerate(np.split(pool, cuts)):
                 owned[k].append(part)
         owned = [np.concatenate(parts) for parts in owned]
         if min(map(len, owned)) >= least:
             return owned
-    refuse(f"--split dirichlet-classes with --alpha {args.alpha:g} left some client fewer than {least} images in 1000 draws; "
+    refuse(f"--split {args.split} with --alpha {args.alpha:g} left some client fewer than {least} images in 1000 draws; "
            "use a larger --alpha or fewer --clients")
+
+
+def split_fedma(labels, classes, rng, args):
+    """FedMA's hetero-dir: split_dirichlet_classes with the balance step, which makes the clients' sizes more alike."""
+    return split_dirichlet_classes(labels, classes, rng, args, balance=True)
 
 
 def split_classes(labels, classes, rng, args):
@@ -428,7 +437,7 @@ def split_natural(data):
 
 SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
-    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
+    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr, "fedma": split_fedma,
 }
 
 
