@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from collections import defaultdict, deque
 from unittest import mock
 
@@ -70,6 +71,7 @@ def program(folder, stubs=(), changed=()):
             text = text.replace(old, new)
         path.write_text(text)
     before, here = dict(sys.modules), os.getcwd()
+    warnings.simplefilter("ignore")
     for name in stubs:
         sys.modules[name] = mock.MagicMock(name=name, __path__=[])
     sys.path.insert(0, str(folder))
@@ -79,7 +81,8 @@ def program(folder, stubs=(), changed=()):
         for known in [n for n in sys.modules if n == name or n.startswith(name + ".")]:
             del sys.modules[known]
     try:
-        with contextlib.redirect_stdout(io.StringIO()), double():
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), double(), \
+                mock.patch("gc.collect"):  # in every round: slow
             yield importlib.import_module
     finally:
         os.chdir(here)
