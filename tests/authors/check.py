@@ -52,11 +52,12 @@ REPOSITORIES = {  # script -> repository
 
 @contextlib.contextmanager
 def source(clone, commit, repository):
-    """A temporary folder with the files of that commit of a clone."""
+    """A temporary folder with the Python files of that commit of a clone."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "-C", str(clone), "archive", commit], capture_output=True)
+        archive = subprocess.run(["git", "-C", str(clone), "archive", commit, "*.py"], capture_output=True)
         if archive.returncode:
-            engine.refuse(f"{clone} has no commit {commit}; make it with: git clone https://github.com/{repository}")
+            reason = archive.stderr.decode().strip().splitlines()[-1]
+            engine.refuse(f"{clone} can't give commit {commit} ({reason}); make it with: git clone https://github.com/{repository}")
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         yield pathlib.Path(folder)
 
