@@ -66,26 +66,28 @@ def source(clone, commit, repository):
 def program(folder, stubs=(), changed=()):
     """In here their modules can be imported, and say nothing. stubs: names of packages that are replaced by nothing. changed: pairs
     of words; in their files (the temporary copies) the second takes the first's place."""
-    for path in pathlib.Path(folder).rglob("*.py"):
-        text = path.read_text(errors="replace")
+    texts = {path: path.read_text(errors="replace") for path in pathlib.Path(folder).rglob("*.py")}
+    for path, text in texts.items():
         for old, new in changed:
             text = text.replace(old, new)
         path.write_text(text)
     before, here = dict(sys.modules), os.getcwd()
     warnings.simplefilter("ignore")
-    for name in stubs:
-        sys.modules[name] = mock.MagicMock(name=name, __path__=[])
     sys.path.insert(0, str(folder))
     os.chdir(folder)
     importlib.invalidate_caches()
     for name in [path.stem for path in pathlib.Path(folder).iterdir()]:  # a module of ours with the same name
         for known in [n for n in sys.modules if n == name or n.startswith(name + ".")]:
             del sys.modules[known]
+    for name in stubs:
+        sys.modules[name] = mock.MagicMock(name=name, __path__=[])
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), double(), \
                 mock.patch("gc.collect"):  # in every round: slow
             yield importlib.import_module
     finally:
+        for path, text in texts.items():
+            path.write_text(text)
         os.chdir(here)
         sys.path.remove(str(folder))
         for name, module in list(sys.modules.items()):
@@ -152,6 +154,21 @@ class Ours:
     def batch(self, index):
         """x and y of the images with these numbers, as our own step sees them."""
         return self.fed.transform(self.fed.images[torch.as_tensor(index)]), self.fed.labels[torch.as_tensor(index)]
+
+    def owner(self):
+        """Image -> the client that trains on it."""
+        return {int(i): k for k, own in enumerate(self.fed.split.train) for i in own}
+
+    def choices(self):
+        """Stands in for a numpy function that draws a round's clients; the last round done, it ends the script."""
+        rounds = iter(self.S)
+
+        def choose(*_, **__):
+            for S in rounds:
+                return S
+            raise Enough
+
+        return choose
 
     def per_epoch(self, k):
         """Minibatches of client k in an epoch."""
@@ -285,6 +302,18 @@ def local_variables(function, *args, **named):
     finally:
         sys.setprofile(None)
     return types.SimpleNamespace(**found)
+
+
+class Enough(Exception):
+    """Raised in their script when the rounds that are compared are done."""
+
+
+def script_variables(path):
+    """What the variables of their script hold when it ends, or when it has done Enough."""
+    scope = {"__name__": "__main__"}
+    with contextlib.suppress(Enough):
+        exec(compile(pathlib.Path(path).read_text(), path, "exec"), scope)
+    return types.SimpleNamespace(**scope)
 
 
 def put(module, w, names=None):

@@ -187,7 +187,7 @@ def compare(first, newest):
 
     with check.program(first, ["matplotlib", "matplotlib.pyplot"], [(".float()", ".double()")]) as load:
         compare_first_version(load, line)
-    for name, because, changed in ((", with 1e-6 in the cosine there", "superfed D7", []), ("", None, [(".add(1e-6)", "")])):
+    for name, because, changed in ((", with 1e-6 in the cosine there", "superfed D6", []), ("", None, [(".add(1e-6)", "")])):
         with check.program(newest, ["matplotlib", "matplotlib.pyplot", "src.dataset"], changed) as load:
             compare_layer_mixing(load, line, name, because)
     return lines
