@@ -9,7 +9,6 @@ The clones, each under its repository's name:
         lgcollins/FedRep IBM/FedMA; do git -C folder clone https://github.com/$name; done
 """
 
-import importlib
 import json
 import pathlib
 import platform
@@ -46,7 +45,7 @@ ABOUT = {
 def measure(clones):
     record = {"python": platform.python_version(), "torch": str(torch.__version__), "scripts": {}}
     for name, repository in check.REPOSITORIES.items():
-        script, start = importlib.import_module(name), time.perf_counter()
+        script, start = check.script(name), time.perf_counter()
         lines = check.run(script, repository and clones / repository.split("/")[1])
         for line in lines:
             line.update(difference=float(f"{line['difference']:.2g}"), bound=float(f"{line['bound']:.2g}"))

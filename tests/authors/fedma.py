@@ -51,7 +51,7 @@ def compare(folder):
     sys.modules["lapsolver"] = types.SimpleNamespace(solve_dense=linear_sum_assignment)
     with check.program(folder, changed=[("float32", "float64")]) as load:
         easy = [[], [], [], []]
-        for _ in range(50):  # the same units in another order, with some noise
+        for _ in range(20):  # the same units in another order, with some noise
             base = 2 * rng.standard_normal((UNITS, NUMBERS))
             V = np.stack([rng.permutation(base) + 0.3 * rng.standard_normal(base.shape) for _ in range(CLIENTS)])
             order, layer, _ = theirs(load, V, gamma=7)
@@ -59,14 +59,14 @@ def compare(folder):
             for part, z in zip(easy, (order, mine, layer, in_order(V, mine).mean(0))):
                 part.append(torch.as_tensor(z))
         order, mine, layer, mean = easy
-        line("matching, 50 cases with counterparts: the orders", order, mine)
+        line("matching, 20 cases with counterparts: the orders", order, mine)
         line("matched layer, the prior's pull undone", [z * (CLIENTS + 1) / CLIENTS for z in layer], mean)
         line("matched layer, pulled to the prior there", layer, mean, "fedma D3")
-        noise = rng.standard_normal((150, 1, UNITS, NUMBERS)) + 2 * rng.standard_normal((150, CLIENTS, UNITS, NUMBERS))
+        noise = rng.standard_normal((50, 1, UNITS, NUMBERS)) + 2 * rng.standard_normal((50, CLIENTS, UNITS, NUMBERS))
         ours = [agreement(V, baselines.match(torch.as_tensor(V)).numpy()) for V in noise]
         found = [agreement(V, theirs(load, V, NO_GROWTH)[0]) for V in noise]
         same = sum(np.isclose(ours, found, rtol=1e-9))
-        line(f"matching, 150 cases with twice as much noise: agreement, relative ({same} the same)", np.ones(150), np.array(ours) / found, "fedma D2")
+        line(f"matching, 50 cases with twice as much noise: agreement, relative ({same} the same)", np.ones(50), np.array(ours) / found, "fedma D2")
         line("matching, 10 cases with twice as much noise: units of the layer", [float(theirs(load, V, 7)[2]) for V in noise[:10]], [float(UNITS)] * 10,
              "fedma D1")
     del sys.modules["lapsolver"]

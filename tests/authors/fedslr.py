@@ -97,18 +97,18 @@ def compare_fedslr(load, line):
 
 
 def compare_resnet(load, line):
-    """Logits and gradients of ResNet-18 for 8 images of 32x32."""
+    """Logits and gradients of ResNet-18 for 2 images of 32x32."""
     for classes, name in ((10, "Resnet18"), (100, "Cifar100_Resnet18")):
         net = common.Net("resnet18", (3, 32, 32), classes)
         w = net.init(common.stream(1, "initialisation")).double().requires_grad_()
-        x, y = torch.rand(8, 3, 32, 32), torch.arange(8)
+        x, y = torch.rand(2, 3, 32, 32), torch.arange(2)
         other = check.put(load("utils_models").client_model(name).double(), w.detach())
         a, b = other(x), net(w, x)
         nn.functional.cross_entropy(a, y).backward()
         g = torch.autograd.grad(nn.functional.cross_entropy(b, y), w)[0]
-        line(f"ResNet-18 for {classes} classes: logits", None, a, b, steps=21, longest=8 * 32 * 32)  # 21 layers
+        line(f"ResNet-18 for {classes} classes: logits", None, a, b, steps=21, longest=512 * 9)  # 21 layers, 512 channels of 3x3
         line(f"ResNet-18 for {classes} classes: gradient", None, check.vector([p.grad for p in other.parameters()]), g, steps=42,
-             longest=8 * 32 * 32)
+             longest=512 * 9)
 
 
 def compare_baselines(load, line):

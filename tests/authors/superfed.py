@@ -100,6 +100,9 @@ def compare_first_version(load, line):
         line(f"Model Mixing, {what}: w^f", run, check.vector(they.model, names(they.model, False)), state["w_f"], rounds=rounds)
         line(f"Model Mixing, {what}: w^l of all clients", run, local_models(they), parts(run.fed.net, state["W_l"], local=True),
              rounds=rounds)
+    k = next(k for k in range(run.fed.K) if k not in run.S[-1])  # it holds what it got when it was sampled, or what it made of it
+    line("w^f with which a client that was not sampled last is evaluated", run, check.vector(they.clients[k].model,
+         names(they.clients[k].model, False)), run.states[-1]["w_f"], because="superfed D11")
     compare_measures(load, line, run, they)
     net, x = common.Net("cnn", (1, 28, 28), 62), torch.rand(4, 1, 28, 28)
     w, other = net.init(common.stream(1, "initialisation")).double(), load("src.models").MNISTConvNet("", 1, 32, 512, 62)
