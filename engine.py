@@ -473,8 +473,8 @@ class Rows:
         self.replaced.append((S, self.all[S]))
         self.all[S] = x.to(self.all)
 
-    def sum(self):
-        """Over this process's clients: [...]."""
+    def sum(self, dim=0):
+        """Over this process's clients: [...]. dim: as a tensor's sum, so that federation.sum takes Rows, too."""
         return self.all.sum(0).to(self.device)
 
     def keep(self):

@@ -1,113 +1,65 @@
-"""PersFL: personalised federated learning by distillation from each user's optimal teacher, from Divi, Farrukh, Celik,
-"Unifying Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191.
+"""PersFL: personalised federated learning by distillation. Divi, Farrukh, Celik, "Unifying Distillation with Personalization
+in Federated Learning", 2021, arXiv 2105.15191.
 
-    python persfl.py --runs 5                              (Table 2, DS-1; published: PersFL 81.9 +- 4.9, FedAvg 45 +- 5.1)
-    python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2; published: PersFL 59.6 +- 1.7, FedAvg 48.7 +- 2)
-    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: PersFL 82.3 +- 7.2, FedAvg 46.6 +- 9.4)
+    python persfl.py --runs 5                              (Table 2, DS-1; published: FedAvg .450, PersFL .819)
+    python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2; published: FedAvg .487, PersFL .596)
+    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg .466, PersFL .823)
 
-Ours of DS-1 and DS-2, seed 0, 11 and 10 minutes on two cores; results/MEASURED.md has all six:
-    results/persfl-2/persfl-cifar10-split-classes/0: PersFL 0.7388, FedAvg 0.5163
-    results/persfl-2/persfl-cifar10-split-dirichlet-classes/0: PersFL 0.5874, FedAvg 0.5207
+DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
+DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: mean over 10 users, seed 0, two CPU cores.
 
-The same with --dataset mnist is Table 3, with --teacher final the columns FedAvg of Table 4, with --soft ce the columns
-PersFL-GD of Table 6. Published numbers are means and standard deviations over users.
+    split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
+    DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
+    DS-2    25       .5207    .4895        .5874    10        results/persfl-2/persfl-cifar10-split-dirichlet-classes/0
+    DS-3    50       .3648    .9131        .9123    13        results/persfl-2/persfl-cifar10-split-lognormal/0
 
-All models have one shape: G, the global one of FedAvg; O_k, the G of some round, which is user k's teacher; A_k, user k's
-own, the student. "global" is G on the central test images. "personal" is measured on every user's own test images, in the last
-row of the record with A_k, in earlier rows with G. T is the temperature and E_G the number of rounds, --rounds. Stage 2 is part
-of the last round; a run stopped there does that whole round anew. The last row also has
-    personal@fedavg, personal@lambda=0           the same with G, and with O_k fine-tuned without distillation
-    personal@val, personal@test                  the same with the A_k that --select val and --select test choose
-    users                                        lists over users: accuracies, T and lambda, the teacher's round
-    students                                     each user's accuracy with every pair of `grid`, on validation (val) and test
-                                                 images
-    unseen                                       all of this for the new users of --unseen
+G is FedAvg's global model. O_k, user k's teacher, is the G of one round. A_k, user k's own model, is a student of O_k. T and
+lambda say how it imitates O_k; at lambda = 0 it does not ("fine-tuned"). "global" is G on the central test images. "personal"
+is measured on each user's own test images: with A_k in the last row of the record, with G in the rows before.
 
-The paper's Algorithm 1, in our words (K users, n_k training images of user k, n of all; G(b), A(b) and O_k(b) are logits):
+The paper's Algorithm 1, in our words, with its line numbers. Lines 9 to 11 are ours: there the paper only closes loops. There
+are K users with n_k training images, n in all. A_k(b) and O_k(b) are logits, CE is the cross-entropy.
 
-    Stage 1, the teachers
-     1  choose G_1;  l'_k = infinity for every user k
-     2  for each round e = 1, ..., E_G:
-     3      for each user k, who is sent G_e:
-     4          l_k = mean cross-entropy of G_e on k's validation images
-     5          if l_k < l'_k:
-     6              l'_k = l_k,  O_k = G_e
-     7      G_{e+1} = sum over k of n_k/n * w_k,  w_k = G_e after E_L epochs of SGD on k's training images (FedAvg)
-    Stage 2, every user k by itself, for every (T, lambda) of the grid
-     8  A = O_k
-     9  for each of E local epochs:
-    10      for each minibatch b of k's training images, with labels y_b:
-    11          s_b = softmax(O_k(b) / T)
-    12          hard = CE(y_b, softmax(A(b)));  soft = KL(s_b || softmax(A(b) / T)), in PersFL-GD CE(s_b, softmax(A(b) / T))
-    13          loss = (1-lambda) * hard + lambda * T^2 * soft                                          (3), PersFL-GD (7)
-    14          A = A - eta * gradient of loss
-    15  A_k = the A of the best pair (T, lambda)
+     1  Stage 1, users and server together: find the teachers
+     2  choose G_1;  l'_k = infinity for every user k
+     3  for each round e = 1, ..., E_G:
+     4      for each user k, who is sent G_e:
+     5          l_k = mean cross-entropy of G_e on user k's validation images
+     6          if l_k < l'_k:
+     7              l'_k = l_k
+     8              O_k = G_e
+     9          w_k = G_e after E_L epochs of SGD on user k's training images
+    10      G_{e+1} = sum over k of n_k/n * w_k
+    11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
+    12  Stage 2, every user alone: distil from the teachers
+    13  for each pair (T, lambda) of the grid: A_k = O_k, trained by lines 14 to 22; user k keeps the best of these students
+    14  for each user k:
+    15      cut user k's training images into minibatches of size B
+    16      for each of E local epochs:
+    17          for each minibatch b, with labels y_b:
+    18              loss = (1-lambda) * hard + lambda * T^2 * soft                      (3); PersFL-GD: (7)
+    19              hard = CE(y_b, softmax(A_k(b)))
+    20              soft = KL(s_b || softmax(A_k(b) / T));                              PersFL-GD: CE(s_b, softmax(A_k(b) / T))
+    21              s_b = softmax(O_k(b) / T)
+    22              w = w - eta * gradient of loss, for the weights w of A_k
 
-Deviations. The authors' code for the two stages is not available. Of their code for the baselines a part is (pFedMe and
-Per-FedAvg), with the logs of its runs. Effects are not measured unless stated.
-    D1  Lines 4 to 6: the candidates are the models that users are sent, G_1 (untrained) to G_{E_G}, as in section 4.1 users
-        store them "before updating the local version". The model that the last round makes is no candidate; only --teacher
-        final sends it to the users. The words below (2), the model "learned in" each round, mean the opposite: it would be a
-        candidate and G_1 not. This matters to users whose teacher is the last candidate: 31 of 50 in DS-2 of MNIST (11 with
-        the images of D9), 13 of 50 in DS-2 of CIFAR-10, at most 6 of 50 elsewhere. Section 4.1 says once that users choose by
-        accuracy; the algorithm and (2) say by loss, as here.
-    D2  Line 7: the paper leaves FedAvg open; its (4) weighs users alike. Here n_k/n as in McMahan et al., in DS-1 the same.
-    D3  Lines 7, 9, 10 and 14: eta, the minibatch size B, the epochs E_L of Stage 1 and E of Stage 2, and any momentum are
-        unknown. (Names as in section 4.3; the algorithm writes E_L for Stage 2's epochs.) In the authors' code for the
-        baselines B is 20 or 128. Chosen here: B=20, eta=.05, E_L=1, E=10, no momentum, no weight decay (it would draw students
-        with lambda=1 away from O_k, against D7). The choice was made in a few short runs, of which there are no records, by
-        accuracies on validation images: FedAvg on DS-2 of CIFAR-10 had .39 after 9 rounds (B=128, eta=.1: .30 after 15), and
-        on DS-1 of MNIST .89 after 50. No setting that was tried gives all of FedAvg's published columns.
-    D4  Lines 10 and 12: images are shuffled again in every epoch. The loss of a minibatch is a mean over its images and a sum
-        over classes; the authors' reduction is unknown, and PyTorch's default would make the soft loss ten times smaller.
-        Images are scaled to [0, 1]. The authors' may have been normalised: DS-2's generator does so (D9), but the baselines'
-        code for DS-1 shows no scaling at all. On DS-1 of MNIST, in five runs with --transform normalize, FedAvg has .914,
-        PersFL .952 and the mean lambda is .045. With scaled images these are .893, .939 and .08; published are .920, .986 and
-        .035. A higher eta on scaled images has a similar effect (results/LOG.md).
-    D5  Line 12: (3) writes KL(A, O), line 20 of the paper's algorithm KL(s, A). The cross-entropy beside it has the same order
-        in both places: prediction and target in (3), target and prediction in the algorithm. So in both the teacher is the
-        target. This KL is the CE less the entropy of s_b, which does not depend on A: PersFL and PersFL-GD have the same
-        gradients. What Table 6 reports between them (59.6 and 58.2 on DS-2 of CIFAR-10) must then come from something else:
-        chance, another order or reduction, another grid.
-    D6  Line 15: (3) takes the pair of least training loss. That would always be lambda=1, whose loss is 0 at A = O_k, and the
-        paper says that 1 was never best (here it is for one of 300 users). It does not say what was used instead; its appendix
-        shows test accuracies. Here a user takes the pair whose student is most accurate on its validation images, of equals
-        the first in GRID; --select test takes its test images. Students that diverged aren't chosen.
-    D7  The grid is not printed. That T is in {1, 5, 25} and lambda in {0, .25, .5, .75, 1} is inferred from the averages in
-        Table 5 and the appendix. With lambda=1 a student starts at O_k and should stay there, since the gradient is 0 but for
-        rounding. But rounding errors grow in training: at our eta they changed one user's accuracy by up to 15 points (DS-1 of
-        MNIST; 10 on DS-3).
-    D8  FedAvg's column is the G after E_G rounds. With --teacher final (Table 4) this G is every user's teacher and all
-        students start from it; the table's caption speaks of the start alone, section 5.3 and the authors' README of the
-        teacher. For DS-3 of CIFAR-10 and DS-2 of MNIST the paper trained FedAvg's column twice as long as Stage 1 (Table 7);
-        which of the two models Table 4 has is not said.
-    D9  Users share the data sets' training images. The paper's counts include the test images, but in the authors' logs the
-        users' test images in DS-1 and DS-2 of CIFAR-10 add up to 10,000 and 10,003, a fifth of the training images. In DS-1 of
-        MNIST the authors' users have 600 images each: --limit 6000, which takes the same 6,000 in every run.
-        DS-1 gives a user equally many images of its 4 classes; in the paper users have the same total but "may have [...] a
-        different number of samples per class".
-        DS-2 draws the users' shares of each class from Dir(.9, ..., .9), as the authors' generator and the paper's first words
-        about it do; its words on the prior and on small alpha, and its citation, mean a draw per user. The generator takes
-        class 0's size for every class; here every class has its own. It also moves, mirrors and normalises training images, of
-        which the paper says nothing. --augment-once --transform normalize does so once, to all images, as if the generator's
-        output had been stored: then five runs on MNIST have FedAvg .857 and PersFL .879 (published .855, .880; with neither
-        flag .944, .956), but a mean lambda of .315 (.51).
-        In DS-3 user k has classes k and k+1, as in pFedMe's generator, and users share all training images; amounts are
-        log-normal (mu 0, sigma 2), as in the paper. In the authors' logs CIFAR-10's users have 229 to 1,457 test images, 5,727
-        in all, a fifth of 28,600 instead of 50,000. On MNIST sizes differ far more here than there; the generator probably
-        added a random 300 to 600 to its log-normal amounts and doubled the sums.
-    D10  Section 6 describes without an experiment how new users may join. With --unseen N the last N users train in no round.
-        Each chooses its teacher among the G of all rounds and then does Stage 2. In the paper the server would have stored all
-        these G; here a new user compares them round by round, as the others do. (The paper's other way, the final G as the new
-        user's teacher, is --teacher final.)
-    D11  --runs 5 is 5 runs, each with a split and a seed of its own, and averages them user by user, as the tables do.
-        Standard deviations are over users, of these averages, with divisor K-1. The authors' DS-3 of CIFAR-10 has the same
-        sizes in all five; here each run draws its own, which should bring the users' averages closer together.
-    D12  The network for CIFAR-10: the paper has "two 2-D convolutional layers separated by a MaxPool layer", and 400, 120 and
-        84 neurons. 400 is what its first fully connected layer gets, and only if the second convolution is pooled, too, as in
-        the authors' code for the baselines and here.
+Choices that change a number. docs/persfl.md has each in full.
+
+    D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. The last model, G_{E_G+1}, is none.
+    D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper does not say how FedAvg weighs users.
+    D3  Lines 9 to 22: B = 20, eta = .05, E_L = 1, E = 10 and no momentum are our choice. The paper names none of them.
+    D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
+    D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
+    D6  Line 13: the best student is the most accurate one on validation images, of equals the first in GRID.
+    D7  Line 13: the grid is inferred from Table 5. Its 15 pairs are 11 students: T does not matter where lambda is 0 or 1.
+    D8  Line 11: the last G replaces the teacher, and so the students' start. The tables' column FedAvg is this G.
+    D9  DS-1 to DS-3 are made of the training images alone, as the paper's words say. The authors' own splits differ.
+    D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
+    D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
+    D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
 """
 
+import itertools
 import json
 import pathlib
 import sys
@@ -118,6 +70,101 @@ import torch
 from torch.func import vmap
 
 import common
+
+GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1) if T == 1 or 0 < lam < 1]  # l.13 (D7)
+
+
+def client_step(net, args):
+    """FedAvg's ClientUpdate, for one user and one minibatch b."""
+
+    def step(client, b, eta):
+        w, u = client  # [d] weights, [d] momentum
+
+        def loss(w):
+            return common.cross_entropy(net(w, b.x), b)
+
+        g = common.grad(loss)(w)  # [d]
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.9: w - eta * u, with u = momentum * u + g
+
+    return step
+
+
+def student_step(net, args, grid=GRID):
+    """Stage 2's body, for one user and one minibatch b: a step of all of the user's students, one for each pair of the grid."""
+    T, lam = torch.tensor(grid, dtype=torch.float, device=net.decayed.device).T  # [11], [11]
+
+    def step(user, b, eta):
+        A, u, O = user  # [11, d] the students' weights, [11, d] their momentum, [d] the teacher's weights
+        O_b = net(O, b.x)  # O_k(b): [B, classes]
+
+        def loss(A, T, lam):  # of one student
+            A_b = net(A, b.x)  # A_k(b): [B, classes]
+            log_s, log_a = (O_b / T).log_softmax(1), (A_b / T).log_softmax(1)  # l.21: log s_b
+            soft = log_s.exp() * (log_s - log_a if args.soft == "kl" else -log_a)  # l.20: KL or CE (D5)
+            soft = (soft.sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4)
+            hard = common.cross_entropy(A_b, b)  # l.19
+            return (1 - lam) * hard + lam * T**2 * soft  # l.18
+
+        g = vmap(common.grad(loss))(A, T, lam)  # l.22: for all students at once, [11, d]
+        A, u = common.sgd(args, A, u, g, eta, net.decayed)  # l.22: A - eta * u
+        return A, u, O
+
+    return step
+
+
+def choose(accuracy):
+    """Each user's best student, of equals the first: accuracy [K, 11], nan for a student that diverged -> [K]."""
+    return np.nan_to_num(accuracy, nan=-1).argmax(1)
+
+
+def stage_2(federation, run, O, args):
+    """Every user alone, with its teacher O_k: O [K, d] -> all its students [K, 11, d], and A_k, the one it keeps [K, d]."""
+    users, eta = np.arange(len(O)), torch.tensor(args.distill_lr, device=federation.device)
+    step = with_progress(student_step(federation.net, args), federation, run)
+    A = O[:, None].repeat(1, len(GRID), 1)  # l.13: every student starts at O_k
+    # federation.train does for each user k, at once or one after the other:      l.14
+    #     for epoch in range(E):                                                  l.16
+    #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
+    #             A, u, O = step((A, u, O), b, eta)                               l.18-22
+    A, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, args.rounds, eta, epochs=args.distill_epochs)
+    accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on validation images: [K, 11]
+    best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K] (D6)
+    return A, A[torch.arange(len(O)), torch.from_numpy(best)]
+
+
+def main(argv=None):
+    args = arguments(argv)
+    if args.runs > 1:
+        return repeat(args, argv)
+    federation = common.Federation(args)
+    seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
+    run = common.Run(__file__, args, federation)
+    step = client_step(federation.net, args)
+
+    G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]
+    state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
+                  round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: O [K, d], l' [K]
+    for t, S in run.rounds(state, among=seen):  # l.1, l.3-4: Stage 1; S are all users, [m]
+        e = t + 1
+        l_k = validation_losses(federation, state.G)  # l.5: [K] (D1)
+        better = l_k < state.l_prime  # l.6: [K]
+        state.l_prime = torch.where(better, l_k, state.l_prime)  # l.7
+        state.O = torch.where(better[:, None], state.G, state.O)  # l.8: [K, d]
+        state.round_of_O = torch.where(better, e, state.round_of_O)  # l.8, for the record
+        w = state.G.expand(len(S), -1)  # [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.9: [m, d]
+        state.G = federation.mean(w_k, federation.n[S])  # l.10: G_{e+1}, [d] (D2)
+        run.sent(up=w_k.numel(), down=K * len(G))
+        if e == args.rounds:  # e = E_G; in the record Stage 2 is a part of this round
+            O = teachers(run, state, args)  # state.O, or l.11: [K, d] (D8)
+            students, state.A = stage_2(federation, run, O, args)  # l.12: Stage 2
+        if run.evaluates():
+            run.log(federation.evaluate(state.G), **measure(federation, state, students, args))
+    return report(run, args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around it
 
 # DS-1 of CIFAR-10, and below what differs elsewhere. Users, images: section 5; rounds: Table 7; the rest is our choice (D3).
 DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val=0.2, client_test=0.2, fraction=1.0, rounds=50,
@@ -132,106 +179,134 @@ BY_DATASET = {
     # ours, for a quick look
     "shapes": dict(rounds=10, epochs=2, distill_epochs=5),
 }
-GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1)]  # D7; the first is fine-tuning
 
 
-def client_step(net, args):
-    """FedAvg's, for one user and one minibatch."""
+def arguments(argv):
+    parser = common.parser(__doc__, **DEFAULTS)
+    group = parser.add_argument_group("PersFL (--rounds is E_G, --epochs E_L, --lr eta of Stage 1)")
+    group.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
+    group.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
+                       help="O_k: each user's best G, or the last one for all (Table 4)")
+    group.add_argument("--select", choices=("val", "test"), default="val", help="images by which a user chooses (T, lambda)")
+    group.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E, local epochs of Stage 2")  # D3
+    group.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta of Stage 2")  # D3
+    group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users k' that join only after the last round")
+    group.add_argument("--runs", type=common.positive_int, default=1, help="runs to average; run r adds r to both seeds")
+    args = common.parse(parser, BY_DATASET, argv)
+    if args.fraction < 1:
+        common.refuse("all users take part in every round; use --fraction 1")
+    if not args.client_val:
+        common.refuse("users choose their teachers on validation images; use --client-val above 0")
+    return args
 
-    def step(client, batch, eta):
-        w, u = client  # [d] weights, [d] momentum
-        g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)  # [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.7: w - eta * u, u = momentum * u + g + decay * w
 
-    return step
+def seen_and_unseen(federation, args):
+    """The numbers of the users that train in Stage 1, and of those that join only for Stage 2."""
+    if args.unseen >= federation.K:
+        common.refuse(f"--unseen {args.unseen} leaves none of the {federation.K} users to train; use a smaller number")
+    return np.split(np.arange(federation.K), [federation.K - args.unseen])
 
 
-def student_step(net, args, grid=GRID):
-    """Stage 2's body, for the students of one user, one for each pair (T, lambda) of the grid, and one minibatch."""
-    T, lam = torch.tensor(grid, dtype=torch.float, device=net.decayed.device).T  # [pairs] each
-
-    def step(user, batch, eta):
-        A, u, O = user  # [pairs, d] weights, [pairs, d] momentum, [d] their teacher
-        v = net(O, batch.x)  # [B, classes]: the teacher sees a minibatch once
-
-        def loss(A, T, lam):
-            z = net(A, batch.x)  # [B, classes]
-            log_s, log_a = (v / T).log_softmax(1), (z / T).log_softmax(1)  # l.11: log s_b
-            hard = common.cross_entropy(z, batch)  # l.12
-            soft = (log_s.exp() * (log_s * (args.soft == "kl") - log_a)).sum(1)  # l.12: [B] (D5)
-            soft = (soft * batch.mask).sum() / batch.mask.sum().clamp(min=1)  # D4
-            return (1 - lam) * hard + lam * T**2 * soft  # l.13
-
-        g = vmap(common.grad(loss))(A, T, lam)  # l.14: [pairs, d]
-        return *common.sgd(args, A, u, g, eta, net.decayed), O  # l.14: A - eta * u
-
-    return step
+def repeat(args, argv):
+    """--runs: one run after the other, each with its own record, and average.json with the mean of them."""
+    argv = sys.argv[1:] if argv is None else argv
+    out = pathlib.Path(args.out or f"runs/persfl-{pathlib.Path(args.dataset).stem}-{args.seed}")
+    rows = []
+    for r in range(args.runs):
+        new = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D11
+        rows.append(main([*argv, *(f"--{name}={value}" for name, value in new.items())]))
+    print(f"\naverages of {args.runs} runs")
+    averages = show(rows, out, args)
+    if common.is_main_process():
+        (out / "average.json").write_text(json.dumps(common.finite(averages), indent=1) + "\n")
 
 
 def validation_losses(federation, w):
-    """Mean cross-entropy of the model w [d] on every user's validation images: [K]."""
-    own = federation.split.val
-    index = torch.from_numpy(np.concatenate(own)).to(federation.device)
-    user = torch.from_numpy(np.repeat(np.arange(len(own)), [len(i) for i in own])).to(federation.device)
-    return common.score(federation.logits(w, index), federation.labels[index], user, len(own))["loss"]
+    """Mean cross-entropy of the model w [d] on each user's validation images: [K]."""
+    images = federation.split.val  # of each user
+    index = torch.from_numpy(np.concatenate(images)).to(federation.device)
+    user = torch.from_numpy(np.repeat(np.arange(len(images)), list(map(len, images)))).to(federation.device)
+    return common.score(federation.logits(w, index), federation.labels[index], user, len(images))["loss"]
 
 
-def distil(federation, step, O, args):
-    """Stage 2: the students of all users and all pairs of GRID, side by side; O [K, d] -> A [K, 15, d]."""
-    A = O[:, None].repeat(1, len(GRID), 1)  # l.8
-    eta = torch.tensor(args.distill_lr, device=federation.device)
-    S = np.arange(len(O))
-    A, *_ = federation.train(step, (A, torch.zeros_like(A), O), S, args.rounds, eta, epochs=args.distill_epochs)  # l.9-10
-    return A
+def teachers(run, state, args):
+    """O_k of every user: [K, d]. --teacher final: the last G, which all users are sent."""
+    if args.teacher == "optimal":
+        return state.O
+    run.sent(up=0, down=state.O.numel())
+    return state.G.expand(len(state.O), -1)
 
 
-def choose(accuracy):
-    """accuracy [m, 15] of each user's students, nan if it diverged -> [m], each user's best; the first of equals."""
-    return np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.15 (D6)
+def accuracies(federation, students, images):
+    """Of every user's students [K, 11, d] on the images numbered images[k]: [K, 11], nan for a student that diverged."""
+    found = [federation.evaluate_clients(W, images)["per_client"] for W in students.unbind(1)]  # [11, K]
+    sound = federation.gather(students.isfinite().all(2).long()).cpu().numpy() > 0  # [K, 11]
+    return np.where(sound, np.array(found).T, np.nan)
 
 
-def measure(federation, numbers, A, G, e, select):
-    """Measures of the students A of the users with these numbers, with a table of them; and the students they choose, [m, d].
+def with_progress(step, federation, run):
+    """Stage 2's step, which counts its minibatches in the run's bar. On a GPU, where a captured step is replayed, the line
+    printed here is all."""
+    args = federation.args
+    minibatches = args.distill_epochs * sum(-(-len(i) // (args.batch_size or len(i))) for i in federation.split.train)
+    run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs: "
+                  f"{len(GRID) * minibatches} steps")
+    count = itertools.count(1)  # several threads may count
 
-    A [K, 15, d] and e [K], the rounds of the teachers, are all users'; G [d] is that after the last round.
-    """
-    rows = federation.rows(numbers)
-    A, e = A[rows], federation.gather(e[rows], numbers)  # [m, 15, d], [m]
+    def counting(user, b, eta):
+        done = next(count)
+        if done % -(-minibatches // 100) == 0:
+            run.bar.set_postfix_str(f"stage 2: {100 * done // minibatches} %")
+        return step(user, b, eta)
 
-    def of(i):
-        """The students numbered i, or i[k] of user k, as evaluate_clients wants them."""
-        W = A[torch.arange(len(A)), i]
-        return lambda S: W[np.searchsorted(rows, S)]
+    return step if federation.vmap else counting
 
-    models, best, students = {"fedavg": G, "lambda=0": of(0)}, {}, {}
-    chosen = {}
-    sound = federation.gather(A.isfinite().all(2).long(), numbers).cpu().numpy() > 0  # [m, 15]
-    for part in ("val", "test"):
-        images = getattr(federation.split, part)
-        accuracy = np.array([federation.evaluate_clients(of(i), images, numbers)["per_client"] for i in range(len(GRID))]).T
-        accuracy[~sound] = np.nan
-        best[part], students[part] = choose(accuracy), accuracy.tolist()
-        mine = np.searchsorted(numbers, federation.clients[rows])
-        chosen[part] = A[torch.arange(len(A)), torch.from_numpy(best[part][mine])]  # [m, d]
-        models[part] = of(torch.from_numpy(best[part][mine]))
-    found = {name: federation.evaluate_clients(W, among=numbers) for name, W in models.items()}
-    table = {
-        "FedAvg": found["fedavg"]["per_client"], "fine-tuned": [pairs[0] for pairs in students["test"]],
-        "PersFL": found[select]["per_client"], "T": [GRID[i][0] for i in best[select]],
-        "lambda": [GRID[i][1] for i in best[select]], "teacher's round": e.tolist(),
-    }
-    short = {f"personal@{name}": common.without_clients(measures) for name, measures in found.items()}
-    return {"personal": found[select], **short, "users": table, "grid": GRID, "students": students}, chosen[select]
+
+def measure(federation, state, students, args):
+    """A round's personal measures; with the students of Stage 2, [K, 11, d], also those that docs/persfl.md names."""
+    seen, unseen = seen_and_unseen(federation, args)
+    if students is None:
+        return {"personal": federation.evaluate_clients(state.G, among=seen)}
+    accuracy = {part: accuracies(federation, students, getattr(federation.split, part)) for part in ("val", "test")}  # [K, 11]
+    best = {part: choose(accuracy[part]) for part in accuracy}  # [K]
+    models = {"fedavg": state.G, "lambda=0": students[:, 0]}
+    for part in best:
+        models[part] = students[torch.arange(len(students)), torch.from_numpy(best[part][federation.clients])]
+    rounds = federation.gather(state.round_of_O).cpu().numpy()
+    if args.teacher == "final":
+        rounds = np.full(federation.K, args.rounds + 1)  # that a further round would begin with G
+
+    def of(users):
+        """The measures of the users with these numbers."""
+        found = {name: federation.evaluate_clients(W, among=users) for name, W in models.items()}
+        pairs = [GRID[i] for i in best[args.select][users]]
+        table = {"FedAvg": found["fedavg"]["per_client"], "fine-tuned": accuracy["test"][users, 0].tolist(),
+                 "PersFL": found[args.select]["per_client"], "T": [T for T, _ in pairs], "lambda": [lam for _, lam in pairs],
+                 "teacher's round": rounds[users].tolist()}
+        short = {f"personal@{name}": common.without_clients(measures) for name, measures in found.items()}
+        return {"personal": found[args.select], **short, "users": table, "grid": GRID,
+                "students": {part: accuracy[part][users].tolist() for part in accuracy}}
+
+    return {**of(seen), "unseen": of(unseen)} if args.unseen else of(seen)
 
 
 def average(parts):
     """Of several runs' measures: the table of users, the mean over users, their standard deviation, students' accuracies."""
     table = {name: np.mean([part["users"][name] for part in parts], 0) for name in parts[0]["users"]}  # D11
-    students = np.mean([part["students"]["test"] for part in parts], 0)  # [m, 15]
+    students = np.mean([part["students"]["test"] for part in parts], 0)  # [m, 11]
     return {
-        "users": {name: z.tolist() for name, z in table.items()}, "mean": {name: z.mean() for name, z in table.items()},
-        "std": {name: z.std(ddof=min(1, len(z) - 1)) for name, z in table.items()}, "students": students.tolist(),
+        "users": {name: column.tolist() for name, column in table.items()},
+        "mean": {name: column.mean() for name, column in table.items()},
+        "std": {name: column.std(ddof=min(1, len(column) - 1)) for name, column in table.items()},
+        "students": students.tolist(),
     }
+
+
+def report(run, args):
+    """Prints and draws the last round's table of users; returns that round."""
+    row = run.record()["rounds"][-1]
+    show([row], run.out, args)
+    return row
 
 
 def show(rows, out, args):
@@ -245,17 +320,17 @@ def show(rows, out, args):
         users = dict(enumerate(zip(*group["users"].values()), first[name]))
         lines = {**users, "mean": group["mean"].values(), "std": group["std"].values()}
         for user, line in lines.items():
-            values = [100 * z if i < 3 else z for i, z in enumerate(line)]
-            print(f"{user:<10}" + "".join(f"{z:>17.2f}" for z in values))
+            values = [100 * value if i < 3 else value for i, value in enumerate(line)]
+            print(f"{user:<10}" + "".join(f"{value:>17.2f}" for value in values))
     for name, group in groups.items() if args.plot else ():
-        students = np.array(group["students"])  # [m, 15]
+        students = np.array(group["students"])  # [m, 11]
         columns, k = min(5, len(students)), first[name]
         lines = -(-len(students) // columns)
         path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * lines)
         with common.drawing(path, lines, columns, size) as axes:
-            for user, (axis, accuracies) in enumerate(zip(np.ravel(axes), students)):
-                for T in sorted({T for T, _ in GRID}):
-                    points = [(lam, a) for (at, lam), a in zip(GRID, accuracies) if at == T]
+            for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
+                for T in sorted({T for T, _ in GRID}):  # at lambda 0 and 1 one student stands for every T
+                    points = sorted((lam, a) for (at, lam), a in zip(GRID, accuracy) if at == T or lam in (0, 1))
                     axis.plot(*zip(*points), marker="o", markersize=3, label=f"T={T}")
                 axis.set(title=f"{name} {k + user}", xlabel="lambda", ylabel="" if user % columns else "test accuracy")
             axis.legend()
@@ -264,84 +339,6 @@ def show(rows, out, args):
             axis.bar(k + np.arange(len(students)), group["users"]["teacher's round"])
             axis.set(xlabel=name, ylabel="round of its teacher", title=f"mean over {len(rows)} runs" if len(rows) > 1 else "")
     return groups
-
-
-def arguments(argv):
-    parser = common.parser(__doc__, **DEFAULTS)
-    own = parser.add_argument_group("PersFL")
-    own.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
-    own.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
-                     help="O_k: each user's best G, or the last one for all (Table 4)")
-    own.add_argument("--select", choices=("val", "test"), default="val", help="the images on which a user chooses T and lambda")
-    own.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E, local epochs of Stage 2")  # D3
-    own.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta of Stage 2")  # D3
-    own.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users that join only after the last round")
-    own.add_argument("--runs", type=common.positive_int, default=1, help="runs to average; run r adds r to both seeds")
-    args = common.parse(parser, BY_DATASET, argv)
-    if args.fraction < 1:
-        common.refuse("all users take part in every round; use --fraction 1")
-    if not args.client_val:
-        common.refuse("users choose their teachers on validation images; use --client-val above 0")
-    return args
-
-
-def repeat(args, argv):
-    """--runs: one run after the other, each with its own record, and average.json with the mean of them."""
-    out = pathlib.Path(args.out or f"runs/persfl-{pathlib.Path(args.dataset).stem}-{args.seed}")
-    rows = []
-    for r in range(args.runs):
-        own = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D11
-        rows.append(main([*argv, *(f"--{name}={value}" for name, value in own.items())]))
-    print(f"\naverages of {args.runs} runs")
-    averages = show(rows, out, args)
-    if common.is_main_process():
-        (out / "average.json").write_text(json.dumps(common.finite(averages), indent=1) + "\n")
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    args = arguments(argv)
-    if args.runs > 1:
-        return repeat(args, argv)
-    federation = common.Federation(args)
-    K, net, device, rows = federation.K, federation.net, federation.device, len(federation.clients)
-    if args.unseen >= K:
-        common.refuse(f"--unseen {args.unseen} leaves none of the {K} users to train; use a smaller number")
-    seen, unseen = np.split(np.arange(K), [K - args.unseen])
-    run = common.Run(__file__, args, federation)
-    step = client_step(net, args)
-
-    G = federation.initial_weights()
-    state = State(G=G, O=G.repeat(rows, 1), l=torch.full((rows,), torch.inf, dtype=torch.double, device=device),
-                  e=torch.zeros(rows, dtype=torch.long, device=device))  # l.1: [d], [K, d], [K], [K] the rounds of the O_k
-    for t, S in run.rounds(state, among=seen):  # l.2-3: round e = t + 1 (D10)
-        l_k = validation_losses(federation, state.G)  # l.4: [K] (D1)
-        better = l_k < state.l  # l.5
-        state.l, state.e = torch.where(better, l_k, state.l), torch.where(better, t + 1, state.e)  # l.6
-        state.O = torch.where(better[:, None], state.G, state.O)  # l.6
-        eta = federation.eta(t)
-        w = state.G.expand(len(S), -1)  # [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.7
-        n_k = federation.n[S]  # [m]
-        state.G = federation.mean(w_k, n_k)  # l.7 (D2)
-        run.sent(up=w_k.numel(), down=rows * net.d)
-        last = t + 1 == args.rounds
-        if last:
-            O = state.O if args.teacher == "optimal" else state.G.expand(rows, -1)  # [K, d] (D8)
-            e = state.e if args.teacher == "optimal" else torch.full_like(state.e, args.rounds + 1)
-            run.sent(up=0, down=rows * net.d * (args.teacher == "final"))  # D1
-            A = distil(federation, student_step(net, args), O, args)  # l.8-14: [K, 15, d]
-        if run.evaluates():
-            measures = {"personal": federation.evaluate_clients(state.G, among=seen)}
-            if last:
-                measures, state.A = measure(federation, seen, A, state.G, e, args.select)
-            if last and args.unseen:
-                measures["unseen"], own = measure(federation, unseen, A, state.G, e, args.select)
-                state.A = torch.cat([state.A, own])  # l.15: [K, d]
-            run.log(federation.evaluate(state.G), **measures)
-    row = run.record()["rounds"][-1]
-    show([row], run.out, args)
-    return row
 
 
 if __name__ == "__main__":

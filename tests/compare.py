@@ -4,7 +4,7 @@
 
 A smoke comparison, not a benchmark: one seed, 30 rounds (persfl: 15, in which all users take part), nothing tuned. Rates and
 momentum are the same for all but where MORE says otherwise. Writes
-results/compare.json and results/compare.png; the table in results/MEASURED.md is a copy of what it prints.
+results/compare.json and results/compare.png; the table in docs/compare.md is a copy of what it prints.
 """
 
 import hashlib

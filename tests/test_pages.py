@@ -136,7 +136,7 @@ def training(record):
 
 
 def measure(when, part, name):
-    of = {"final": reproduce.final, "best": lambda record: record["best"]}[when]
+    of = {"final": reproduce.reading.final, "best": lambda record: record["best"]}[when]
     return lambda record: f"{of(record)[part][name]:.4f}"
 
 

@@ -1,5 +1,7 @@
+import itertools
 import json
 import os
+import pathlib
 import signal
 from types import SimpleNamespace
 
@@ -16,8 +18,24 @@ SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "
          "--batch-size", "20", "--lr", "0.05", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]
 
 
+PAIRS = list(itertools.product((1, 5, 25), (0, 0.25, 0.5, 0.75, 1)))  # facts.md A5.3: the paper's grid
+
+
 def federation(argv):
     return common.Federation(persfl.arguments(argv))
+
+
+class Bar:
+    """A run's bar that notes what it is asked to show."""
+
+    def __init__(self):
+        self.written, self.shown = [], []
+        self.write, self.set_postfix_str = self.written.append, self.shown.append
+
+
+def students(fed, O):
+    """All students of Stage 2 for these teachers."""
+    return persfl.stage_2(fed, SimpleNamespace(bar=Bar()), O, fed.args)[0]
 
 
 # Stage 2: one student, one minibatch
@@ -59,7 +77,7 @@ def loss_by_hand(A, O, x, y, T, lam, soft):
 
 
 @pytest.mark.parametrize("soft", ["kl", "ce"])
-@pytest.mark.parametrize("T, lam", persfl.GRID)
+@pytest.mark.parametrize("T, lam", PAIRS)
 def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
     """Central differences of a loss written in numpy; the step is A - gradient. Rows behind the mask count for nothing."""
     (A, _, O), batch, after = student(soft, T, lam, masked=2)
@@ -112,12 +130,20 @@ def test_lambda_zero_is_fedavgs_step_whatever_the_teacher_and_the_temperature():
         torch.testing.assert_close(after[1], u, atol=1e-12, rtol=0)
 
 
-def test_with_lambda_one_a_student_stays_at_its_teacher():
+@pytest.mark.parametrize("T", [1, 5, 25])
+def test_with_lambda_one_a_student_stays_at_its_teacher(T):
     (_, u, O), batch, _ = student("ce", 5.0, 1.0)
     for soft in ("kl", "ce"):
-        step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=0.0, weight_decay=0.0), [(5, 1)])
+        step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=0.0, weight_decay=0.0), [(T, 1)])
         (A,), *_ = step((O[None], u[None], O), batch, torch.tensor(1.0).double())
-        torch.testing.assert_close(A, O, atol=1e-14, rtol=0)
+        torch.testing.assert_close(A, O, atol=T**2 * 1e-14, rtol=0)
+
+
+def test_the_grid_has_a_student_for_each_pair_of_the_paper():
+    """At lambda 0 and 1 (the two tests above) a student is the same for every T: one stands for all, that of T = 1."""
+    assert len(persfl.GRID) == 11
+    assert {(1 if lam in (0, 1) else T, lam) for T, lam in PAIRS} == set(persfl.GRID)
+    assert [pair for pair in PAIRS if pair in persfl.GRID] == persfl.GRID  # the first of equals is the first of the 15 pairs
 
 
 # Stage 2: all students
@@ -131,22 +157,36 @@ def test_students_side_by_side_are_each_trained_on_their_users_images():
     """Against a loop over users and pairs; a user's students see the same minibatches; lambda 0 and 1 as derived above."""
     fed = federation(SMALL)
     O = random_teachers(fed)
-    step, kept = persfl.student_step(fed.net, fed.args), O.clone()
-    A = persfl.distil(fed, step, O, fed.args)
-    assert A.shape == (4, 15, fed.net.d) and torch.equal(O, kept)
+    kept = O.clone()
+    A = students(fed, O)
+    assert A.shape == (4, 11, fed.net.d) and torch.equal(O, kept)
     plain = fedavg.client_step(fed.net, fed.args)
     for k in (0, 3):
-        for i in (0, 5, 10):  # lambda 0 at each T: fine-tuning of O_k
-            w, _ = fed.train(plain, (O[k : k + 1], torch.zeros_like(O[:1])), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
-            torch.testing.assert_close(A[k, i], w[0], atol=1e-6, rtol=0)
-        for i in (4, 9, 14):  # lambda 1
-            torch.testing.assert_close(A[k, i], O[k], atol=1e-5, rtol=0)
-        T, lam = persfl.GRID[8]
-        assert (T, lam) == (5, 0.75)
+        w, _ = fed.train(plain, (O[k : k + 1], torch.zeros_like(O[:1])), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
+        torch.testing.assert_close(A[k, persfl.GRID.index((1, 0))], w[0], atol=1e-6, rtol=0)  # lambda 0: fine-tuning of O_k
+        torch.testing.assert_close(A[k, persfl.GRID.index((1, 1))], O[k], atol=1e-5, rtol=0)  # lambda 1: O_k itself
         alone, own = persfl.student_step(fed.net, fed.args, [(5, 0.75)]), O[k : k + 1]
         w = fed.train(alone, (own[:, None], torch.zeros_like(own)[:, None], own), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
-        torch.testing.assert_close(A[k, 8], w[0][0, 0], atol=1e-6, rtol=0)
-        assert len({float(A[k, i].norm()) for i in (1, 2, 3, 6, 7, 8, 11, 12, 13)}) == 9
+        torch.testing.assert_close(A[k, persfl.GRID.index((5, 0.75))], w[0][0, 0], atol=1e-6, rtol=0)
+        assert len({float(A[k, i].norm()) for i in range(11)}) == 11
+
+
+def test_a_user_keeps_the_student_that_is_most_accurate_on_its_validation_images():
+    """Line 13; with --select test on its test images."""
+    for more, part in ([], "val"), (["--select", "test"], "test"):
+        fed = federation([*SMALL, *more])
+        A, own = persfl.stage_2(fed, SimpleNamespace(bar=Bar()), random_teachers(fed), fed.args)
+        for k, index in enumerate(getattr(fed.split, part)):
+            right = [int((fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).sum()) for w in A[k]]
+            assert torch.equal(own[k], A[k, right.index(max(right))]) and len(set(right)) > 1
+
+
+def test_stage_2_says_how_far_it_is():
+    """4 users with 48 images, 3 minibatches, for 2 epochs: 24 minibatches, in which 11 students make a step."""
+    fed, bar = federation(SMALL), Bar()
+    persfl.stage_2(fed, SimpleNamespace(bar=bar), random_teachers(fed), fed.args)
+    assert bar.written == ["stage 2  4 users, 11 students each, 2 epochs: 264 steps"]
+    assert len(bar.shown) == 24 and {"stage 2: 50 %", "stage 2: 100 %"} < set(bar.shown)
 
 
 @pytest.mark.parametrize("soft", ["kl", "ce"])
@@ -154,8 +194,8 @@ def test_all_paths_agree(soft):
     """The students of all three users at once, and user by user."""
     fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2", "--clients", "3", "--distill-epochs", "1", "--soft", soft])
     assert len(set(fed.n.tolist())) == 3  # clients that end at different steps, and smaller last minibatches
-    O, step = random_teachers(fed), persfl.student_step(fed.net, fed.args)
-    loop, *others = [persfl.distil(fed, step, O, fed.args) for _ in paths(fed)]
+    O = random_teachers(fed)
+    loop, *others = [students(fed, O) for _ in paths(fed)]
     for other in others:
         torch.testing.assert_close(other, loop, atol=2e-5, rtol=1e-4)
     assert (loop[:, 0] - O).norm() > 0.1
@@ -179,7 +219,7 @@ def test_the_earliest_of_the_least_losses_wins(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or next(losses))
     record, state = run(persfl, [*SMALL, "--rounds", "4"], tmp_path)
-    assert state["e"].tolist() == [2, 4, 1, 1] and state["l"].tolist() == [1, 3, 1, 5]
+    assert state["round_of_O"].tolist() == [2, 4, 1, 1] and state["l_prime"].tolist() == [1, 3, 1, 5]
     assert record["rounds"][-1]["users"]["teacher's round"] == [2, 4, 1, 1]
     for k, e in enumerate((2, 4, 1, 1)):
         assert torch.equal(state["O"][k], sent[e - 1])
@@ -198,22 +238,23 @@ def test_stage_one_is_fedavg_bit_for_bit(tmp_path):
 
 
 def test_a_user_chooses_the_first_of_its_best_pairs():
-    accuracy = np.zeros((3, 15))
-    accuracy[0, [0, 5, 10]] = 0.9  # fine-tuning at every T: T = 1 is taken
-    accuracy[1, [13, 3]] = 0.7
-    accuracy[2, 6] = 0.2
+    accuracy = np.zeros((3, 11))
+    accuracy[0, [0, 4, 10]] = 0.9
+    accuracy[1, [10, 3]] = 0.7
+    accuracy[2, 5] = 0.2
     assert [persfl.GRID[i] for i in persfl.choose(accuracy)] == [(1, 0), (1, 0.75), (5, 0.25)]
 
 
 def noting(monkeypatch):
-    """Every call of distil and its students."""
-    calls, distil = [], persfl.distil
+    """Every call of stage_2 and its students."""
+    calls, stage_2 = [], persfl.stage_2
 
-    def spy(fed, step, O, args):
-        calls.append(SimpleNamespace(fed=fed, O=O, A=distil(fed, step, O, args)))
-        return calls[-1].A
+    def spy(fed, run, O, args):
+        A, own = stage_2(fed, run, O, args)
+        calls.append(SimpleNamespace(fed=fed, O=O, A=A))
+        return A, own
 
-    monkeypatch.setattr(persfl, "distil", spy)
+    monkeypatch.setattr(persfl, "stage_2", spy)
     return calls
 
 
@@ -229,7 +270,7 @@ def test_the_measures_of_the_last_round(tmp_path, monkeypatch):
         return (fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).mean()
 
     for k in range(4):
-        val = [accuracy(call.A[k, i], k, "val") for i in range(15)]
+        val = [accuracy(call.A[k, i], k, "val") for i in range(11)]
         best = val.index(max(val))
         assert (table["T"][k], table["lambda"][k]) == persfl.GRID[best] and torch.equal(state["A"][k], call.A[k, best])
         assert table["PersFL"][k] == pytest.approx(accuracy(call.A[k, best], k, "test"))
@@ -258,7 +299,7 @@ def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_pat
 
     monkeypatch.setattr(common.Federation, "__init__", poisoned)
     other, b = run(persfl, argv, tmp_path / "poisoned")
-    assert all(torch.equal(a[name], b[name]) for name in ("G", "O", "l", "e", "A"))
+    assert all(torch.equal(a[name], b[name]) for name in ("G", "O", "l_prime", "round_of_O", "A"))
     old, new = clean["rounds"][-1], other["rounds"][-1]
     assert all(old["users"][name] == new["users"][name] for name in ("T", "lambda", "teacher's round"))
     assert old["students"]["val"] == new["students"]["val"] and old["students"]["test"] != new["students"]["test"]
@@ -304,7 +345,7 @@ def test_new_users_choose_a_teacher_but_do_not_train(tmp_path, monkeypatch, caps
     row, fed = record["rounds"][-1], calls[0].fed
     assert len(record["final"]["personal"]["per_client"]) == len(row["users"]["T"]) == 3 and state["A"].shape[0] == 4
     new = row["unseen"]["users"]
-    assert len(new["PersFL"]) == 1 and new["teacher's round"] == [int(state["e"][3])] and state["e"][3] > 0
+    assert len(new["PersFL"]) == 1 and new["teacher's round"] == [int(state["round_of_O"][3])] and state["round_of_O"][3] > 0
     i = persfl.GRID.index((new["T"][0], new["lambda"][0]))
     assert torch.equal(state["A"][3], calls[0].A[3, i])
     index = fed.split.test[3]
@@ -343,15 +384,15 @@ def test_a_run_stopped_in_stage_2_repeats_its_last_round_and_no_other(tmp_path, 
     monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or losses(federation, w))
     whole, a = run(persfl, argv, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(persfl, "distil", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(persfl, "stage_2", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(SystemExit) as stop:
             persfl.main([*argv, "--out", str(tmp_path / "cut")])
     saved = torch.load(tmp_path / "cut" / "state.pt", weights_only=True)
     assert stop.value.code == 130 and len(saved["history"]) == 3 and len(sent) == 8
-    assert set(saved["state"]) == {"G", "O", "l", "e"} and torch.equal(saved["state"]["G"], sent[3])
+    assert saved["state"]["A"] is None and torch.equal(saved["state"]["G"], sent[3])
     again, b = run(persfl, [*argv, "--resume"], tmp_path / "cut")
     assert len(sent) == 9 and torch.equal(sent[8], sent[3])
-    assert set(a) == set(b) == {"G", "O", "l", "e", "A"} and all(torch.equal(a[name], b[name]) for name in a)
+    assert set(a) == set(b) == {"G", "O", "l_prime", "round_of_O", "A"} and all(torch.equal(a[name], b[name]) for name in a)
     finished, c = run(persfl, [*argv, "--resume"], tmp_path / "cut")  # and a third time, with nothing left to do
     assert finished["rounds"] == again["rounds"] and torch.equal(b["A"], c["A"]) and same(whole, again)
 
@@ -458,3 +499,75 @@ def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
         ratios.append((two[:, 0] - 10 + 0.5) / (two[:, 1] - 10 + 0.5))
     inside = np.abs(np.log(ratios)) < 0.6745 * 8**0.5
     assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58
+
+
+# The numbers on docs/persfl.md (those of its rows that begin with a link are in test_pages.py)
+
+HERE = pathlib.Path(persfl.__file__).parent
+FOLDERS = {f"{name}, DS-{i + 1}": f"results/persfl-{number}/persfl-{name.lower().replace('-', '')}-split-{split}"
+           for number, name in ((2, "CIFAR-10"), (3, "MNIST")) for i, split in enumerate(("classes", "dirichlet-classes", "lognormal"))}
+
+
+def lines_of(header):
+    """The cells of the table on docs/persfl.md whose header line begins so, a list for each line."""
+    lines = iter((HERE / "docs" / "persfl.md").read_text().splitlines())
+    next(line for line in lines if line.startswith(header)), next(lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted((HERE / folder).rglob("result.json"))]
+
+
+def percent(values):
+    return f"{100 * np.mean(values):.1f}"
+
+
+def test_the_page_says_how_many_users_have_the_last_candidate_as_their_teacher():
+    for split, count, of, link in lines_of("| split | users whose teacher is"):
+        found = [(record, e) for record in records(link.split("../")[1].rstrip(")")) for e in record["final"]["users"]["teacher's round"]]
+        assert (int(count), int(of)) == (sum(e == record["args"]["rounds"] for record, e in found), len(found)), split
+
+
+def test_the_page_says_what_ties_do():
+    """Among the 11 students; the records have 15, of which the others are copies."""
+    gained = []
+    for split, count, of, *cells in lines_of("| split | users with a tie"):
+        accuracies, lambdas, tied, best = ([], []), ([], []), 0, []
+        for record in records(FOLDERS[split]):
+            columns = [record["final"]["grid"].index(list(pair)) for pair in persfl.GRID]
+            val, test = (np.array(record["final"]["students"][part]) for part in ("val", "test"))
+            best += [record["final"]["personal@test"]["mean"] - record["final"]["personal"]["mean"]]
+            for k in range(10):
+                top = [i for i in columns if val[k, i] == val[k, columns].max()]
+                tied += len(top) > 1
+                for end, i in enumerate((top[0], top[-1])):
+                    accuracies[end].append(test[k, i])
+                    lambdas[end].append(record["final"]["grid"][i][1])
+        assert [int(count), int(of)] == [tied, len(lambdas[0])], split
+        assert cells == [*map(percent, accuracies), *(f"{np.mean(z):.3f}".lstrip("0") for z in lambdas)], split
+        gained.append(f"{100 * np.mean(best):.1f}".removeprefix("0"))
+    assert lines_of("| CIFAR-10, DS-1 | CIFAR-10, DS-2") == [gained]
+
+
+def test_the_page_compares_persfl_with_fine_tuning_and_its_t_and_lambda_with_the_papers():
+    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48), "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}  # facts.md A5.6
+    for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
+        users = [record["final"]["users"] for record in records(FOLDERS[split])]
+        assert T == f"{np.mean([run['T'] for run in users]):.1f}" and paper_T == f"{published['T'][i]:.1f}"
+        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3) and float(paper_lam) == published["lambda"][i]
+    for split, least, most, ahead in lines_of("| split | least | most |"):
+        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"]) for run in (record["final"]["users"] for record in records(FOLDERS[split]))]
+        assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
+        assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
+
+
+def test_the_page_compares_persfl_with_fedper_and_with_the_last_teacher():
+    for split, runs, other, _, mine, _, ahead, link in lines_of("| split | runs | FedPer"):
+        theirs = {record["args"]["seed"]: np.mean(record["final"]["personal"]["per_client"]) for record in records(link.split("../")[1].rstrip(")"))}
+        ours = {record["args"]["seed"]: record["final"]["personal"]["mean"] for record in records(FOLDERS[split])}
+        assert (int(runs), other, mine) == (len(theirs), percent([*theirs.values()]), percent([ours[seed] for seed in theirs])), split
+        assert ahead == f"{sum(ours[seed] > theirs[seed] for seed in theirs)} of {runs}", split
+    for split, last, _, optimal, _, link in lines_of("| split | the last G"):
+        means = [[record["final"]["personal"]["mean"] for record in records(folder)] for folder in (link.split("../")[1].rstrip(")"), FOLDERS[split])]
+        assert [last, optimal] == [*map(percent, means)]

@@ -1,132 +1,80 @@
-"""reproduce.py: its data, its runner with a stand-in for the training, its page."""
+"""The papers' tables: the data; reproduce.py's runner with a stand-in for the training; its pages."""
 
 import hashlib
 import importlib
+import itertools
 import json
+import pathlib
 import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+import types
 
 import pytest
+from conftest import refused
 
 import datasets
 import reproduce
+from tables import reading, table
+from tables.quick import Claim
 
 COMMANDS = list(reproduce.runs())
 
-# A second transcription of the papers, by hand, from their texts and not from reproduce.py.
+# A second transcription of the papers, by hand, from their texts and not from tables/.
 PUBLISHED = """
-superfed-1 | FedAvg | CIFAR-10 top-1 | 47.09
-superfed-1 | APFL | CIFAR-100 top-5 | 47.67
-superfed-1 | SuPerFed-LM | CIFAR-10 top-5 | 90.07
-superfed-1 | SuPerFed-MM | CIFAR-100 top-1 | 17.62
-superfed-1 | FedProx-LU | CIFAR-10 personal | ?
-superfed-2 | FedAvg | EMNIST top-1 | 76.67
-superfed-2 | SuPerFed-MM | TinyImageNet top-1 | 9.09
-superfed-2 | SuPerFed-LM | TinyImageNet top-5 | 25.10
-superfed-2 | FedProx | EMNIST top-5 | 98.32
-superfed-3 | L=0.0 | LM top-1 | 33.61
-superfed-3 | L=0.4 | MM top-5 | 89.87
-superfed-3 | L=0.9 | LM top-1 | 48.06
-superfed-3 | L=0.7 | MM top-1 | 47.02
-superfed-3 | L=0.8 | LM top-5 | 90.07
-superfed-3 | L=0.3 | MM personal | ?
-superfed-figure-2 | MM mu=0.01 | nu=2 | 84.80
-superfed-figure-2 | LM mu=0.01 | nu=2 | 88.10
-superfed-figure-2 | MM mu=1 | nu=0 | 58.20
-superfed-figure-2 | LM mu=0 | nu=1 | 87.30
-superfed-figure-2 | LM mu=1 global | nu=0 | 10.89
-psinet-norm | FedAvg | top-1 | 84.13
-psinet-norm | FedAvg + BN | top-1 | 85.46
-psinet-norm | FedAvg + GN | top-1 | 83.34
-psinet-norm | Psi-Net | top-1 | 88.26
-psinet-groups | FedAvg | top-1 | 65.32
-psinet-groups | G=10 | top-1 | 68.23
-psinet-groups | G=20 | top-1 | 68.17
-psinet-groups | G=100 | top-1 | 67.23
-psinet-depth | conv6 (C3-2) | top-1 | 89-90
-psinet-epochs | Psi-Net E=1 | top-1 | 89.96
-psinet-epochs | FedMA E=150 | top-1 | 87.53
-psinet-epochs | FedProx E=20 | top-1 | 85.32
-psinet-epochs | Psi-Net E=150 | top-1 | 88.29
-psinet-classes | FedAvg | 10x30 | 61
-psinet-classes | Psi-Net | 10x100 | 70
-psinet-classes | Psi-Net | 10x50 | 68
-fedavgm-headline | FedAvg | top-1 | 30.1
-fedavgm-headline | FedAvgM | top-1 | 76.9
-fedslr-1 | FedSLR (mixed) | CIFAR-100 Non-IID | 82.19
-fedslr-1 | Local | TinyImageNet IID | 3.86
-fedslr-1 | FedDyn | CIFAR-10 IID | 92.61
-fedslr-1 | FedRep | CIFAR-100 IID | 15.36
-fedslr-1 | Ditto | TinyImageNet Non-IID | 58.30
-fedslr-2 | FedAvg (*) | CIFAR-10 GB | 893.92
-fedslr-2 | FedSLR (GKR) | TinyImageNet 10^6 | 5.34
-fedslr-2 | SCAFFOLD | CIFAR-100 GB | 1787.83
-fedslr-2 | FedSLR (mixed) | CIFAR-10 10^6 | 3.96
-fedslr-2 | FedRep | TinyImageNet GB | 885.78
-fedslr-3 | lambda=1e-5 | GKR GB | 819.44
-fedslr-3 | lambda=1e-3 | mixed 10^6 | 2.24
-fedslr-3 | lambda=5e-4 | mixed acc | 80.10
-fedslr-4 | mu=1e-4 | mixed std | 0.79
-fedslr-4 | mu=5e-3 | mixed acc | 81.82
-fedslr-4 | mu=1e-2 | mixed 10^6 | 5.56
-fedslr-5 | eta_g=2 | GKR GB | 894.06
-fedslr-5 | eta_g=100 | mixed acc | 78.33
-fedslr-5 | eta_g=20 | GKR 10^6 | 5.16
-fedslr-6 | epochs=1 | GKR acc | 58.20
-fedslr-6 | epochs=4 | mixed acc | 82.20
-fedslr-6 | epochs=2 | GKR acc | 64.51
-fedslr-7 | mu=1e-3 | mixed | 37.14
-fedslr-7 | mu=1e-4 | mixed | 44.16
-fedslr-7 | mu=1e-5 | mixed | 44.54
-fedslr-8 | lambda=1e-3 | GKR | 54.26
-fedslr-8 | lambda=1e-4 | GKR | 64.22
-fedslr-8 | lambda=1e-5 | GKR | 63.63
-fedslr-9 | lambda=0 | ms | 10.98
-fedslr-9 | lambda=1e-3 | ms | 6.53
-fedslr-9 | lambda=5e-5 | 10^6 | 6.56
-persfl-2 | User 0 | PersFL DS-3 | 94.5
-persfl-2 | User 9 | Per-FedAvg DS-3 | 72.7
-persfl-2 | User 6 | FedAvg DS-1 | 35.8
-persfl-2 | Avg | pFedMe DS-2 | 59.2
-persfl-2 | SD | FedPer DS-3 | 7.9
-persfl-2 | User 4 | FedPer DS-1 | 76.1
-persfl-3 | User 2 | FedAvg DS-1 | 88
-persfl-3 | User 7 | pFedMe DS-3 | 98
-persfl-3 | Avg | PersFL DS-1 | 98.6
-persfl-3 | SD | FedAvg DS-1 | 1.7
-persfl-3 | User 5 | Per-FedAvg DS-2 | 86.8
-persfl-4 | User 0 | CIFAR-10 DS-1 final | 84.5
-persfl-4 | User 9 | CIFAR-10 DS-2 optimal | 58.8
-persfl-4 | SD | MNIST DS-2 final | 1.2
-persfl-4 | Avg | CIFAR-10 DS-3 final | 81.6
-persfl-5 | User 0 | CIFAR-10 DS-1 T | 12.2
-persfl-5 | User 5 | MNIST DS-3 lambda | 0.05
-persfl-5 | User 4 | CIFAR-10 DS-2 lambda | 0.75
-persfl-5 | User 8 | MNIST DS-2 T | 3.4
-persfl-6 | User 6 | CIFAR-10 DS-2 PersFL-GD | 57.9
-persfl-6 | Avg | MNIST DS-1 PersFL-GD | 98.7
-persfl-6 | SD | CIFAR-10 DS-3 PersFL-GD | 7.4
-persfl-6 | User 9 | MNIST DS-3 PersFL-GD | 99.8
-persfl-7 | pFedMe | CIFAR-10 DS-2 | 1000
-persfl-7 | FedAvg | CIFAR-10 DS-3 | 100
-persfl-7 | PersFL | MNIST DS-2 | 25
-persfl-7 | Per-FedAvg | CIFAR-10 DS-3 | 1000
+superfed-1 | FedAvg, CIFAR-10 top-1 = 47.09; APFL, CIFAR-100 top-5 = 47.67; SuPerFed-LM, CIFAR-10 top-5 = 90.07
+superfed-1 | SuPerFed-MM, CIFAR-100 top-1 = 17.62; FedProx-LU, CIFAR-10 personal = ?
+superfed-2 | FedAvg, EMNIST top-1 = 76.67; SuPerFed-MM, TinyImageNet top-1 = 9.09; SuPerFed-LM, TinyImageNet top-5 = 25.10
+superfed-2 | FedProx, EMNIST top-5 = 98.32
+superfed-3 | L=0.0, LM top-1 = 33.61; L=0.4, MM top-5 = 89.87; L=0.9, LM top-1 = 48.06; L=0.7, MM top-1 = 47.02
+superfed-3 | L=0.8, LM top-5 = 90.07; L=0.3, MM personal = ?
+superfed-figure-2 | MM mu=0.01, nu=2 = 84.80; LM mu=0.01, nu=2 = 88.10; MM mu=1, nu=0 = 58.20; LM mu=0, nu=1 = 87.30
+superfed-figure-2 | LM mu=1 global, nu=0 = 10.89
+psinet-norm | FedAvg, top-1 = 84.13; FedAvg + BN, top-1 = 85.46; FedAvg + GN, top-1 = 83.34; Psi-Net, top-1 = 88.26
+psinet-groups | FedAvg, top-1 = 65.32; G=10, top-1 = 68.23; G=20, top-1 = 68.17; G=100, top-1 = 67.23
+psinet-depth | conv6 (C3-2), top-1 = 89-90
+psinet-epochs | Psi-Net E=1, top-1 = 89.96; FedMA E=150, top-1 = 87.53; FedProx E=20, top-1 = 85.32
+psinet-epochs | Psi-Net E=150, top-1 = 88.29
+psinet-classes | FedAvg, 10x30 = 61; Psi-Net, 10x100 = 70; Psi-Net, 10x50 = 68
+fedavgm-headline | FedAvg, top-1 = 30.1; FedAvgM, top-1 = 76.9
+fedslr-1 | FedSLR (mixed), CIFAR-100 Non-IID = 82.19; Local, TinyImageNet IID = 3.86; FedDyn, CIFAR-10 IID = 92.61
+fedslr-1 | FedRep, CIFAR-100 IID = 15.36; Ditto, TinyImageNet Non-IID = 58.30
+fedslr-2 | FedAvg (*), CIFAR-10 GB = 893.92; FedSLR (GKR), TinyImageNet 10^6 = 5.34; SCAFFOLD, CIFAR-100 GB = 1787.83
+fedslr-2 | FedSLR (mixed), CIFAR-10 10^6 = 3.96; FedRep, TinyImageNet GB = 885.78
+fedslr-3 | lambda=1e-5, GKR GB = 819.44; lambda=1e-3, mixed 10^6 = 2.24; lambda=5e-4, mixed acc = 80.10
+fedslr-4 | mu=1e-4, mixed std = 0.79; mu=5e-3, mixed acc = 81.82; mu=1e-2, mixed 10^6 = 5.56
+fedslr-5 | eta_g=2, GKR GB = 894.06; eta_g=100, mixed acc = 78.33; eta_g=20, GKR 10^6 = 5.16
+fedslr-6 | epochs=1, GKR acc = 58.20; epochs=4, mixed acc = 82.20; epochs=2, GKR acc = 64.51
+fedslr-7 | mu=1e-3, mixed = 37.14; mu=1e-4, mixed = 44.16; mu=1e-5, mixed = 44.54
+fedslr-8 | lambda=1e-3, GKR = 54.26; lambda=1e-4, GKR = 64.22; lambda=1e-5, GKR = 63.63
+fedslr-9 | lambda=0, ms = 10.98; lambda=1e-3, ms = 6.53; lambda=5e-5, 10^6 = 6.56
+persfl-2 | User 0, PersFL DS-3 = 94.5; User 9, Per-FedAvg DS-3 = 72.7; User 6, FedAvg DS-1 = 35.8; Avg, pFedMe DS-2 = 59.2
+persfl-2 | SD, FedPer DS-3 = 7.9; User 4, FedPer DS-1 = 76.1
+persfl-3 | User 2, FedAvg DS-1 = 88; User 7, pFedMe DS-3 = 98; Avg, PersFL DS-1 = 98.6; SD, FedAvg DS-1 = 1.7
+persfl-3 | User 5, Per-FedAvg DS-2 = 86.8
+persfl-4 | User 0, CIFAR-10 DS-1 final = 84.5; User 9, CIFAR-10 DS-2 optimal = 58.8; SD, MNIST DS-2 final = 1.2
+persfl-4 | Avg, CIFAR-10 DS-3 final = 81.6
+persfl-5 | User 0, CIFAR-10 DS-1 T = 12.2; User 5, MNIST DS-3 lambda = 0.05; User 4, CIFAR-10 DS-2 lambda = 0.75
+persfl-5 | User 8, MNIST DS-2 T = 3.4
+persfl-6 | User 6, CIFAR-10 DS-2 PersFL-GD = 57.9; Avg, MNIST DS-1 PersFL-GD = 98.7; SD, CIFAR-10 DS-3 PersFL-GD = 7.4
+persfl-6 | User 9, MNIST DS-3 PersFL-GD = 99.8
+persfl-7 | pFedMe, CIFAR-10 DS-2 = 1000; FedAvg, CIFAR-10 DS-3 = 100; PersFL, MNIST DS-2 = 25
+persfl-7 | Per-FedAvg, CIFAR-10 DS-3 = 1000
 """
 
 
 @pytest.mark.parametrize("name", reproduce.TABLES)
 def test_published_values_are_the_papers(name):
-    ours = {(cell.row, cell.column): cell.published for cell in reproduce.cells(name)}
-    papers = [line.split(" | ") for line in PUBLISHED.strip().splitlines()]
-    papers = {(row, column): value for table, row, column, value in papers if table == name}
+    ours = {f"{cell.row}, {cell.column}": cell.published for cell in reproduce.cells(name)}
+    lines = [line.split(" | ")[1] for line in PUBLISHED.splitlines() if line.startswith(f"{name} | ")]
+    papers = dict(entry.rsplit(" = ", 1) for line in lines for entry in line.split("; "))
     assert papers.items() <= ours.items()
     known = [value for value in ours.values() if value != "?"]
     assert len(papers) >= min(3, len(known))
-    assert all(reproduce.number(value) is not None or value == "89-90" for value in known)
+    assert all(reading.number(value) is not None or value == "89-90" for value in known)
 
 
 def test_averages_in_the_transcription_are_those_of_its_rows():
@@ -246,10 +194,10 @@ def small(tmp_path, monkeypatch):
     for name in ("HERE", "RESULTS", "RUNS"):
         monkeypatch.setattr(reproduce, name, tmp_path / {"HERE": "", "RESULTS": "results", "RUNS": "runs"}[name])
     (tmp_path / "results").mkdir()
-    monkeypatch.setattr(reproduce, "TABLES", {})
-    monkeypatch.setattr(reproduce, "WHY", {"t-1/B": "B is ours."})
-    reproduce.table("t-1", "A table", "top-1", "A | 47.09\nB | ?",
-                    lambda row, column: ("stand_in.py" + " --lr 0.5" * (row == "B"), "global/top1"), 1)
+    monkeypatch.setattr(reproduce, "PAPERS", {"t": types.SimpleNamespace(TITLE="A paper")})
+    t = table("t-1", "A table", "top-1", "A | 47.09\nB | ?",
+              lambda row, column: ("stand_in.py" + " --lr 0.5" * (row == "B"), "global/top1"), 1, why={"B": "B is ours."})
+    monkeypatch.setattr(reproduce, "TABLES", {"t-1": t})
     monkeypatch.setattr(reproduce, "arguments", lambda command: {"lr": 0.5 if "0.5" in command else 0.1, "rounds": 10})
     monkeypatch.setattr(reproduce, "device", lambda: "a device")
     fresh()
@@ -268,8 +216,14 @@ def go(words=""):
     return reproduce.main(words.split())
 
 
+def written(folder):
+    return "".join((folder / "results" / name).read_text() for name in ("README.md", "t.md", "t-runs.md"))
+
+
 def page(folder):
-    return (folder / "results" / "README.md").read_text()
+    """The pages, rebuilt."""
+    go("--tables")
+    return written(folder)
 
 
 def log(folder):
@@ -277,46 +231,49 @@ def log(folder):
 
 
 def test_what_is_missing_is_run_once_and_shown(small):
-    go("--tables")
-    assert "| A | 47.09 / · |" in page(small) and "| B | NR / · |" in page(small) and log(small) == []
+    assert "| A | 47.09 / · |" in page(small) and "| B | ? / · |" in page(small) and log(small) == []
+    assert "B is ours." not in page(small) and "| [t-1](t.md#t-1) | A table | 2 | 0 | 0 | 2 |" in page(small)
     assert go("--seeds 2") == 0
     assert sorted(log(small)) == ["0.1 0 from 0", "0.1 1 from 0", "0.5 0 from 0", "0.5 1 from 0"]
     # accuracies .50 and .51: mean 50.5, standard deviation .5 * sqrt(2) = .7071; |50.5 - 47.09| = 3.41 is more than that
-    assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in page(small) and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
-    assert "| A, top-1 | 47.09 | 50.50 ± 0.71 (2) | 50.50 | +3.41 | differs |  | 10 | 10 | a device | 1.0 |" in page(small)
-    assert "\nB: B is ours.\n" in page(small)
-    assert "- done: `python stand_in.py --seed 1 --split-seed 1 --out results/t-1/stand_in/1`" in page(small)
+    assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in written(small) and "| B | ? / 50.50 ± 0.71 (2) |" in written(small)
+    assert "| [`stand_in.py --lr 0.5`](t-1/stand_in-lr-0.5) | 0 1 | 10 | a device | 1.0 |  |" in written(small)
+    assert "\n- B: B is ours.\n" in written(small) and "| [t-1](t.md#t-1) | A table | 2 | 2 | 0 | 0 |" in written(small)
     go("--seeds 2")
     assert len(log(small)) == 4 and not list(small.glob("results/**/state.pt"))
 
 
 def test_the_page_is_a_function_of_the_records(small):
     go()
-    first = page(small)
-    go("--tables")
+    first = written(small)
     assert page(small) == first and "| A | 47.09 / 50.00 (1) |" in first
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace('"final": {"global": {"top1": 0.5}}', '"final": {"global": {"top1": 0.25}}'))
-    go("--tables")
     assert "| A | 47.09 / 25.00 (1) |" in page(small)
-    assert "| B | NR / 50.00 (1) |" in page(small)
+    assert "| B | ? / 50.00 (1) |" in page(small)
+
+
+@pytest.mark.parametrize("trial", ["--only t-1", "--scale 1e-1", "--budget 1h"])
+def test_a_trial_leaves_the_pages_alone(small, trial, capsys):
+    before = page(small)
+    assert go(trial) == 0
+    assert len(log(small)) == 2 and written(small) == before and "not rebuilt" in capsys.readouterr().out
+    assert page(small) != before
 
 
 def test_results_of_other_sources_are_stale_until_accepted_or_run_again(small):
     go()
     (small / "common.py").write_text("# changed\n")
-    go("--tables")
-    assert "| A | 47.09 / 50.00 (1) [stale] |" in page(small)
+    assert "| A | 47.09 / 50.00 (1) |" in page(small) and page(small).count("| stale |") == 2
     go("--accept reviewed --only t-1/stand_in")
-    assert "[stale]" not in page(small)  # both runs' names begin so
+    assert "| stale |" not in written(small)  # both runs' names begin so
     entry = json.loads((small / "results" / "accepted.json").read_text())[0]
     assert entry["why"] == "reviewed" and set(entry["results"]) == {"t-1/stand_in/0", "t-1/stand_in-lr-0.5/0"}
     (small / "common.py").write_text("# changed again\n")
-    go("--tables")
-    assert page(small).count("[stale]") == 2
+    assert page(small).count("| stale |") == 2
     assert len(log(small)) == 2
     go()
-    assert len(log(small)) == 4 and "[stale]" not in page(small)
+    assert len(log(small)) == 4 and "| stale |" not in written(small)
     assert len(list(small.glob("runs/stale/t-1/*/0-*/result.json"))) == 2
 
 
@@ -326,16 +283,16 @@ def test_acceptance_is_of_one_record(small):
     go("--accept reviewed")
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace("0.5}}", "0.6}}"))
-    go("--tables")
-    assert "| A | 47.09 / 60.00 (1) [stale] |" in page(small)
+    assert "| A | 47.09 / 60.00 (1) |" in page(small) and page(small).count("| stale |") == 1
 
 
-def test_a_record_of_other_arguments_does_not_count(small):
+def test_a_record_of_other_arguments_does_not_count(small, capsys):
     go()
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
-    go("--tables")
-    assert "| A | 47.09 / · |" in page(small) and "- other arguments: `python stand_in.py --seed 0" in page(small)
+    assert "| A | 47.09 / · |" in page(small)
+    go("--list --verbose")
+    assert "  other arguments, 60 s: python stand_in.py --seed 0" in capsys.readouterr().out
     go()
     assert "| A | 47.09 / 50.00 (1) |" in page(small)
 
@@ -346,9 +303,9 @@ def test_a_budget_stops_a_run_which_then_goes_on_where_it_was(small):
     record = json.loads((small / "results/t-1/stand_in-lr-0.5/0/result.json").read_text())
     n = len(record["rounds"])
     assert record["status"] == "interrupted" and 0 < n < 10
-    assert f"| B | NR / {40 + n}.00 (1) [{n} of 10 rounds] |" in page(small)
+    assert f"| B | ? / {40 + n}.00 (1) [{n} of 10 rounds] |" in page(small)
     go("--only t-1/stand_in-lr-0.5")
-    assert log(small) == ["0.5 0 from 0", f"0.5 0 from {n}"] and "| B | NR / 50.00 (1) |" in page(small)
+    assert log(small) == ["0.5 0 from 0", f"0.5 0 from {n}"] and "| B | ? / 50.00 (1) |" in page(small)
 
 
 def test_ctrl_c_stops_the_run_and_the_tool(small, monkeypatch):
@@ -382,18 +339,17 @@ def test_scaled_results_are_kept_apart_and_marked(small):
     go("--scale 0.3 --only t-1")
     assert len(list(small.glob("results/scale-0.3/t-1/*/0/result.json"))) == 2 and not (small / "results" / "t-1").exists()
     assert "| A | 47.09 / 43.00 (1) [3 of 10 rounds] |" in page(small)
-    assert "| -4.09 | fewer rounds | 3 of 10 rounds | 3 | 10 |" in page(small)
-    line = next(line for line in page(small).split("\n") if line.startswith("- done: `python stand_in.py --rounds 3 --seed 0"))
-    assert line.endswith(" --out results/scale-0.3/t-1/stand_in/0`")  # the command that made it
+    assert "| [`stand_in.py --rounds 3`](scale-0.3/t-1/stand_in) | 0 | 3 | a device | 1.7 |  |" in page(small)  # 90 + 6 + 6 s
+    assert "| [t-1](t.md#t-1) | A table | 2 | 0 | 2 | 0 |" in page(small)
     go()
-    assert "| A | 47.09 / 50.00 (1) |" in page(small) and "| A, top-1 | 47.09 | 43.00 (1) |" in page(small)
+    assert "| A | 47.09 / 50.00 (1) |" in written(small) and "43.00" not in written(small)
 
 
 def test_how_many_settings_the_best_is_of_is_said(small):
-    reproduce.table("t-2", "Another", "top-1", "User 0 | 40", lambda row, column: (
+    reproduce.TABLES["t-2"] = table("t-2", "Another", "top-1", "User 0 | 40", lambda row, column: (
         ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1)
     go("--only t-1 --seeds 2")
-    assert "| User 0 | 40 / 50.50 ± 0.71 (2) [best of 2 of 3 settings] |" in page(small)  # and no verdict on a user
+    assert "| User 0 | 40 / 50.50 ± 0.71 (2) [2 of 3 settings tried] |" in page(small)  # and no verdict on a user
 
 
 def test_folders_of_two_machines_are_merged_by_copying(small):
@@ -405,7 +361,7 @@ def test_folders_of_two_machines_are_merged_by_copying(small):
     shutil.copytree(small / "other", small / "results", dirs_exist_ok=True)
     before = log(small)
     go("--seeds 2")
-    assert log(small) == before and "| B | NR / 50.50 ± 0.71 (2) |" in page(small)
+    assert log(small) == before and "| B | ? / 50.50 ± 0.71 (2) |" in page(small)
 
 
 def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monkeypatch):
@@ -419,8 +375,8 @@ def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monke
     monkeypatch.setattr(reproduce, "arguments", lambda command: {**usual(command), "precision": "tf32"})
     before = log(small)
     go()
-    assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | NR / 50.00 (1) [bf16] |" in page(small)
-    assert page(small).count(" --precision bf16 ") == 1
+    assert log(small) == before and "| A | 47.09 / 50.00 (1) |" in page(small) and "| B | ? / 50.00 (1) [bf16] |" in page(small)
+    assert page(small).count(" --precision bf16`") == 1
 
 
 def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
@@ -436,33 +392,43 @@ def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
 
 
 def test_the_list_and_the_dry_run_run_nothing(small, capsys):
-    go("--list")
-    listed = capsys.readouterr().out
-    assert "missing, ?: python stand_in.py --lr 0.5 --seed 0 --split-seed 0 --out " in listed and "A: top-1 47.09" in listed
-    assert "B: top-1 NOT RECOVERED" in listed and "2 cells in all; here 2 runs, 0 done" in listed
+    def listed(words):
+        capsys.readouterr()
+        go(words)
+        return capsys.readouterr().out
+
+    every = listed("--list --verbose")
+    assert "missing, an unknown time: python stand_in.py --lr 0.5 --seed 0 --split-seed 0 --out " in every
+    assert "A: top-1 47.09" in every and "B: top-1 ?" in every
+    titles, line, *_ = listed("--list").split("\n")
+    assert titles.split()[:8] == ["table", "cells", "done", "short", "empty", "runs", "stale", "left"]
+    assert line.split()[:8] == ["t-1", "2", "0", "0", "2", "2", "0", "2"]
     go("--dry-run")
     assert log(small) == []
     go("--only t-1/stand_in-lr-0.5")
-    capsys.readouterr()
-    go("--list")  # both runs are of one kind: 10 rounds of 6 seconds
-    listed = capsys.readouterr().out
-    assert "missing, 60 s: python stand_in.py" in listed and "done, 0 s: python stand_in.py --lr 0.5" in listed
-    with pytest.raises(SystemExit):
-        go("--only nothing")
+    every = listed("--list --verbose")  # both runs are of one kind: 10 rounds of 6 seconds
+    assert "missing, 60 s: python stand_in.py" in every and "done, 0 s: python stand_in.py --lr 0.5" in every
+    assert listed("--list").split("\n")[1].split() == "t-1 2 1 0 1 2 0 1 60 s A table".split()
+
+
+def test_refusals_are_one_line(small, capsys):
+    for words, why in (("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
+                       ("--scale 2", "at most 1"), ("--verbose", "belongs to --list"), ("--unknown", "unrecognized")):
+        refused(capsys, why, go, words)
 
 
 def test_three_rounds_measure_a_kind(small, capsys):
     """Of which the first is slow."""
     go("--measure")
     assert json.loads((small / "runs" / "measured.json").read_text()) == {"a device": {"stand_in.py": 6.0}}
-    assert "missing, 60 s: python stand_in.py" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
+    assert "2 left. Their time on a device: 2 min" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
 
 
 def test_the_most_valuable_run_is_first_and_then_the_shortest(small, monkeypatch):
     def cell(row, column):
         return (f"baselines.py {row}" if row == "A" else f"x.py {row}"), "bytes"
 
-    reproduce.table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", cell, 0)
+    reproduce.TABLES["t-0"] = table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", cell, 0)
     fresh()
     monkeypatch.setattr(reproduce, "estimate", lambda r: {"x.py B": 5, "x.py C": 4}.get(r.command))
     found = [reproduce.result(c, seed) for c in reproduce.runs() for seed in (1, 0)]
@@ -474,8 +440,8 @@ def test_the_most_valuable_run_is_first_and_then_the_shortest(small, monkeypatch
 def test_users_are_averaged_over_seeds_before_their_deviation():
     """Two seeds of three users: averages .2, .4, .9; mean .5, deviation sqrt((.09 + .01 + .16) / 2)."""
     values = [[0.1, 0.5, 0.9], [0.3, 0.3, 0.9]]
-    assert reproduce.combine(values, "users/PersFL/SD") == (pytest.approx(100 * (0.26 / 2) ** 0.5), None)
-    assert reproduce.combine(values, "users/PersFL/Avg") == (pytest.approx(50), pytest.approx(0))
+    assert reading.combine(values, "users/PersFL/SD") == (pytest.approx(100 * (0.26 / 2) ** 0.5), None)
+    assert reading.combine(values, "users/PersFL/Avg") == (pytest.approx(50), pytest.approx(0))
 
 
 def test_measures_are_read_in_the_papers_units():
@@ -483,15 +449,13 @@ def test_measures_are_read_in_the_papers_units():
               "bytes_up": 2e9, "bytes_down": 3e9, "parameters": 11_000_000, "args": {"rounds": 7}}
     for measure, value in (("users/PersFL/1", 50), ("users/T/1", 25), ("personal@test/mean", 50), ("bytes", 5),
                            ("parameters", 11), ("2*parameters", 22), ("args/rounds", 7)):
-        assert reproduce.factor(measure) * reproduce.last(record, measure) == value
-    assert reproduce.last(record, "users/PersFL/2") is None and reproduce.last(record, "latency/factorised_ms") is None
-    rows = {"rounds": [{"global": {"top1": z, "loss": z}} for z in (0.1, 0.3, 0.2)]}
-    assert reproduce.best(rows, "global/top1") == 0.3 and reproduce.best(rows, "global/loss") == 0.1
+        assert reading.factor(measure) * reading.last(record, measure) == value
+    assert reading.last(record, "users/PersFL/2") is None and reading.last(record, "latency/factorised_ms") is None
 
 
 def test_quick_says_who_wins(small, monkeypatch, capsys):
     five, two = ((f"stand_in.py --rounds {n}", "global/top1") for n in (5, 2))
-    claims = [reproduce.Claim("paper", "five rounds beat two", five, two), reproduce.Claim("paper", "two beat five", two, five)]
+    claims = [Claim("paper", "five rounds beat two", five, two), Claim("paper", "two beat five", two, five)]
     monkeypatch.setattr(reproduce, "CLAIMS", claims)
     assert go("--quick") == 1
     shown = capsys.readouterr().out
@@ -504,7 +468,7 @@ def test_quick_says_who_wins(small, monkeypatch, capsys):
 
 
 def test_committed_results_belong_to_runs():
-    known = set(reproduce.runs().values())
+    known = set(map(reproduce.place, reproduce.runs()))
     for name in reproduce.TABLES:
         for path in [*reproduce.RESULTS.glob(f"{name}/*"), *reproduce.RESULTS.glob(f"scale-*/{name}/*")]:
             assert f"{path.parent.name}/{path.name}" in known, path
@@ -523,21 +487,51 @@ def test_committed_records_were_made_by_the_commits_that_they_name():
         environment = json.loads(path.read_text())["environment"]
         for environment in (environment, *environment.get("resumed", [])):
             made |= {(environment["commit"].rstrip("+"), name, digest) for name, digest in environment["sources"].items()}
+            assert all("/" not in name for name in environment["sources"])  # not of tables/
     assert made
     for commit, name, digest in made:
         file = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, check=True).stdout
         assert hashlib.sha256(file).hexdigest() == digest, (commit, name)
 
 
-def test_the_committed_page_has_the_numbers_of_the_committed_records():
+def test_the_committed_pages_have_the_numbers_of_the_committed_records():
     """Up to what depends on today's source files: what is stale."""
-    def plain(text):
-        rows = [line for line in text.splitlines() if not line.startswith("- ")]  # commands
-        return re.sub(r"(, )?stale|\[\]| ", "", "\n".join(rows))
+    def committed(name):
+        return plain((reproduce.RESULTS / f"{name}.md").read_text())
 
-    assert plain((reproduce.RESULTS / "README.md").read_text()) == plain(reproduce.page())
+    def plain(text):
+        return re.sub(r"\d+ of them stale|\bstale(?= \|)", "", text)
+
+    assert committed("README") == reproduce.overview()
+    for paper in reproduce.PAPERS:
+        assert [committed(paper), committed(f"{paper}-runs")] == list(map(plain, reproduce.pages(paper)))
+
+
+def test_no_page_is_larger_than_60_kb_even_when_every_run_is_made(monkeypatch):
+    record = {"args": {}, "environment": {"device": "NVIDIA H200"}, "rounds": [{"seconds": 6e5}], "status": "finished"}
+
+    def view(command, measure, scale):
+        folder = reproduce.RESULTS / reproduce.place(command)
+        seeds = [reproduce.Result(command, seed, 1.0, folder / str(seed), "stale", record, "") for seed in range(5)]
+        return reproduce.Shown(seeds, 47.06, 1.25, False, "")
+
+    monkeypatch.setattr(reproduce, "view", view)
+    monkeypatch.setattr(reproduce, "scales", lambda: [1.0])
+    monkeypatch.setattr(reproduce, "arguments", lambda command: {"rounds": 1})
+    committed = [path.read_text() for path in reproduce.RESULTS.glob("*.md")]
+    assert max(len(text.encode()) for text in [*committed, *itertools.chain(*map(reproduce.pages, reproduce.PAPERS))]) <= 60_000
+
+
+def test_every_table_is_a_papers_and_every_explanation_a_cells():
+    for name, t in reproduce.TABLES.items():
+        assert name.split("-")[0] in reproduce.PAPERS
+        assert t.why.keys() <= {"All", *t.rows, *(f"{row}/{column}" for row in t.rows for column in t.columns)}
 
 
 def test_it_starts_as_a_program():
-    done = subprocess.run([sys.executable, reproduce.HERE / "reproduce.py", "--scale", "2"], capture_output=True, text=True)
-    assert done.returncode == 2 and "at most 1" in done.stderr
+    program = [sys.executable, reproduce.HERE / "reproduce.py"]
+    done = subprocess.run([*program, "--scale", "2"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("reproduce.py: error: argument --scale: 2 must be above 0")
+    head = subprocess.Popen([*program, "--list", "--only", "psinet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    head.stdout.close()
+    assert head.stderr.read() == b""

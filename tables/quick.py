@@ -1,0 +1,46 @@
+"""The claims of reproduce.py --quick: which method is better, by short runs on the embedded data set."""
+
+from typing import NamedTuple
+
+from tables.psinet import PLAIN
+
+
+class Claim(NamedTuple):
+    paper: str
+    words: str
+    more: tuple  # (command or several of which the best counts, measure)
+    less: tuple
+
+
+SKEWED = ("fedavgm.py --dataset shapes --limit 4000 --model cnn --transform scale --fraction 0.25 --rounds 60 --eval-every 20 "
+          "--alpha")
+FEDAVG = "fedavg.py --dataset shapes", "personal/mean"
+MM, LM = "superfed.py --dataset shapes --mix model", "superfed.py --dataset shapes --mix layer"
+EVEN = MM, "lambdas/5/mean"
+SHORT = "--dataset shapes --limit 6000 --rounds 30 --epochs 1"
+FEDSLR = f"fedslr.py {SHORT} --lambda 2e-3"
+AS_FEDSLR = "--split fedslr --alpha 0.1 --client-test 0 --lr 0.1 --lr-decay 0.998 --momentum 0 --weight-decay 1e-3"
+PERSFL = "persfl.py --dataset shapes --limit 3000"
+GROUPED = "psinet.py --dataset shapes --limit 3000 --rounds 12 --eval-every 4"
+FEDAVGM_WINS = [f"{SKEWED} 1 --lr {lr} --beta {beta}" for lr, beta in ((0.01, 0.9), (0.03, 0.7))]
+FEDAVG_LOSES = [f"{SKEWED} 1 --lr {lr} --beta 0" for lr in (0.03, 0.1)]
+CLAIMS = [
+    Claim("SuPerFed", "Model Mixing is better for its clients than FedAvg (Table 1)", (MM, "personal/mean"), FEDAVG),
+    Claim("SuPerFed", "Layer Mixing is better for its clients than FedAvg (Table 1)", (LM, "personal/mean"), FEDAVG),
+    Claim("SuPerFed", "an even mixture is better than the local model alone (Figure 2)", EVEN, (MM, "lambdas/10/mean")),
+    Claim("SuPerFed", "an even mixture is better than the global model alone (Figure 2)", EVEN, (MM, "lambdas/0/mean")),
+    Claim("FedAvgM", "FedAvg is worse on skewed clients, alpha 1, than on equal ones, alpha 100 (Figure 3)",
+          ([c.replace("--alpha 1", "--alpha 100") for c in FEDAVG_LOSES], "global/top1"), (FEDAVG_LOSES, "global/top1")),
+    Claim("FedAvgM", "on skewed clients FedAvgM is better than FedAvg (Figure 5)",
+          (FEDAVGM_WINS, "global/top1"), (FEDAVG_LOSES, "global/top1")),
+    Claim("Psi-Net", "groups are better than FedAvg on the same network (normalisation ablation)",
+          (GROUPED, "global/top1"), (GROUPED + PLAIN, "global/top1")),
+    Claim("FedSLR", "the mixed model is better for its clients than the GKR (Table 1, Non-IID)",
+          (FEDSLR, "personal/mean"), (FEDSLR, "gkr/mean")),
+    Claim("FedSLR", "the GKR is better for the clients than FedAvg's model (Table 1, Non-IID)",
+          (FEDSLR, "gkr/mean"), (f"fedavg.py {SHORT} {AS_FEDSLR}", "personal/mean")),
+    Claim("FedSLR", "the GKR takes fewer numbers than the full model (Table 2)",
+          (FEDSLR, "parameters"), (FEDSLR, "numbers/gkr")),
+    Claim("PersFL", "PersFL is better for its users than FedAvg (Table 2)",
+          (PERSFL, "users/PersFL/Avg"), (PERSFL, "users/FedAvg/Avg")),
+]

@@ -1,0 +1,58 @@
+"""Numbers from records, in the papers' units. A measure is a path in the record, like global/top1 or users/PersFL/Avg."""
+
+import statistics
+
+from records import evaluated
+
+
+def number(text):
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def factor(measure):
+    """From a record's number to the papers' unit."""
+    if measure == "bytes":
+        return 1e-9
+    if measure.startswith("numbers") or measure.endswith("parameters"):
+        return 1e-6
+    as_it_is = ("ece", "loss", "args/rounds", "users/T/", "users/lambda/", "users/teacher", "_ms")
+    return 1 if any(word in measure for word in as_it_is) else 100
+
+
+def digits(value, measure):
+    return "-" if value is None else f"{value:.3f}" if measure.endswith(("ece", "loss")) else f"{value:.2f}"
+
+
+def read(tree, measure):
+    """What stands at a path; the whole list for Avg and SD; None if nothing does."""
+    for word in measure.split("/"):
+        if not isinstance(tree, list):
+            tree = (tree or {}).get(word)
+        elif word not in ("Avg", "SD"):
+            tree = tree[int(word)] if int(word) < len(tree) else None
+    return tree
+
+
+def final(record):
+    """Everything that a record says of the last evaluated round, and of the run."""
+    rows = list(filter(evaluated, record["rounds"])) or [{}]
+    return {**record, **rows[-1], **record["final"], "bytes": record["bytes_up"] + record["bytes_down"]}
+
+
+def last(record, measure):
+    times, _, name = measure.rpartition("*")  # 2*parameters
+    value = read(final(record), name)
+    return float(times) * value if times and value is not None else value
+
+
+def combine(values, measure):
+    """Mean and standard deviation over seeds, in the papers' unit. SD: over users, of their averages over seeds."""
+    if not values or None in values:
+        return None, None
+    if measure.endswith("/SD"):
+        return factor(measure) * statistics.stdev(statistics.mean(user) for user in zip(*values)), None
+    values = [factor(measure) * (statistics.mean(v) if isinstance(v, list) else v) for v in values]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
