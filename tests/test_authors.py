@@ -44,7 +44,7 @@ STAND_INS = {
 def train_FedDyn(data_obj, init_model, **_):
     one_round(data_obj, data_obj.clnt_x)
     avg_model, d = init_model, sum(p.numel() for p in init_model.parameters())
-    cld_mdl_param, local_param_list, state_param_list = np.zeros(d), np.zeros((4, d)), np.zeros((5, d))
+    all_model, cld_mdl_param, local_param_list = init_model, np.zeros(d), np.zeros((4, d))
 def train_SCAFFOLD(data_obj, init_model, **_):
     avg_model, d = init_model, sum(p.numel() for p in init_model.parameters())
     state_param_list = np.zeros((5, d))
@@ -83,7 +83,8 @@ def train_FedAvg(init_model, **_):
 def train_standalone(init_model, **_):
     local_ws = [dict(init_model.named_parameters())] * 4
 def train_FedRep(init_model, **_):
-    g_param, p_params = split(init_model, "conv"), [split(init_model, "fc")] * 4
+    g_param = g_param_temp = split(init_model, "conv")
+    p_params = [split(init_model, "fc")] * 4
 def train_LGFedAvg(init_model, **_):
     g_param, p_params = split(init_model, "fc"), [split(init_model, "conv")] * 4
 def train_apfl(init_model, **_):
@@ -173,6 +174,7 @@ class {server}:
         self.model, self.users, self.rounds = model[0], [], settings["num_glob_iters"]
         for k in range(len(read_data(dataset)[0])):
             user = types.SimpleNamespace(model=copy.deepcopy(model[0]), optimizer=types.SimpleNamespace(step=lambda: None))
+            user.local_model = list(user.model.parameters())
             self.users.append(user)
             assert len(read_user_data(k, None, dataset)) == 3
     def train(self):

@@ -304,6 +304,14 @@ def local_variables(function, *args, **named):
     return types.SimpleNamespace(**found)
 
 
+def with_layer(run, l):
+    """The models of all clients: what they share, state.w [d], with layer l of their own, state.V [K, ...]."""
+    state = run.states[-1]
+    W = state["w"].repeat(len(state["V"]), 1)
+    W[:, run.fed.net.layers[l][1]] = state["V"]
+    return W
+
+
 class Enough(Exception):
     """Raised in their script when the rounds that are compared are done."""
 

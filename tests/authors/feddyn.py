@@ -52,6 +52,8 @@ def compare(folder):
                 end = theirs(load, run, "train_FedDyn", alike, epoch=2, alpha_coef=0.1)
             line("FedDyn: w" + name, run, torch.as_tensor(end.cld_mdl_param), run.states[-1]["w"], because=because)
             if because is None:  # theirs is the sum of theta_k - w, ours -alpha times it
+                line("FedDyn: the mean of all clients' last theta_k", run, check.vector(end.all_model), run.states[-1]["Theta"].mean(0))
+                line("FedDyn: w, there that mean is evaluated", run, check.vector(end.all_model), run.states[-1]["w"], because="feddyn D2")
                 line("FedDyn: g_k of all clients", run, -0.1 * torch.as_tensor(end.local_param_list), run.states[-1]["G"])
 
         # its c_k^+ divides by the first round's eta, so that eta must stay

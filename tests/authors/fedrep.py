@@ -55,18 +55,22 @@ def theirs(load, run, method, dataset):
 
 
 def compare(folder):
-    lines = []
-    for alias, because in ((False, None), (True, "fedrep D3")):
-        with check.program(folder, ["pandas", "models.test", "models.language_utils", "FedProx"],
-                           [] if alias else [(ALIAS, ALIAS + ".clone()")]) as load:
-            for method, flags in (("fedrep", ["--epochs", "2", "--body-epochs", "2"]), ("fedper", ["--epochs", "2"])):
-                for dataset, sizes, name in (("mnist", EQUAL, ""), ("femnist", SIZES, ", weighted as for LEAF")):
-                    run = check.ours(baselines, [*FLAGS, *flags, "--method", method], check.small_data(sizes), small)
-                    own, _ = baselines.own_layers(run.fed.net, run.fed.args)
-                    mine = baselines.put(run.states[-1]["w"], own, run.states[-1]["V"])
-                    what = f"{'FedRep' if method == 'fedrep' else 'FedPer'}{name}{', with its shared memory' * alias}: models of all clients"
-                    lines.append(check.row(what, theirs(load, run, method, dataset), mine, run, because=because,
-                                           stubs="data; evaluation; pandas; language_utils" + "; one .clone() added" * (not alias)))
+    lines, methods = [], {"fedrep": ["--epochs", "2", "--body-epochs", "2"], "fedper": ["--epochs", "2"]}
+
+    def line(load, method, dataset, sizes, name="", because=None, stubs=""):
+        run = check.ours(baselines, [*FLAGS, *methods[method], "--method", method], check.small_data(sizes), small)
+        what = f"{'FedRep' if method == 'fedrep' else 'FedPer'}{name}: models of all clients"
+        lines.append(check.row(what, theirs(load, run, method, dataset), check.with_layer(run, -1), run, because=because,
+                               stubs="data; evaluation; pandas; language_utils" + stubs))
+
+    stubs = ["pandas", "models.test", "models.language_utils", "FedProx"]
+    with check.program(folder, stubs, [(ALIAS, ALIAS + ".clone()")]) as load:
+        for method in methods:
+            line(load, method, "mnist", EQUAL, stubs="; one .clone() added")
+            line(load, method, "femnist", SIZES, ", weighted as for LEAF", stubs="; one .clone() added")
+        line(load, "fedrep", "mnist", SIZES, ", plain mean there", "fedrep D3", stubs="; one .clone() added")
+    with check.program(folder, stubs) as load:
+        line(load, "fedrep", "femnist", SIZES, ", first heads share memory there", "fedrep D4")
     return lines
 
 

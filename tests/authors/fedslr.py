@@ -133,6 +133,9 @@ def compare_baselines(load, line):
         w, own = run.states[-1]["w"], run.fed.net.d - sum(p.numel() for p in end.g_param.values())
         shared = w[:-own] if method == "fedper" else w[own:]
         line(f"{name}: shared layers", run, check.vector(end.g_param), shared)
+        if method == "fedper":
+            line(f"{name}: shared layers for evaluation; there those before the last round", run, check.vector(end.g_param_temp), shared,
+                 because="fedper D2")
         line(f"{name}: layers that clients keep", run, rows(end.p_params), run.states[-1]["V"])
     for decay, because in (("0", None), ("0.001", "apfl D1")):
         run = run_of("--method", "apfl", "--apfl-alpha", "0.5", "--weight-decay", decay)

@@ -57,8 +57,7 @@ def compare(folder):
     lines = []
     with check.program(folder, ["pandas", "models.test"]) as load:
         run = check.ours(baselines, FLAGS, check.small_data(SIZES))
-        own, _ = baselines.own_layers(run.fed.net, run.fed.args)
-        mine = baselines.put(run.states[-1]["w"], own, run.states[-1]["V"])
+        mine = check.with_layer(run, 0)
         for name, order, because in (("", LAYERS, None), (", layers listed as in its CNN for CIFAR", LAYERS[1:] + LAYERS[:1], "lg-fedavg D1")):
             lines.append(check.row("LG-FedAvg: models of all clients" + name, theirs(load, run, order), mine, run, because=because,
                                    stubs="data; evaluation; pandas"))

@@ -78,6 +78,10 @@ def compare(folder):
             if because is None:
                 line("pFedMe: theta of the last round's clients", run, [they.users[k].theta for k in last], run.states[-1]["theta"][last],
                      steps=steps)
+                line("pFedMe: w_k of the last round's clients, with which it evaluates", run,
+                     [check.vector(they.users[k].local_model) for k in last], run.states[-1]["W"][last], steps=steps)
+                line("pFedMe: theta, there w_k is evaluated by mistake", run, [check.vector(they.users[k].local_model) for k in last],
+                     run.states[-1]["theta"][last], steps=steps, because="pfedme D6")
                 line("pFedMe: theta of all clients; there all train in every round", run, [user.theta for user in they.users],
                      run.states[-1]["theta"], steps=steps, because="pfedme D1")
         run = check.ours(baselines, [*FLAGS, "--method", "per-fedavg", "--lr", "0.05", "--per-fedavg-alpha", "0.1"], check.small_data(SIZES))
