@@ -1,5 +1,5 @@
-"""The scripts of tests/authors, without the authors' code: a stand-in of a few lines has the interface of each repository and learns
-nothing. The script must run to its end, notice that, and print the table that is in results/authors.json."""
+"""The scripts of tests/authors, without the authors' code: a stand-in of a few lines has the interface of each repository and
+learns nothing. The script must run to its end, notice that, and give the lines that are in results/authors.json."""
 
 import json
 import pathlib
@@ -140,8 +140,8 @@ class Layer(torch.nn.Module):
 class MNISTConvNet(torch.nn.Module):
     def __init__(self, name, channels, hidden, units, classes):
         super().__init__()
-        self.classes, sizes = classes, ((hidden, channels * 25), (2 * hidden, hidden * 25), (hidden, 2 * hidden * 4), (units, hidden))
-        for i, (out, size) in enumerate((*sizes, (classes, units))):
+        self.classes, h = classes, hidden
+        for i, (out, size) in enumerate(((h, channels * 25), (2 * h, h * 25), (h, 2 * h * 4), (units, h), (classes, units))):
             setattr(self, ("conv1", "conv2", "conv3", "fc1", "fc2")[i], Layer(out, size))
     def forward(self, x):
         return torch.zeros(len(x), self.classes)
@@ -193,7 +193,8 @@ gen_batch = None
 class Server:
     def __init__(self, params, learner, dataset):
         self.client_model, self.clients, self.rounds = learner(), dataset[0], params["num_rounds"] + 1
-        self.global_model, self.local_models = self.client_model.get_params(), [self.client_model.get_params() for _ in self.clients]
+        self.global_model = self.client_model.get_params()
+        self.local_models = [self.client_model.get_params() for _ in self.clients]
         self.data = dataset[2]
     def train(self):
         batches = [gen_batch(self.data[k], 4, 6) for k in self.clients]
@@ -203,7 +204,8 @@ class Server:
                 gradients, loss, weights = self.client_model.solve_sgd(next(batches[k]))
 """}],
     "lgfedavg": [{
-        "main_lg.py": MAIN_SCRIPT, "utils/options.py": "args_parser = None", "utils/train_utils.py": "get_data = get_model = None", "models/Update.py": "DataLoader = None",
+        "main_lg.py": MAIN_SCRIPT, "utils/options.py": "args_parser = None",
+        "utils/train_utils.py": "get_data = get_model = None", "models/Update.py": "DataLoader = None",
         "models/test.py": "test_img_local_all = test_img_avg_all = None"}],
     "fedrep": [{
         "main_fedrep.py": MAIN_SCRIPT, "utils/options.py": "args_parser = None",
@@ -266,7 +268,8 @@ def test_the_page_is_made_from_the_record():
 
 def test_a_commit_is_taken_out_of_a_clone_and_a_clone_without_it_is_refused(tmp_path, capsys):
     def git(*words):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+        me = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *me, *words], check=True, capture_output=True)
 
     git("init")
     (tmp_path / "a.py").write_text("then")

@@ -3,12 +3,12 @@
     make authors CLONES=folder              all scripts of this folder; writes results/authors.json and docs/authors.md
     python tests/authors/feddyn.py CLONE    one of them; prints its part of the table
 
-A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history; REPOSITORIES below has the eight. The files of the
-commit that a script names are copied out of it with `git archive`, so that other branches and changed files play no part,
-and the clone stays as it is. No line of the authors' code is in this repository.
+A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history; REPOSITORIES below has the eight. The files
+of the commit that a script names are copied out of it with `git archive`, so that other branches and changed files play no
+part, and the clone stays as it is. No line of the authors' code is in this repository.
 
-How two programs get the same inputs: OURS runs first, as a user runs it (main(argv)), in float64, on a small data set. What it drew
-(split, first weights, sampled clients, minibatches, its own draws) is written down. Then THEIRS runs with these.
+How two programs get the same inputs: OURS runs first, as a user runs it (main(argv)), in float64, on a small data set. What it
+drew (split, first weights, sampled clients, minibatches, its own draws) is written down. Then THEIRS runs with these.
 
     1. Clones        source, program
     2. Ours          small_data, ours
@@ -41,8 +41,14 @@ import common  # noqa: E402
 import engine  # noqa: E402
 
 REPOSITORIES = {  # script -> repository
-    "superfed": "vaseline555/SuPerFed", "fedslr": "huangtiansheng/fedslr", "pfedme": "CharlieDinh/pFedMe", "ditto": "litian96/ditto",
-    "feddyn": "alpemreacar/FedDyn", "lgfedavg": "pliang279/LG-FedAvg", "fedrep": "lgcollins/FedRep", "fedma": "IBM/FedMA",
+    "superfed": "vaseline555/SuPerFed",
+    "fedslr": "huangtiansheng/fedslr",
+    "pfedme": "CharlieDinh/pFedMe",
+    "ditto": "litian96/ditto",
+    "feddyn": "alpemreacar/FedDyn",
+    "lgfedavg": "pliang279/LG-FedAvg",
+    "fedrep": "lgcollins/FedRep",
+    "fedma": "IBM/FedMA",
     "torch_sgd": None,  # PyTorch itself
 }
 
@@ -57,15 +63,16 @@ def source(clone, commit, repository):
         archive = subprocess.run(["git", "-C", str(clone), "archive", commit, "*.py"], capture_output=True)
         if archive.returncode:
             reason = archive.stderr.decode().strip().splitlines()[-1]
-            engine.refuse(f"{clone} can't give commit {commit} ({reason}); make it with: git clone https://github.com/{repository}")
+            how = f"git clone https://github.com/{repository}"
+            engine.refuse(f"{clone} can't give commit {commit} ({reason}); make it with: {how}")
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         yield pathlib.Path(folder)
 
 
 @contextlib.contextmanager
 def program(folder, stubs=(), changed=()):
-    """In here their modules can be imported, and say nothing. stubs: names of packages that are replaced by nothing. changed: pairs
-    of words; in their files (the temporary copies) the second takes the first's place."""
+    """In here their modules can be imported, and say nothing. stubs: names of packages that are replaced by nothing. changed:
+    pairs of words; in their files (the temporary copies) the second takes the first's place."""
     texts = {path: path.read_text(errors="replace") for path in pathlib.Path(folder).rglob("*.py")}
     for path, text in texts.items():
         for old, new in changed:
@@ -82,8 +89,12 @@ def program(folder, stubs=(), changed=()):
     for name in stubs:
         sys.modules[name] = mock.MagicMock(name=name, __path__=[])
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), double(), \
-                mock.patch("gc.collect"):  # in every round: slow
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            double(),
+            mock.patch("gc.collect"),
+        ):  # in every round: slow
             yield importlib.import_module
     finally:
         for path, text in texts.items():
@@ -117,8 +128,13 @@ def small_data(sizes, side=8, channels=1, classes=3, test=20, seed=0):
     labels = rng.integers(0, classes, n + test)
     labels[:classes] = np.arange(classes)
     images = rng.integers(0, 200, (n + test, side, side, channels)) + 55 * (labels[:, None, None, None] % 2)
-    return dict(x_train=images[:n].astype(np.uint8), y_train=labels[:n], x_test=images[n:].astype(np.uint8), y_test=labels[n:],
-                client_train=np.repeat(np.arange(len(sizes)), sizes))
+    return dict(
+        x_train=images[:n].astype(np.uint8),
+        y_train=labels[:n],
+        x_test=images[n:].astype(np.uint8),
+        y_test=labels[n:],
+        client_train=np.repeat(np.arange(len(sizes)), sizes),
+    )
 
 
 def small(m, x, classes):
@@ -144,12 +160,12 @@ class Small(nn.Module):
 class Ours:
     """What a run of ours drew and left.
 
-    fed: its Federation. first: the vectors that Net.init gave. S: sampled clients of every round. plans[t, k, phase]: the minibatches
-    of client k, numbers of images each; draws[t, k, phase]: [steps, ...]. states: after every round name -> tensor. lr: of every round.
+    fed: its Federation. first: the vectors that Net.init gave. S: sampled clients of every round. plans[t, k, phase]: the
+    minibatches of client k, numbers of images each; draws[t, k, phase]: [steps, ...]. states: after every round name -> tensor.
     """
 
     def __init__(self):
-        self.fed, self.first, self.S, self.plans, self.draws, self.states, self.record = None, [], [], {}, {}, [], None
+        self.fed, self.first, self.S, self.plans, self.draws, self.states = None, [], [], {}, {}, []
 
     def batch(self, index):
         """x and y of the images with these numbers, as our own step sees them."""
@@ -185,12 +201,12 @@ class Ours:
         """The number of terms of the longest sum in a step: over all weights, or over a minibatch's pixels."""
         return max(self.fed.net.d, self.fed.args.batch_size * int(np.prod(self.fed.data.images.shape[1:])))
 
-    def queue(self, phases=(0,), everyone=False):
-        """Client -> what its loaders yield one after the other, a list of minibatches each, when in each of its rounds it makes one
-        loader a phase."""
+    def queue(self, phases=(0,)):
+        """Client -> what its loaders yield one after the other, a list of minibatches each, when in each of its rounds it makes
+        one loader a phase."""
         queues = defaultdict(deque)
         for t, S in enumerate(self.S):
-            for k in range(self.fed.K) if everyone else S:
+            for k in S:
                 for phase in phases:
                     queues[int(k)].append(self.plans[t, int(k), phase])
         return queues
@@ -215,8 +231,10 @@ def ours(module, argv, data, model=small):
         return p
 
     def copies(state):
-        return {name: z.all.clone() if isinstance(z, engine.Rows) else z.clone() if torch.is_tensor(z) else z
-                for name, z in vars(state).items()}
+        return {
+            name: z.all.clone() if isinstance(z, engine.Rows) else z.clone() if torch.is_tensor(z) else z
+            for name, z in vars(state).items()
+        }
 
     def watched(self, state, *args, **named):
         for t, S in rounds(self, state, *args, **named):
@@ -233,16 +251,38 @@ def ours(module, argv, data, model=small):
 
     with tempfile.TemporaryDirectory() as folder, double(), contextlib.ExitStack() as stack:
         np.savez(folder + "/data.npz", **data)
-        for place, name, new in ((federation, "__init__", remember), (federation, "plan", planned), (run, "rounds", watched),
-                                 (common.Net, "init", first)):
+        for place, name, new in (
+            (federation, "__init__", remember),
+            (federation, "plan", planned),
+            (run, "rounds", watched),
+            (common.Net, "init", first),
+        ):
             stack.enter_context(mock.patch.object(place, name, new))
         stack.enter_context(mock.patch.dict(common.TRANSFORMS, scale=exact))
         stack.enter_context(mock.patch.dict(common.MODELS, {model.__name__: model}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        module.main(["--dataset", folder + "/data.npz", "--split", "natural", "--model", model.__name__, "--transform", "scale",
-                     "--device", "cpu", "--parallel", "1", "--eval-every", "1000", "--out", folder + "/run", *argv])
-        seen.record = json.loads(pathlib.Path(folder, "run", "result.json").read_text())
+        module.main(
+            [
+                "--dataset",
+                folder + "/data.npz",
+                "--split",
+                "natural",
+                "--model",
+                model.__name__,
+                "--transform",
+                "scale",
+                "--device",
+                "cpu",
+                "--parallel",
+                "1",
+                "--eval-every",
+                "1000",
+                "--out",
+                folder + "/run",
+                *argv,
+            ]
+        )
     return seen
 
 
@@ -251,8 +291,8 @@ def ours(module, argv, data, model=small):
 
 
 class Given:
-    """In place of a DataLoader: yields the given minibatches, those of one epoch in each iteration. get(index) -> x, y. full: the size
-    of minibatches that are not dropped (drop_last)."""
+    """In place of a DataLoader: yields the given minibatches, those of one epoch in each iteration. get(index) -> x, y. full:
+    the size of minibatches that are not dropped (drop_last)."""
 
     def __init__(self, batches, get, per_epoch=None, full=None):
         self.get, self.per_epoch, self.left, self.full = get, per_epoch or len(batches), deque(batches), full
@@ -269,8 +309,8 @@ class Given:
 
 @contextlib.contextmanager
 def coin_flips(general, methods, run, phases=(0,)):
-    """For FedDyn's and FedSLR's code, which are alike: in here their loaders give our minibatches, their coin flips our clients, and
-    nothing is evaluated. A client's images are the array of their numbers, run.fed.split.train[k]."""
+    """For FedDyn's and FedSLR's code, which are alike: in here their loaders give our minibatches, their coin flips our
+    clients, and nothing is evaluated. A client's images are the array of their numbers, run.fed.split.train[k]."""
     fed, queues, rounds = run.fed, run.queue(phases), iter(run.S)
     owner = {int(own[0]): k for k, own in enumerate(fed.split.train)}
 
@@ -281,10 +321,13 @@ def coin_flips(general, methods, run, phases=(0,)):
     def flips(size):  # a client takes part where they are at most act_prob
         return 1.0 - np.isin(np.arange(size), next(rounds))
 
-    with mock.patch.object(general, "data", types.SimpleNamespace(DataLoader=loader)), \
-            mock.patch.object(general, "Dataset", lambda x, y, **_: x), mock.patch.object(np.random, "uniform", flips), \
-            mock.patch.object(general, "get_acc_loss", lambda *_, **__: (0, 0)), \
-            mock.patch.object(methods, "get_acc_loss", lambda *_, **__: (0, 0)):
+    with (
+        mock.patch.object(general, "data", types.SimpleNamespace(DataLoader=loader)),
+        mock.patch.object(general, "Dataset", lambda x, y, **_: x),
+        mock.patch.object(np.random, "uniform", flips),
+        mock.patch.object(general, "get_acc_loss", lambda *_, **__: (0, 0)),
+        mock.patch.object(methods, "get_acc_loss", lambda *_, **__: (0, 0)),
+    ):
         yield
 
 
@@ -347,24 +390,34 @@ def vector(parts, names=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The table
 
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23}
+EPSILON = 2.0**-52  # of float64
 
 
-def row(what, theirs, mine, run=None, steps=None, longest=None, rounds=None, because=None, enlarged=1.0, precision="float64", stubs=""):
-    """A line of the table. theirs, mine: tensors, or lists of them. because: the choice D that explains a difference; without one the
-    difference must be rounding.
+def row(what, theirs, mine, run=None, steps=None, longest=None, rounds=None, because=None, enlarged=1.0, stubs=""):
+    """A line of the table. theirs, mine: tensors, or lists of them. because: the choice D that explains a difference; without
+    one the difference must be rounding. stubs: what was replaced in their program.
 
-    The bound. A sum of n numbers is exact to n * epsilon of its largest partial sum; a step is a chain of such sums; `steps` of them add
-    up. So bound = epsilon * steps * n * scale, n the longest sum, scale the largest number compared and at least 1. enlarged: by what
-    a quotient enlarges errors (1/eta, for what is divided by eta).
+    The bound. A sum of n numbers is exact to n * epsilon of its largest partial sum; a step is a chain of such sums; `steps` of
+    them add up. So bound = epsilon * steps * n * scale, n the longest sum, scale the largest number compared and at least 1.
+    That later steps can enlarge an error is not counted. enlarged: by what a quotient does (1/eta, for what is divided by eta).
     """
-    a, b = (torch.cat([torch.as_tensor(z).detach().double().flatten() for z in (x if isinstance(x, (list, tuple)) else [x])])
-            for x in (theirs, mine))
+    a, b = (
+        torch.cat([torch.as_tensor(z).detach().double().flatten() for z in (x if isinstance(x, (list, tuple)) else [x])])
+        for x in (theirs, mine)
+    )
     assert len(a) == len(b), f"{what}: {len(a)} numbers there, {len(b)} here"
     steps, longest = steps or run.steps(), longest or run.longest()
-    bound = EPSILON[precision] * steps * longest * max(1.0, float(a.abs().max())) * enlarged
-    return dict(what=what, rounds=rounds if rounds else len(run.S) if run else None, steps=steps, numbers=len(a),
-                difference=float((a - b).abs().max()), bound=bound, precision=precision, because=because, stubs=stubs)
+    bound = EPSILON * steps * longest * max(1.0, float(a.abs().max())) * enlarged
+    return dict(
+        what=what,
+        rounds=rounds if rounds else len(run.S) if run else None,
+        steps=steps,
+        numbers=len(a),
+        difference=float((a - b).abs().max()),
+        bound=bound,
+        because=because,
+        stubs=stubs,
+    )
 
 
 def sound(line):
@@ -377,7 +430,8 @@ def table(lines):
     for line in lines:
         verdict = line["because"] or "rounding"
         verdict = verdict if sound(line) else f"NOT EXPLAINED ({verdict})"
-        text.append(f"{line['what']:<76}{line['rounds'] or '':>7}{line['steps']:>6}{line['difference']:>12.1e}{line['bound']:>9.0e}  {verdict}")
+        numbers = f"{line['rounds'] or '':>7}{line['steps']:>6}{line['difference']:>12.1e}{line['bound']:>9.0e}"
+        text.append(f"{line['what']:<76}{numbers}  {verdict}")
     return "\n".join(text)
 
 

@@ -1,4 +1,4 @@
-"""litian96/ditto: whole rounds through its trainer. TensorFlow 1, which it wants, is replaced by a stub; the model by one in PyTorch.
+"""litian96/ditto: whole rounds through its trainer. TensorFlow 1 is replaced by a stub, and its model by one in PyTorch.
 
     python tests/authors/ditto.py CLONE
 """
@@ -15,9 +15,8 @@ from torch import nn
 import baselines
 
 NAME, COMMITS = "ditto", ("26d9b29a62f3872dcdf071be08e897607c283bb4",)
-FLAGS = ["--clients", "4", "--fraction", "0.5", "--rounds", "4", "--epochs", "2", "--batch-size", "4", "--lr", "0.1", "--momentum", "0",
-         "--method", "ditto"]
-SIZES = (15, 12, 14, 13)  # .8 of them are trained on: 12, 9, 11 and 10 images, 3 minibatches each, since all of its clients take as many
+FLAGS = "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --method ditto".split()
+SIZES = (15, 12, 14, 13)  # .8 are trained on: 12, 9, 11 and 10 images, 3 minibatches each: there all clients take as many steps
 
 
 def learner(first, lr):
@@ -44,10 +43,20 @@ def learner(first, lr):
 def theirs(load, run, pull):
     """Their Server after the rounds of our run."""
     fed, module, rounds = run.fed, load("flearn.trainers_MTL.ditto"), iter(run.S)
-    settings = dict.fromkeys(("q", "seed", "dynamic_lam", "num_corrupted", "gradient_clipping", "median", "k_norm", "krum", "mkrum", "boosting",
-                              "random_updates"), 0)
-    settings.update(learning_rate=fed.args.lr, model_params=(), num_rounds=len(run.S) - 1, local_iters=6, batch_size=4, clients_per_round=2,
-                    eval_every=1000, dataset="check", lam=pull, sampling=1)  # its rounds are one more than num_rounds
+    unused = "q seed dynamic_lam num_corrupted gradient_clipping median k_norm krum mkrum boosting random_updates"
+    settings = dict.fromkeys(unused.split(), 0)
+    settings.update(
+        learning_rate=fed.args.lr,
+        model_params=(),
+        num_rounds=len(run.S) - 1,
+        local_iters=6,
+        batch_size=4,
+        clients_per_round=2,
+        eval_every=1000,
+        dataset="check",
+        lam=pull,
+        sampling=1,
+    )  # its rounds are one more than num_rounds
     users, queues = list(range(fed.K)), run.queue()
     data = {k: {"x": fed.split.train[k], "y": fed.split.train[k]} for k in users}
     they = module.Server(settings, lambda *_: learner(run.first[0], fed.args.lr), (users, [], data, data))
@@ -72,9 +81,13 @@ def compare(folder):
         for pull in (0.5, 2.0):
             run = check.ours(baselines, [*FLAGS, "--ditto-lambda", str(pull)], check.small_data(SIZES))
             they, state = theirs(load, run, pull), run.states[-1]
-            for what, a, b in (("w", check.vector(they.global_model), state["w"]),
-                               ("v of all clients", [check.vector(v) for v in they.local_models], state["V"])):
-                lines.append(check.row(f"Ditto, lambda {pull:g}: {what}", a, b, run, stubs="TensorFlow; the model; loaders; evaluation"))
+            for what, a, b in (
+                ("w", check.vector(they.global_model), state["w"]),
+                ("v of all clients", [check.vector(v) for v in they.local_models], state["V"]),
+            ):
+                lines.append(
+                    check.row(f"Ditto, lambda {pull:g}: {what}", a, b, run, stubs="TensorFlow; the model; loaders; evaluation")
+                )
     return lines
 
 

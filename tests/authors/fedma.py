@@ -20,10 +20,12 @@ NO_GROWTH = 1e-30  # gamma, so small that no unit stays without a counterpart (D
 
 
 def theirs(load, V, gamma):
-    """Their order of the units of each client, None where the layer grew; the layer; how many units it has. The prior has mean 0 and
-    sigma 1, as noise does: FedMA's settings."""
+    """Their order of the units of each client, None where the layer grew; the layer; how many units it has. FedMA's settings:
+    the prior has mean 0 and sigma 1, and so has the noise."""
     one = np.ones(NUMBERS)
-    assignment, total, precision = load("matching.pfnm").match_layer([v.copy() for v in V], [one] * CLIENTS, 0 * one, one, gamma, 5)
+    assignment, total, precision = load("matching.pfnm").match_layer(
+        [v.copy() for v in V], [one] * CLIENTS, 0 * one, one, gamma, 5
+    )
     order = None
     if len(total) == UNITS:
         order = np.argsort(np.array(assignment), 1)  # assignment[j][unit of j] is the global unit
@@ -44,8 +46,17 @@ def compare(folder):
 
     def line(what, theirs, mine, because=None):
         # an order is made of sums of NUMBERS products, over 6 sweeps
-        lines.append(check.row(what, theirs, mine, steps=6 * CLIENTS, longest=NUMBERS, because=because,
-                               stubs="lapsolver; float32 reads float64"))
+        lines.append(
+            check.row(
+                what,
+                theirs,
+                mine,
+                steps=6 * CLIENTS,
+                longest=NUMBERS,
+                because=because,
+                stubs="lapsolver; float32 reads float64",
+            )
+        )
 
     logging.disable(logging.CRITICAL)
     sys.modules["lapsolver"] = types.SimpleNamespace(solve_dense=linear_sum_assignment)
@@ -66,9 +77,18 @@ def compare(folder):
         ours = [agreement(V, baselines.match(torch.as_tensor(V)).numpy()) for V in noise]
         found = [agreement(V, theirs(load, V, NO_GROWTH)[0]) for V in noise]
         same = sum(np.isclose(ours, found, rtol=1e-9))
-        line(f"matching, 50 cases with twice as much noise: agreement, relative ({same} the same)", np.ones(50), np.array(ours) / found, "fedma D2")
-        line("matching, 10 cases with twice as much noise: units of the layer", [float(theirs(load, V, 7)[2]) for V in noise[:10]], [float(UNITS)] * 10,
-             "fedma D1")
+        line(
+            f"matching, 50 cases with more noise: agreement, relative ({same} the same)",
+            np.ones(50),
+            np.array(ours) / found,
+            "fedma D2",
+        )
+        line(
+            "matching, 10 cases with more noise: units of the layer",
+            [float(theirs(load, V, 7)[2]) for V in noise[:10]],
+            [float(UNITS)] * 10,
+            "fedma D1",
+        )
     del sys.modules["lapsolver"]
     logging.disable(logging.NOTSET)
     return lines

@@ -17,8 +17,7 @@ import fedavg
 import fedslr
 
 NAME, COMMITS = "fedslr", ("35dc740caac562b212288c3bf58106f416a391fb",)
-FLAGS = ["--clients", "4", "--fraction", "0.5", "--rounds", "3", "--epochs", "2", "--batch-size", "4", "--lr", "0.1", "--momentum", "0",
-         "--lr-decay", "0.9"]
+FLAGS = "--clients 4 --fraction 0.5 --rounds 3 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --lr-decay 0.9".split()
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 EQUAL = (14, 14, 14, 14)
 DECAY = ["--weight-decay", "0.001"]
@@ -46,15 +45,35 @@ class Model(nn.Module):
 def theirs(load, run, method, make, start, phases=(0,), **settings):
     """Their method's variables after the rounds of our run."""
     general, methods, fed = load("utils_general"), load("utils_methods"), run.fed
-    data = types.SimpleNamespace(n_client=fed.K, dataset="check", client_x=fed.split.train, client_y=fed.split.train,
-                                 client_test_x=fed.split.test, client_test_y=fed.split.test)
+    data = types.SimpleNamespace(
+        n_client=fed.K,
+        dataset="check",
+        client_x=fed.split.train,
+        client_y=fed.split.train,
+        client_test_x=fed.split.test,
+        client_test_y=fed.split.test,
+    )
     for name in ("results", "model"):
         os.makedirs(name, exist_ok=True)
     with check.coin_flips(general, methods, run, phases):
         return check.local_variables(
-            getattr(methods, method), data_obj=data, act_prob=0.5, learning_rate=fed.args.lr, batch_size=fed.args.batch_size,
-            epoch=fed.args.epochs, com_amount=len(run.S), test_per=1000, weight_decay=fed.args.weight_decay, model_func=make, init_model=start, sch_step=1,
-            sch_gamma=1, device="cpu", lr_decay_per_round=fed.args.lr_decay, **settings)
+            getattr(methods, method),
+            data_obj=data,
+            act_prob=0.5,
+            learning_rate=fed.args.lr,
+            batch_size=fed.args.batch_size,
+            epoch=fed.args.epochs,
+            com_amount=len(run.S),
+            test_per=1000,
+            weight_decay=fed.args.weight_decay,
+            model_func=make,
+            init_model=start,
+            sch_step=1,
+            sch_gamma=1,
+            device="cpu",
+            lr_decay_per_round=fed.args.lr_decay,
+            **settings,
+        )
 
 
 def rows(parts):
@@ -66,8 +85,12 @@ def compare_fedslr(load, line):
     """w, gamma and p with unequal sizes, from both starts of p."""
     low_rank, eta_g = 0.01, 10.0
     for start, because in (("zero", None), ("copy", None), ("zero", "fedslr D1")):
-        run = check.ours(fedslr, [*FLAGS, *DECAY, "--lambda", str(low_rank), "--mu", "0.01", "--eta-g", str(eta_g), "--p-start", start],
-                         check.small_data(SIZES), model)
+        run = check.ours(
+            fedslr,
+            [*FLAGS, *DECAY, "--lambda", str(low_rank), "--mu", "0.01", "--eta-g", str(eta_g), "--p-start", start],
+            check.small_data(SIZES),
+            model,
+        )
 
         def make():
             return load("utils_models").construct_mask_model(Model(), types.SimpleNamespace(method="FedSLR"))
@@ -79,14 +102,33 @@ def compare_fedslr(load, line):
             value = getattr(getattr(w, layer), "bias" if part.endswith("bias") else "weight")
             zero = part.startswith("p") and (layer == "norm1" or start == "zero" and not because)  # p is 0 for normalisation
             parameter.data.copy_(0 * value if zero else value)
-        end = theirs(load, run, "train_fedSLR", make, first, (0, 1), alpha_coef=1 / eta_g, sparse_threshold=0.01,
-                     rank_threshold=low_rank, save_models=False)
+        end = theirs(
+            load,
+            run,
+            "train_fedSLR",
+            make,
+            first,
+            (0, 1),
+            alpha_coef=1 / eta_g,
+            sparse_threshold=0.01,
+            rank_threshold=low_rank,
+            save_models=False,
+        )
         state = run.states[-1]
-        sizes = [torch.linalg.matrix_norm(fedslr.pi(state["w"][where].view(shape)), 2)
-                 for _, where, shape in run.fed.net.tensors if len(shape) > 1]
-        quotient = float(1 + max(sizes) / (low_rank * eta_g))  # l.7 takes roots of numbers that are at least the threshold squared
+        sizes = [
+            torch.linalg.matrix_norm(fedslr.pi(state["w"][where].view(shape)), 2)
+            for _, where, shape in run.fed.net.tensors
+            if len(shape) > 1
+        ]
+        quotient = float(1 + max(sizes) / (low_rank * eta_g))  # l.7: roots of numbers that are at least the threshold squared
         if because:
-            line("FedSLR: p of all clients, theirs from a copy of w, ours from 0", run, rows(end.local_p), state["p"], because=because)
+            line(
+                "FedSLR: p of all clients, from a copy of w there, from 0 here",
+                run,
+                rows(end.local_p),
+                state["p"],
+                because=because,
+            )
             continue
         name = f"FedSLR, p from {start}: "
         line(name + "w", run, check.vector(end.cld_model_w), state["w"], enlarged=quotient)
@@ -106,13 +148,22 @@ def compare_resnet(load, line):
         a, b = other(x), net(w, x)
         nn.functional.cross_entropy(a, y).backward()
         g = torch.autograd.grad(nn.functional.cross_entropy(b, y), w)[0]
-        line(f"ResNet-18 for {classes} classes: logits", None, a, b, steps=21, longest=512 * 9)  # 21 layers, 512 channels of 3x3
-        line(f"ResNet-18 for {classes} classes: gradient", None, check.vector([p.grad for p in other.parameters()]), g, steps=42,
-             longest=512 * 9)
+        line(
+            f"ResNet-18 for {classes} classes: logits", None, a, b, steps=21, longest=512 * 9
+        )  # 21 layers, 512 channels of 3x3
+        line(
+            f"ResNet-18 for {classes} classes: gradient",
+            None,
+            check.vector([p.grad for p in other.parameters()]),
+            g,
+            steps=42,
+            longest=512 * 9,
+        )
 
 
 def compare_baselines(load, line):
     """The methods that its train.py offers besides."""
+
     def start(run):
         return dict(make=check.Small, start=check.put(check.Small(), run.first[0]))
 
@@ -120,13 +171,20 @@ def compare_baselines(load, line):
         return check.ours(module, [*FLAGS, *flags], check.small_data(sizes))
 
     run = run_of(*DECAY, module=fedavg)
-    line("FedAvg: w", run, check.vector(theirs(load, run, "train_FedAvg", **start(run), phases=(0, 0)).avg_model), run.states[-1]["w"])
+    line(
+        "FedAvg: w",
+        run,
+        check.vector(theirs(load, run, "train_FedAvg", **start(run), phases=(0, 0)).avg_model),
+        run.states[-1]["w"],
+    )
     for pull, because in (("0", None), ("0.1", "ditto D2")):
         run = run_of("--method", "ditto", "--ditto-lambda", pull, "--personal-epochs", "1", *DECAY)
         end = theirs(load, run, "train_FedAvg", **start(run), phases=(0, 0), finetune_proximal=float(pull))
         line(f"Ditto, lambda {pull}: v of all clients", run, rows(end.ditto_params), run.states[-1]["V"], because=because)
     run = run_of("--method", "local", *DECAY, sizes=SIZES)
-    line("Local: w of all clients", run, rows(theirs(load, run, "train_standalone", **start(run)).local_ws), run.states[-1]["W"])
+    line(
+        "Local: w of all clients", run, rows(theirs(load, run, "train_standalone", **start(run)).local_ws), run.states[-1]["W"]
+    )
     for name, method, count in (("FedPer (called FedRep there)", "fedper", "2"), ("LG-FedAvg", "lg-fedavg", "1")):
         run = run_of("--method", method, "--personal", count, *DECAY, sizes=SIZES if method == "lg-fedavg" else EQUAL)
         end = theirs(load, run, "train_FedRep" if method == "fedper" else "train_LGFedAvg", **start(run))
@@ -134,8 +192,13 @@ def compare_baselines(load, line):
         shared = w[:-own] if method == "fedper" else w[own:]
         line(f"{name}: shared layers", run, check.vector(end.g_param), shared)
         if method == "fedper":
-            line(f"{name}: shared layers for evaluation; there those before the last round", run, check.vector(end.g_param_temp), shared,
-                 because="fedper D2")
+            line(
+                f"{name}: shared layers evaluated, the round before's there",
+                run,
+                check.vector(end.g_param_temp),
+                shared,
+                because="fedper D2",
+            )
         line(f"{name}: layers that clients keep", run, rows(end.p_params), run.states[-1]["V"])
     for decay, because in (("0", None), ("0.001", "apfl D1")):
         run = run_of("--method", "apfl", "--apfl-alpha", "0.5", "--weight-decay", decay)
@@ -147,8 +210,13 @@ def compare_baselines(load, line):
     run = run_of("--method", "scaffold", *DECAY)
     end = theirs(load, run, "train_SCAFFOLD", **start(run), phases=(0, 0), n_minibatch=6)
     line("SCAFFOLD: x", run, check.vector(end.avg_model), run.states[-1]["x"])
-    line("SCAFFOLD: all c_k and c", run, torch.as_tensor(end.state_params_diffs), [run.states[-1]["C"], run.states[-1]["c"]],
-         enlarged=1 / (0.1 * 0.9**2))
+    line(
+        "SCAFFOLD: all c_k and c",
+        run,
+        torch.as_tensor(end.state_params_diffs),
+        [run.states[-1]["C"], run.states[-1]["c"]],
+        enlarged=1 / (0.1 * 0.9**2),
+    )
 
 
 def compare(folder):

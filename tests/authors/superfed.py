@@ -1,4 +1,4 @@
-"""vaseline555/SuPerFed: the code of the paper's first version (whole rounds of Model Mixing, measures), and the newest (Layer Mixing).
+"""vaseline555/SuPerFed: the first version's code (Model Mixing, whole rounds; measures), and the newest (Layer Mixing).
 
     python tests/authors/superfed.py CLONE
 """
@@ -20,7 +20,8 @@ import superfed
 
 NAME = "superfed"
 COMMITS = "ae1803b73af3ce319b980b698c884833e6e7cb3e", "55064b966817c9e728b400394771d2d901bb3281"
-FLAGS = ["--clients", "4", "--fraction", "0.5", "--epochs", "2", "--batch-size", "4", "--lr", "0.05"]
+FLAGS = "--clients 4 --fraction 0.5 --epochs 2 --batch-size 4 --lr 0.05".split()
+ONE_CLIENT = "--fraction 0 --rounds 1 --start 0 --as official --mix layer --mu 0 --weight-decay 0.0001".split()
 SIZES = (15, 10, 20, 15)  # .8 of each is a multiple of the minibatch: 12, 8, 16 and 12 images to train on
 MORE_TEST = (15, 10, 21, 16)  # 21: 16 to train on and 5 to test on
 
@@ -51,9 +52,32 @@ def theirs(load, run, rounds=None, drop_last=True):
     client, server = load("src.client"), load("src.server")
     fed, args, lambdas = run.fed, run.fed.args, draws(run, max(int(run.fed.args.start * run.fed.args.rounds) - 1, 0))
     settings = types.SimpleNamespace(
-        model_name="MNISTConvNet", in_channels=1, hidden_channels=4, num_hiddens=64, num_classes=fed.data.classes, global_seed=0, device="cpu",
-        lr=args.lr, data_path="", dataset="check", num_shards=0, iid=False, init_type="xavier", init_gain=1, init_seed=["0", "1"],
-        C=args.fraction, K=fed.K, R=args.rounds, E=args.epochs, B=args.batch_size, L=args.start, mu=args.mu, beta=args.nu, p_lr=0, p_e=0)
+        model_name="MNISTConvNet",
+        in_channels=1,
+        hidden_channels=4,
+        num_hiddens=64,
+        num_classes=fed.data.classes,
+        global_seed=0,
+        device="cpu",
+        lr=args.lr,
+        data_path="",
+        dataset="check",
+        num_shards=0,
+        iid=False,
+        init_type="xavier",
+        init_gain=1,
+        init_seed=["0", "1"],
+        C=args.fraction,
+        K=fed.K,
+        R=args.rounds,
+        E=args.epochs,
+        B=args.batch_size,
+        L=args.start,
+        mu=args.mu,
+        beta=args.nu,
+        p_lr=0,
+        p_e=0,
+    )
     they = server.Server(None, settings)
     check.put(they.model, run.first[0], names(they.model, False))
     model = they.model
@@ -75,12 +99,23 @@ def theirs(load, run, rounds=None, drop_last=True):
         assert lengths == [len(fed.split.train[data[0]]), len(fed.split.test[data[0]])], "another number of training images"
         return fed.split.train[data[0]], fed.split.test[data[0]]
 
-    with mock.patch.object(client, "DataLoader", loader), mock.patch.object(torch.utils.data, "random_split", cut), \
-            mock.patch.object(np.random, "uniform", lambda *_: next(lambdas)), mock.patch.object(server, "cpu_count", lambda: 2), \
-            mock.patch.object(they, "sample_clients", lambda: run.S[they._round - 1]):
+    with (
+        mock.patch.object(client, "DataLoader", loader),
+        mock.patch.object(torch.utils.data, "random_split", cut),
+        mock.patch.object(np.random, "uniform", lambda *_: next(lambdas)),
+        mock.patch.object(server, "cpu_count", lambda: 2),
+        mock.patch.object(they, "sample_clients", lambda: run.S[they._round - 1]),
+    ):
         they.clients = [client.Client(k, [k] * (len(fed.split.train[k]) + len(fed.split.test[k])), "cpu") for k in range(fed.K)]
-        they.setup_clients(batch_size=args.batch_size, num_local_epochs=args.epochs, optimizer=they.optimizer,
-                           optim_config=they.optim_config, criterion=they.criterion, mu=args.mu, beta=args.nu)
+        they.setup_clients(
+            batch_size=args.batch_size,
+            num_local_epochs=args.epochs,
+            optimizer=they.optimizer,
+            optim_config=they.optim_config,
+            criterion=they.criterion,
+            mu=args.mu,
+            beta=args.nu,
+        )
         they.transmit_model()
         for they._round in range(1, (rounds or args.rounds) + 1):
             they.train_federated_model()
@@ -93,16 +128,30 @@ def local_models(they):
 
 def compare_first_version(load, line):
     data = dict(side=28, classes=5)
-    run = check.ours(superfed, [*FLAGS, "--rounds", "5", "--start", "0.6", "--as", "official", "--nu", "2", "--mu", "0.01"],
-                     check.small_data(SIZES, **data), narrow)
+    run = check.ours(
+        superfed,
+        [*FLAGS, "--rounds", "5", "--start", "0.6", "--as", "official", "--nu", "2", "--mu", "0.01"],
+        check.small_data(SIZES, **data),
+        narrow,
+    )
     for rounds, what in ((2, "Phase I"), (5, "Phases I and II")):
         they, state = theirs(load, run, rounds), run.states[rounds - 1]
         line(f"Model Mixing, {what}: w^f", run, check.vector(they.model, names(they.model, False)), state["w_f"], rounds=rounds)
-        line(f"Model Mixing, {what}: w^l of all clients", run, local_models(they), parts(run.fed.net, state["W_l"], local=True),
-             rounds=rounds)
-    k = next(k for k in range(run.fed.K) if k not in run.S[-1])  # it holds what it got when it was sampled, or what it made of it
-    line("w^f with which a client that was not sampled last is evaluated", run, check.vector(they.clients[k].model,
-         names(they.clients[k].model, False)), run.states[-1]["w_f"], because="superfed D11")
+        line(
+            f"Model Mixing, {what}: w^l of all clients",
+            run,
+            local_models(they),
+            parts(run.fed.net, state["W_l"], local=True),
+            rounds=rounds,
+        )
+    k = next(k for k in range(run.fed.K) if k not in run.S[-1])  # it holds what it got, or what it made of it
+    line(
+        "w^f that evaluates clients not sampled last: their own there",
+        run,
+        check.vector(they.clients[k].model, names(they.clients[k].model, False)),
+        run.states[-1]["w_f"],
+        because="superfed D11",
+    )
     compare_measures(load, line, run, they)
     net, x = common.Net("cnn", (1, 28, 28), 62), torch.rand(4, 1, 28, 28)
     w, other = net.init(common.stream(1, "initialisation")).double(), load("src.models").MNISTConvNet("", 1, 32, 512, 62)
@@ -112,8 +161,12 @@ def compare_first_version(load, line):
     line("the CNN for 28x28: logits", None, other(x), net(w, x), steps=5, longest=1600)  # 5 layers, 64 * 5 * 5
 
     def size(what, because, sizes=SIZES, whose="official", size="4", **more):
-        run = check.ours(superfed, [*FLAGS, "--rounds", "2", "--start", "0.5", "--as", whose, "--lr-decay", "0.995", "--batch-size", size],
-                         check.small_data(sizes, **data), narrow)
+        run = check.ours(
+            superfed,
+            [*FLAGS, "--rounds", "2", "--start", "0.5", "--as", whose, "--lr-decay", "0.995", "--batch-size", size],
+            check.small_data(sizes, **data),
+            narrow,
+        )
         they = theirs(load, run, **more)
         line(what, run, check.vector(they.model, names(they.model, False)), run.states[-1]["w_f"], because=because)
 
@@ -147,19 +200,37 @@ def compare_measures(load, line, run, they):
         logits.append((client.model(x), z))
     line("logits at 11 lambdas", None, [a for a, _ in logits], [b for _, b in logits], steps=5, longest=1600)
     # a mean over the 11 * 20 images; ECE's bins have edges in float32 there
-    line("loss, top-1 and ECE, minibatch by minibatch", None, torch.tensor([losses, accuracies, eces]), torch.tensor(single).T,
-         steps=5, longest=1600)
-    line("ECE over all images here, a mean over minibatches there", None, torch.tensor(eces), torch.tensor(whole), steps=5, longest=1600,
-         because="superfed D10")
+    line(
+        "loss, top-1 and ECE, minibatch by minibatch",
+        None,
+        torch.tensor([losses, accuracies, eces]),
+        torch.tensor(single).T,
+        steps=5,
+        longest=1600,
+    )
+    line(
+        "ECE over all images here, a mean over minibatches there",
+        None,
+        torch.tensor(eces),
+        torch.tensor(whole),
+        steps=5,
+        longest=1600,
+        because="superfed D10",
+    )
     predictions = run.batch(index)[1], logits[0][1]
-    line("top-5", None, load("src.utils").accuracy(predictions[1], predictions[0], (1, 5))[1].double(),
-         common.score(predictions[1], predictions[0], torch.zeros_like(y), 1)["top5"], steps=1, longest=20)
+    line(
+        "top-5",
+        None,
+        load("src.utils").accuracy(predictions[1], predictions[0], (1, 5))[1].double(),
+        common.score(predictions[1], predictions[0], torch.zeros_like(y), 1)["top5"],
+        steps=1,
+        longest=20,
+    )
 
 
 def compare_layer_mixing(load, line, name, because=None):
     """The steps of one client in one round, by their superfed_update; it has a weight decay of 1e-4."""
-    run = check.ours(superfed, [*FLAGS, "--clients", "4", "--fraction", "0", "--rounds", "1", "--start", "0", "--as", "official", "--mix",
-                                "layer", "--mu", "0", "--weight-decay", "0.0001"], check.small_data(SIZES, classes=5))
+    run = check.ours(superfed, [*FLAGS, *ONE_CLIENT], check.small_data(SIZES, classes=5))
     algorithm, layers = load("src.algorithm"), load("src.models.layers")
     model, (k,) = check.Small(classes=5), run.S[0]
     model.conv1, model.fc1, model.fc2 = layers.LinesConv(1, 4, 3), layers.LinesLinear(36, 8), layers.LinesLinear(8, 5)
@@ -173,13 +244,23 @@ def compare_layer_mixing(load, line, name, because=None):
                 parameters[n + "_local"].copy_(run.first[1][where].view(shape))
     lambdas = iter(run.draws[0, k, 0].flatten().tolist())
     args = types.SimpleNamespace(mu=0, nu=run.fed.args.nu, B=4, E=2, device="cpu", algorithm="superfed-lm")
-    with mock.patch.object(torch.utils.data, "DataLoader", lambda *_, **__: check.Given(run.plans[0, k, 0], run.batch, run.per_epoch(k))), \
-            mock.patch.object(algorithm, "initiate_model", lambda *_: None), \
-            mock.patch.object(np.random, "uniform", lambda *_: next(lambdas)):
+    with (
+        mock.patch.object(
+            torch.utils.data, "DataLoader", lambda *_, **__: check.Given(run.plans[0, k, 0], run.batch, run.per_epoch(k))
+        ),
+        mock.patch.object(algorithm, "initiate_model", lambda *_: None),
+        mock.patch.object(np.random, "uniform", lambda *_: next(lambdas)),
+    ):
         algorithm.superfed_update(0, args, model, nn.CrossEntropyLoss, None, torch.optim.SGD, run.fed.args.lr * 0.995, True)
     state = run.states[-1]
     line(f"Layer Mixing{name}: w^f", run, check.vector(model, ordered), state["w_f"], because=because)
-    line(f"Layer Mixing{name}: w^l", run, check.vector(model, locals_), parts(run.fed.net, state["W_l"][k], local=True), because=because)
+    line(
+        f"Layer Mixing{name}: w^l",
+        run,
+        check.vector(model, locals_),
+        parts(run.fed.net, state["W_l"][k], local=True),
+        because=because,
+    )
 
 
 def compare(first, newest):

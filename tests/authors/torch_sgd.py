@@ -1,5 +1,5 @@
-"""FedAvg and FedAvgM, whose authors' code is not public: whole rounds beside PyTorch's own optimiser, torch.optim.SGD, for the clients and,
-with Nesterov's momentum, for the server.
+"""FedAvg and FedAvgM, whose authors' code is not public: whole rounds beside PyTorch's own optimiser, torch.optim.SGD, for the
+clients and, with Nesterov's momentum, for the server.
 
     python tests/authors/torch_sgd.py
 """
@@ -14,7 +14,7 @@ import fedavg
 import fedavgm
 
 NAME, COMMITS = "torch_sgd", ()
-FLAGS = ["--clients", "4", "--fraction", "0.5", "--rounds", "4", "--epochs", "2", "--batch-size", "4", "--lr", "0.05", "--client-test", "0.2"]
+FLAGS = "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.05 --client-test 0.2".split()
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 
 
@@ -27,7 +27,9 @@ def theirs(run, optimizer=torch.optim.SGD, **server):
         total = torch.zeros_like(w)
         for k in S:
             own = check.put(check.Small(), w)
-            local = optimizer(own.parameters(), lr=args.lr * args.lr_decay**t, momentum=args.momentum, weight_decay=args.weight_decay)
+            local = optimizer(
+                own.parameters(), lr=args.lr * args.lr_decay**t, momentum=args.momentum, weight_decay=args.weight_decay
+            )
             for index in run.plans[t, k, 0]:
                 x, y = run.batch(index)
                 local.zero_grad()
@@ -49,7 +51,16 @@ def compare(optimizer=torch.optim.SGD):
             lines.append(check.row(what, theirs(run, optimizer, **server), run.states[-1]["w"], run, because=because, stubs=""))
 
     line("FedAvg: w", fedavg, "--momentum", "0")
-    line("FedAvg, momentum .9, weight decay, eta falling: w", fedavg, "--momentum", "0.9", "--weight-decay", "0.001", "--lr-decay", "0.9")
+    line(
+        "FedAvg, momentum .9, weight decay, eta falling: w",
+        fedavg,
+        "--momentum",
+        "0.9",
+        "--weight-decay",
+        "0.001",
+        "--lr-decay",
+        "0.9",
+    )
     line("FedAvgM, Nesterov's momentum .9: w", fedavgm, "--beta", "0.9", momentum=0.9, nesterov=True)
     line("FedAvgM, --server-momentum plain: w", fedavgm, "--beta", "0.9", "--server-momentum", "plain", momentum=0.9)
     line("FedAvgM, plain there, Nesterov's here: w", fedavgm, "--beta", "0.9", momentum=0.9, because="fedavgm D7")
