@@ -12,8 +12,8 @@ drew (split, first weights, sampled clients, minibatches, its own draws) is writ
 
     1. Clones        source, program
     2. Ours          small_data, ours
-    3. Theirs        Given, given, local_variables, put, vector
-    4. The table     row, table, main
+    3. Theirs        Given, coin_flips, local_variables, script_variables, put, vector
+    4. The table     row, table, main, run
 """
 
 import contextlib
@@ -453,12 +453,19 @@ def script(name):
 
 
 def run(script, clone=None):
-    """The lines of a script's table."""
-    torch.set_num_threads(1)
+    """The lines of a script's table, of the clone's files."""
+    with contextlib.ExitStack() as stack:
+        repository = REPOSITORIES[script.NAME]
+        return compared(script, *(stack.enter_context(source(clone, commit, repository)) for commit in script.COMMITS))
+
+
+def compared(script, *folders):
+    """The lines of a script's table, of files in these folders."""
     torch.manual_seed(0)
     np.random.seed(0)
-    if REPOSITORIES[script.NAME] is None:
-        return script.compare()
-    with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(source(clone, commit, REPOSITORIES[script.NAME])) for commit in script.COMMITS]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # all is small
+    try:
         return script.compare(*folders)
+    finally:
+        torch.set_num_threads(threads)

@@ -193,7 +193,7 @@ def compare_baselines(load, line):
         line(f"{name}: shared layers", run, check.vector(end.g_param), shared)
         if method == "fedper":
             line(
-                f"{name}: shared layers evaluated, the round before's there",
+                f"{name}: shared layers as evaluated, a round old there",
                 run,
                 check.vector(end.g_param_temp),
                 shared,
