@@ -265,6 +265,13 @@ def test_every_difference_of_the_record_is_rounding_or_has_its_choice():
             assert choices and all(f"    {choice}  " in text for choice in choices), line["because"]
 
 
+def test_the_readme_quotes_the_record():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for name, title in (("superfed", "SuPerFed"), ("fedslr", "FedSLR"), ("pfedme", "pFedMe")):
+        largest = max(line["difference"] for line in RECORD["scripts"][name]["lines"] if not line["because"])
+        assert f"{title} {largest:.0e}" in text
+
+
 def test_the_page_is_made_from_the_record():
     assert (ROOT / "docs" / "authors.md").read_text() == everything.page(RECORD)
 

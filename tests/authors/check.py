@@ -406,6 +406,7 @@ def row(what, theirs, mine, run=None, steps=None, longest=None, rounds=None, bec
         for x in (theirs, mine)
     )
     assert len(a) == len(b), f"{what}: {len(a)} numbers there, {len(b)} here"
+    assert (a - b).isfinite().all(), f"{what}: not finite"
     steps, longest = steps or run.steps(), longest or run.longest()
     bound = EPSILON * steps * longest * max(1.0, float(a.abs().max())) * enlarged
     return dict(
