@@ -425,7 +425,8 @@ SPLITS = {
 #
 # A model is written once, as a function model(m, x, classes) -> logits that asks m for its layers in the order in which
 # x [B,C,H,W] passes them. Net reads off its table of tensors, and evaluates it for any flat vector w. No model here has
-# anything but weights: normalisation is by groups, so that w is all there is to send and to average.
+# anything but weights: normalisation is by groups, so that w is all there is to send and to average. (psinet.py puts batchnorm
+# in, and averages the running statistics, too.)
 
 
 class Weights:
@@ -458,15 +459,44 @@ class Weights:
             return engine.conv_by_patches(x, weight, offset, stride, padding)
         return F.conv2d(x, weight, offset, stride, padding, 1, groups)
 
-    def linear(self, name, x, out, init=None, bias=True):
-        shape = (out, x.shape[1])
+    def linear(self, name, x, out, init=None, bias=True, groups=1):
+        shape = (out, x.shape[1] // groups)
         weight, offset = init or default_init(shape)
-        return F.linear(x, self.take(name + ".weight", shape, weight),
-                        self.take(name + ".bias", (out,), offset) if bias else None)
+        weight = self.take(name + ".weight", shape, weight)
+        offset = self.take(name + ".bias", (out,), offset) if bias else None
+        if groups == 1:
+            return F.linear(x, weight, offset)
+        y = torch.einsum("bgi,goi->bgo", x.unflatten(1, (groups, -1)), weight.unflatten(0, (groups, -1))).flatten(1)
+        return y + offset if bias else y
 
     def groupnorm(self, name, x, groups=2):
         scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
         return F.group_norm(x, groups, scale, self.take(name + ".bias", x.shape[1:2], ("constant", 0.0)))
+
+    def batchnorm(self, name, x, running=None, mask=None):
+        """BatchNorm of x [B,C,H,W], and the next running statistics. running [2,C]: means and variances, at first 0 and 1.
+
+        mask [B]: given in training, 1 for real images. They normalise x, and move the running statistics a tenth of the way, as
+        PyTorch's default does. Without mask the running statistics normalise x.
+        """
+        scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
+        shift = self.take(name + ".bias", x.shape[1:2], ("constant", 0.0))
+        if running is None:
+            running = torch.stack([torch.zeros_like(scale), torch.ones_like(scale)])
+        precision, x = x.dtype, x.to(running.dtype)
+        if mask is not None and not vmapped() and mask.all() and x[:, 0].numel() > 1:  # PyTorch's own is fast
+            new = running.clone()
+            return F.batch_norm(x, *new, scale.to(x.dtype), shift.to(x.dtype), training=True).to(precision), new
+        mean, var = running
+        if mask is not None:
+            mask, pixels = mask.to(x.dtype), x.shape[2:].numel()
+            real, count = mask[:, None] / mask.sum().clamp(min=1), (mask.sum() * pixels).clamp(min=2)
+            own_var, own_mean = torch.var_mean(x, (2, 3), correction=0)  # [B, C]: of each image; then of all real ones
+            mean = (real * own_mean).sum(0)
+            var = (real * (own_var + (own_mean - mean) ** 2)).sum(0)
+            running = 0.9 * running + 0.1 * torch.stack([mean, var * count / (count - 1)])
+        factor = scale * (var + 1e-5).rsqrt()
+        return (x * factor[:, None, None] + (shift - mean * factor)[:, None, None]).to(precision), running
 
 
 def default_init(shape):
@@ -490,13 +520,13 @@ class Net:
 
     tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side.
     layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
-    MODELS[name].
+    MODELS[name]. weights: the Weights that the table is read by.
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
-    def __init__(self, name, shape, classes, device="cpu", model=None):
+    def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
         self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
-        weights = Weights()
+        weights = weights or Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)
             if not weights.table:

@@ -93,7 +93,8 @@ def runs():
 def short(command):
     """A run's name: its command without the obvious."""
     symbols = {"--fraction": "C", "--epochs": "E", "--batch-size": "B"}
-    words = [symbols.get(w, w) for w in command.split() if w not in ("baselines.py", "--dataset", "--method", "@export")]
+    obvious = ("baselines.py", "--dataset", "--method", "@export", "--no-prune")
+    words = [symbols.get(w, w) for w in command.split() if w not in obvious]
     return "-".join(word.removesuffix(".py").lstrip("-@") for word in words)
 
 
@@ -118,7 +119,7 @@ def arguments(command):
     class Parsed(Exception):
         pass
 
-    def stop(args):
+    def stop(args, *_):
         raise Parsed(args)
 
     file, *flags = expand(command, ".")

@@ -39,7 +39,7 @@ def run(method, where, more=""):
         return f"fedavg.py --dataset {DATA[name]} @{part} @persfl --batch-size 20 {net} --rounds {rounds}"
     own = {"pFedMe": " --lr {} --theta-lr {} --pfedme-beta {} --pfedme-lambda {} --batch-size {}".format(*PFEDME[where]),
            "Per-FedAvg": " --per-fedavg-alpha {} --lr {} --batch-size 128".format(*PER_FEDAVG[where])}.get(method, "")
-    # In a round the authors take 20 minibatches of a user, in Per-FedAvg 20 pairs. In MNIST's DS-1 a user has 3 minibatches, so 7
+    # In a round the authors take 20 minibatches of a user, in Per-FedAvg 20 pairs. In MNIST's DS-1 a user has 3, so 7
     # epochs make 21. Elsewhere one epoch has 11 to 351 minibatches, in DS-3 from 1 on. There two epochs make sure of a pair.
     if where == "MNIST DS-1":
         own += {"pFedMe": " --epochs 7", "Per-FedAvg": " --epochs 14"}.get(method, "")
@@ -121,8 +121,8 @@ TABLES = [
                                        "logs (D9).",
         "Avg/Per-FedAvg DS-1":
             "The authors' code takes two plain steps where the method takes one (D2 of per_fedavg). With two steps FedAvg has "
-            "89.3 ([what was measured](../docs/persfl.md)). It also adapts on the test images that it then evaluates (D4). Most of the gap has no "
-            "explanation.",
+            "89.3 ([what was measured](../docs/persfl.md)). It also adapts on the test images that it evaluates (D4). Most "
+            "of the gap has no explanation.",
     }),
     table("persfl-4", "Table 4: teacher and start, FedAvg's final model or the optimal one",
           pairs("|".join(SIX), "final|optimal"), """

@@ -28,7 +28,7 @@ MORE = {  # no momentum and larger rates where the papers have no momentum; all 
     "per-fedavg": "--momentum 0 --lr 0.1", "persfl": "--fraction 1 --rounds 15 --eval-every 15",
 }
 FILES = {"fedavg": "fedavg", "fedavgm": "fedavgm", "superfed-mm": "superfed --mix model", "superfed-lm": "superfed --mix layer",
-         "psinet": "psinet", "fedslr": "fedslr", "persfl": "persfl"}
+         "psinet": "psinet --no-prune", "fedslr": "fedslr", "persfl": "persfl"}
 METHODS = {**FILES, **{name: f"baselines --method {name}" for name in baselines.METHODS}}
 
 

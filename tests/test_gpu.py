@@ -24,7 +24,7 @@ OPTIONS = {  # what COMMANDS have not
     "fedavg, tfcnn in bf16": ["fedavg", *SOME, "--model", "tfcnn", "--transform", "tensorflow", "--precision", "bf16", "--rounds", "1", "--plot"],
     "superfed as its code": ["superfed", *SOME, "--model", "mnistnet", "--as", "official", "--weight-decay", "0.01", "--plot"],
     "psinet, no groups": ["psinet", *SOME, "--groups", "0", "--norm", "bn", "--tv", "--plot", "--rounds", "1"],
-    "psinet, slices": ["psinet", *SOME, "--enter", "slice", "--norm", "bn", "--rounds", "1"],
+    "psinet, slices": ["psinet", *SOME, "--no-prune", "--enter", "slice", "--norm", "bn", "--rounds", "1"],
     "fedslr, lpgd": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "lpgd"],
     "fedslr, gpgd": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "gpgd", "--plot", "--export", "{}/factors.pt"],
     "fedslr, s+s": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "s+s"],

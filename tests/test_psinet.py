@@ -1,3 +1,4 @@
+import pathlib
 import re
 from types import SimpleNamespace
 
@@ -36,11 +37,22 @@ def psi(model="tiny", groups=5, depth="conv2", norm="gn", enter="all", shape=(3,
     return psinet.PsiNet(args, shape, classes, **more)
 
 
+def every(net):
+    """G_i of a network with all of its groups."""
+    return torch.arange(net.s)
+
+
+def macs(net, shape=(3, 32, 32)):
+    """Multiplications for one image."""
+    fed = SimpleNamespace(images=torch.zeros(1, *shape), transform=lambda x: x)
+    return float(psinet.multiplications(fed, {net.s: (net, None)}, torch.ones(1, net.s, dtype=torch.bool)))
+
+
 def start(net, seed=0):
     """Weights and running statistics, all different from those that training starts with."""
     rng = np.random.default_rng(seed)
     w = net.init(rng).double() + 0.05 * torch.from_numpy(rng.normal(size=net.d))
-    return w, net.init_b().double() * 1.5 + 0.1 * torch.from_numpy(rng.random(len(net.group_b)))
+    return w, net.b_0.double() * 1.5 + 0.1 * torch.from_numpy(rng.random(len(net.group_b)))
 
 
 X = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
@@ -96,25 +108,25 @@ def test_parameters_by_hand():
 
 def test_multiplications_by_hand():
     whole = 30 * 30 * 27 * 6 + 5 * 5 * 54 * 10 + 2 * 2 * 2 * 10 + 2 * 15 + 3 * 10
-    assert psi().macs == whole
-    assert psi(n=2).macs == 30 * 30 * 27 * 6 + 5 * 5 * 54 * 4 + 2 * 2 * 2 * 4 + 2 * 6 + 3 * 4  # 2 of the 5 groups
+    assert macs(psi()) == whole
+    assert macs(psi(s=2)) == 30 * 30 * 27 * 6 + 5 * 5 * 54 * 4 + 2 * 2 * 2 * 4 + 2 * 6 + 3 * 4  # 2 of the 5 groups
 
 
 def test_a_pruned_network_s_parameters_and_multiplications_by_hand():
     """2 of 5 groups of tiny; 4 of 10 groups of VGG-9: 104 of 260 channels, 208 of 520 neurons, 4 of 10 logits."""
     tiny_s = (27 * 6 + 6 + 12) + (54 * 4 + 4 + 8) + (2 * 4 + 4 + 8) + (2 * 6 + 6) + (3 * 4 + 4)  # with norms
-    assert psi(n=2).d == tiny_s and len(psi(n=2).group_b) == 12
+    assert psi(s=2).d == tiny_s and len(psi(s=2).group_b) == 12
     lower = ((3, 32, 32), (32, 64, 32), (64, 128, 16), (128, 128, 16))  # channels in and out, pixels
     upper = ((128, 104, 8), (26, 104, 8))  # conv5 sees all channels, conv6 those of its group
     full = ((26 * 16, 208), (52, 208), (52, 4))
-    net = psi("vgg9", 10, None, "gn", n=4)
+    net = psi("vgg9", 10, None, "gn", s=4)
     assert net.d == sum(9 * a * b + 3 * b for a, b, _ in lower + upper) + sum(a * b + b for a, b in full)
     assert len(net.group_b) == 2 * (32 + 64 + 128 + 128)
-    assert net.macs == sum(9 * a * b * size**2 for a, b, size in lower + upper) + sum(a * b for a, b in full)
+    assert macs(net) == sum(9 * a * b * size**2 for a, b, size in lower + upper) + sum(a * b for a, b in full)
     widths = [32, 64, 128, 128, 256, 256, *[208] * 6, 412, 412]  # MobileNet: 4 of 10 groups of 520 and 1030 from block6 on
     d = 27 * 32 + 9 * 256 + 256 * 208 + sum(9 * a + a * b for a, b in zip(widths[:5], widths[1:6]))
     d += sum(9 * a + a // 4 * b for a, b in zip(widths[6:], widths[7:])) + 103 * 4 + 4
-    assert psi("mobilenet", 10, None, "gn", n=4).d == d + 2 * (32 + sum(a + b for a, b in zip(widths, widths[1:])))
+    assert psi("mobilenet", 10, None, "gn", s=4).d == d + 2 * (32 + sum(a + b for a, b in zip(widths, widths[1:])))
 
 
 @pytest.mark.parametrize("enter", ["all", "slice"])
@@ -151,7 +163,7 @@ def test_a_logit_has_no_gradient_in_another_group(model, enter, norm):
     w, b = start(net)
     for mask in (None, torch.ones(2).double()):
         for c in (0, 7):
-            g = grad(lambda w, c=c, mask=mask: net.forward(w, b, X[:2], net.every, mask)[0][:, c].sum())(w)
+            g = grad(lambda w, c=c, mask=mask: net.forward(w, b, X[:2], every(net), mask)[0][:, c].sum())(w)
             assert not g[(net.group != c // 2) & (net.group >= 0)].any()
             assert g[net.group == c // 2].count_nonzero() > 20 and g[net.group == -1].count_nonzero() > 20
 
@@ -187,7 +199,7 @@ def test_batchnorm_and_its_running_statistics_are_pytorchs():
     loss.backward()
 
     def ours(w):
-        logits, new_b = net.forward(w, b, X, net.every, batch.mask)
+        logits, new_b = net.forward(w, b, X, every(net), batch.mask)
         return common.cross_entropy(logits, batch), new_b
 
     g, new_b = grad(ours, has_aux=True)(w)
@@ -202,8 +214,8 @@ def test_images_that_fill_up_do_not_count():
     net = psi(norm="bn")
     w, b = start(net)
     filled, mask = torch.cat([X[:4], 9 + X[4:]]), torch.tensor([1.0, 1, 1, 1, 0, 0]).double()
-    few, few_b = net.forward(w, b, X[:4], net.every, torch.ones(4).double())
-    many, many_b = net.forward(w, b, filled, net.every, mask)
+    few, few_b = net.forward(w, b, X[:4], every(net), torch.ones(4).double())
+    many, many_b = net.forward(w, b, filled, every(net), mask)
     torch.testing.assert_close(many[:4], few)
     torch.testing.assert_close(many_b, few_b)
     assert not torch.equal(few_b, b)
@@ -222,12 +234,12 @@ def sub(net, keep):
 def test_a_pruned_network_is_the_rest_of_the_whole_one(model, enter, norm):
     """The same logits of its classes, -1e9 for the others: a probability of 0. So its loss is over the logits that it has."""
     depth, keep = "conv2" if model == "tiny" else "block12", [1, 4]
-    whole, part = (psi(model, 5, depth, norm, enter, n=n) for n in (None, 2))
+    whole, part = (psi(model, 5, depth, norm, enter, s=s) for s in (None, 2))
     w, b = start(whole)
     own_w, own_b = sub(whole, keep)
     assert part.d == own_w.sum() and len(part.group_b) == own_b.sum()
     mask = torch.ones(4).double()
-    full, full_b = whole.forward(w, b, X[:4], whole.every, mask)
+    full, full_b = whole.forward(w, b, X[:4], every(whole), mask)
     logits, new_b = part.forward(w[own_w], b[own_b], X[:4], torch.tensor(keep), mask)
     mine = [2, 3, 8, 9]
     torch.testing.assert_close(logits[:, mine], full[:, mine])
@@ -246,7 +258,7 @@ def spy(monkeypatch, replace):
     """Replaces training; notes who is trained with what."""
     calls = []
 
-    def train(self, step, start, S, t, eta):
+    def train(self, step, start, S, t, eta, net):
         calls.append(SimpleNamespace(S=list(S), start=start))
         return replace(start, S)
 
@@ -262,14 +274,14 @@ def test_groups_are_averaged_over_their_owners_and_nobody_else_changes_them(tmp_
         return 0 * start[0] + i, 0 * start[1] + 100 + i, *start[2:]
 
     calls = spy(monkeypatch, constant)
-    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "4", "--per-client", "3", "--norm", "bn", "--prune"]
+    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "4", "--per-client", "3", "--norm", "bn"]
     record, state = run(psinet, argv, tmp_path)
     net, n = psi(norm="bn"), np.array(record["split"]["sizes"])
     classes = [{0, 1, 2}, {1, 2, 3}, {2, 3, 4}, {3, 4, 5}]  # of the nodes; groups are {0, 1}, {2, 3}, ...
     has = [{0, 1}, {0, 1}, {1, 2}, {1, 2}]
     assert all({c // 2 for c in own} == groups for own, groups in zip(classes, has)) and len(set(n)) > 1
     assert [call.S for call in calls] == [[0, 1, 2, 3]] and calls[0].start[3].tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]]
-    first_w, first_b = net.init(common.stream(0, "initialisation")), net.init_b()
+    first_w, first_b = net.init(common.stream(0, "initialisation")), net.b_0
     for group, nodes in ((-1, [0, 1, 2, 3]), (0, [0, 1]), (1, [0, 1, 2, 3]), (2, [2, 3])):
         mean = np.average(nodes, weights=n[nodes])
         assert (net.group == group).any() and (net.group_b == group).any()
@@ -280,7 +292,7 @@ def test_groups_are_averaged_over_their_owners_and_nobody_else_changes_them(tmp_
         assert torch.equal(state["b"][net.group_b == group], first_b[net.group_b == group])
     own_w, own_b = sub(net, [0, 1])
     assert record["bytes_up"] == record["bytes_down"] == 4 * 4 * int(own_w.sum() + own_b.sum())
-    assert record["rounds"][0]["macs"] == n.sum() * psi(norm="bn", n=2).macs
+    assert record["rounds"][0]["macs"] == n.sum() * macs(psi(norm="bn", s=2))
 
 
 def test_nodes_with_different_numbers_of_groups(tmp_path, monkeypatch):
@@ -292,7 +304,7 @@ def test_nodes_with_different_numbers_of_groups(tmp_path, monkeypatch):
         return (start[0] + 1, *start[1:])
 
     spy(monkeypatch, keep)
-    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "10", "--per-client", "3", "--prune", "--groups", "2"]
+    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "10", "--per-client", "3", "--groups", "2"]
     _, state = run(psinet, argv, tmp_path)
     net = psi(groups=2)
     w = net.init(common.stream(0, "initialisation"))
@@ -300,7 +312,7 @@ def test_nodes_with_different_numbers_of_groups(tmp_path, monkeypatch):
     for k, own, b, u, groups in seen:
         assert groups.tolist() == sorted({(k + j) % 10 // 5 for j in range(3)})
         own_w, _ = sub(net, groups.tolist())
-        assert torch.equal(own, w[own_w]) and torch.equal(b, net.init_b()) and not u.any()
+        assert torch.equal(own, w[own_w]) and torch.equal(b, net.b_0) and not u.any()
     torch.testing.assert_close(state["w"], w + 1, atol=1e-5, rtol=0)
 
 
@@ -309,10 +321,10 @@ def test_a_node_leaves_other_groups_alone(tmp_path):
     argv = [*SMALL, "--split", "lognormal", "--clients", "1", "--rounds", "1", "--norm", "bn"]
     net = psi(norm="bn")
     w = net.init(common.stream(0, "initialisation"))
-    for prune in ([], ["--prune"]):
-        _, state = run(psinet, [*argv, *prune], tmp_path / str(len(prune)))
-        for group, before, after in ((net.group, w, state["w"]), (net.group_b, net.init_b(), state["b"])):
-            assert torch.equal(before[group > 0], after[group > 0]) is bool(prune)
+    for prune in (False, True):
+        _, state = run(psinet, [*argv, *["--no-prune"] * (not prune)], tmp_path / str(prune))
+        for group, before, after in ((net.group, w, state["w"]), (net.group_b, net.b_0, state["b"])):
+            assert torch.equal(before[group > 0], after[group > 0]) is prune
             for changed in (0, -1):
                 assert not torch.equal(before[group == changed], after[group == changed])
 
@@ -323,7 +335,8 @@ ORDER = torch.tensor([3, 0, 4, 1, 2])
 def permuted(norm):
     """A network, the same with its groups in ORDER, and the two maps of the latter's numbers: whose they are in the former."""
     net = psi(norm=norm)
-    other = psi(norm=norm, M=net.M[ORDER])
+    other = psi(norm=norm)
+    other.M = net.M[ORDER]
     return net, other, *(torch.where(group < 0, group, ORDER[group]) for group in (other.group, other.group_b))
 
 
@@ -342,11 +355,11 @@ def test_the_order_of_a_nodes_groups_does_not_matter(norm):
     w, b = start(net)
     args = SimpleNamespace(momentum=0.9, weight_decay=0.01)
     batch, eta = some_batch(y=torch.tensor([2, 3, 9, 0, 2, 6])), torch.tensor(0.3).double()
-    one = psinet.client_step(net, args)((w, b, 0 * w, net.every), batch, eta)
+    one = psinet.client_step(net, args)((w, b, 0 * w, every(net)), batch, eta)
     w_, b_ = reorder(w, net.group, name_w), reorder(b, net.group_b, name_b)
     assert not torch.equal(w, w_)
     torch.testing.assert_close(other(torch.cat([w_, b_]), X), net(torch.cat([w, b]), X))
-    two = psinet.client_step(other, args)((w_, b_, 0 * w, net.every), batch, eta)
+    two = psinet.client_step(other, args)((w_, b_, 0 * w, every(net)), batch, eta)
     torch.testing.assert_close(reorder(two[0], name_w, net.group), one[0])
     torch.testing.assert_close(reorder(two[1], name_b, net.group_b), one[1])
 
@@ -359,32 +372,33 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
     fed.transform = lambda x, u=None: common.scale(x).double()
     net, other, name_w, name_b = permuted(norm)
     w, b = start(net)
-    has = torch.ones(3, 6, dtype=torch.bool)
+    has = torch.ones(3, 5, dtype=torch.bool)
     has[1, [1, 4]] = False
+    fed.eta = lambda t: torch.tensor(0.05).double()
 
     def updates(net, w, b, has):
-        fed.net = net
-        nets = {n: psi(norm=norm, n=n, M=net.M) for n in (3, 5)}
-        parts = {n: (part, psinet.client_step(part, args)) for n, part in nets.items()}
-        state, eta = SimpleNamespace(w=w, b=b), torch.tensor(0.05).double()
-        W, B = psinet.local_updates(fed, parts, state, np.arange(3), 0, eta, has)
+        fed.net, networks = net, {}
+        for s in (3, 5):
+            part = psi(norm=norm, s=s)
+            part.M = net.M
+            networks[s] = part, psinet.client_step(part, args)
+        w_i, b_i = psinet.local_updates(fed, networks, has, w, b, np.arange(3), 0)
         assert fed.net is net  # evaluation is the whole network's
-        return W, B, has[:, net.group], has[:, net.group_b]
+        return w_i, b_i, *net.own(has)
 
-    W, B, own_w, own_b = updates(net, w, b, has)
-    has_ = torch.cat([has[:, ORDER], has[:, -1:]], 1)
-    W_, B_, own_w_, own_b_ = updates(other, reorder(w, net.group, name_w), reorder(b, net.group_b, name_b), has_)
-    for whole, own, back, own_, names, old in ((W, own_w, W_, own_w_, (name_w, net.group), w),
-                                               (B, own_b, B_, own_b_, (name_b, net.group_b), b)):
+    w_i, b_i, own_w, own_b = updates(net, w, b, has)
+    back_w, back_b, back_own_w, back_own_b = updates(other, reorder(w, net.group, name_w), reorder(b, net.group_b, name_b), has[:, ORDER])
+    for whole, own, back, own_, names, old in ((w_i, own_w, back_w, back_own_w, (name_w, net.group), w),
+                                               (b_i, own_b, back_b, back_own_b, (name_b, net.group_b), b)):
         mixed, mixed_own, naive = whole.clone(), own.clone(), whole.clone()
         mixed[1], mixed_own[1], naive[1] = reorder(back[1], *names), reorder(own_[1], *names), back[1]
-        n_k = fed.n.double()
-        expected = psinet.aligned_average(fed, whole, own, n_k, old)
-        torch.testing.assert_close(psinet.aligned_average(fed, mixed, mixed_own, n_k, old), expected)
+        n_i = fed.n.double()
+        expected = psinet.aligned_average(fed, whole, own, n_i, old)
+        torch.testing.assert_close(psinet.aligned_average(fed, mixed, mixed_own, n_i, old), expected)
         moved = (expected - old).abs()
         assert (moved > 1e-6).any() and torch.equal(whole[1][~own[1]], old[~own[1]])
         if len(names[0].unique()) > 1:  # with gn, all of b is shared
-            assert (psinet.aligned_average(fed, naive, mixed_own, n_k, old) - expected).abs().max() > 0.01
+            assert (psinet.aligned_average(fed, naive, mixed_own, n_i, old) - expected).abs().max() > 0.01
 
 
 # The federation
@@ -406,7 +420,7 @@ def test_with_all_owners_the_average_is_fedavgs():
     rng = np.random.default_rng(0)
     W, n = torch.from_numpy(rng.normal(size=(4, 9))), torch.tensor([5.0, 1, 2, 8])
     own = torch.ones(4, 9, dtype=torch.bool)
-    average = psinet.aligned_average(SimpleNamespace(all_reduce=lambda x: x), W.float(), own, n, torch.zeros(9))
+    average = psinet.aligned_average(SimpleNamespace(sum=lambda x, n: n @ x), W.float(), own, n, torch.zeros(9))
     np.testing.assert_allclose(average, np.average(W, axis=0, weights=[5, 1, 2, 8]), rtol=1e-5, atol=1e-6)
 
 
@@ -418,7 +432,7 @@ def test_all_paths_agree(enter, norm):
     fed = common.Federation(psinet.arguments(argv))
     fed.transform = lambda x, u=None: common.scale(x).double()
     assert len({len(index) // 20 for index in fed.split.train}) > 1
-    net = fed.net = psi(norm=norm, enter=enter, n=3)
+    net = fed.net = psi(norm=norm, enter=enter, s=3)
     w, b = start(net)
     keep = torch.tensor([[0, 1, 2], [2, 3, 4], [0, 2, 4]])
     step = psinet.client_step(net, SimpleNamespace(momentum=0.9, weight_decay=0.001))
@@ -434,16 +448,17 @@ def test_all_paths_agree(enter, norm):
 def test_multiplications_are_added_up_over_rounds_epochs_and_nodes(tmp_path, monkeypatch):
     """3 of 5 nodes of different sizes in a round, two epochs; the first round isn't evaluated."""
     spy(monkeypatch, lambda start, S: start)
-    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "5", "--fraction", "0.6", "--rounds", "3", "--epochs", "2", "--eval-every", "2"]
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "5", "--fraction", "0.6", "--rounds", "3", "--epochs", "2", "--eval-every", "2",
+            "--no-prune"]
     record, state = run(psinet, argv, tmp_path)
     fed, n = common.Federation(psinet.arguments(argv)), np.array(record["split"]["sizes"])
-    work = np.cumsum([2 * n[fed.sample(t)].sum() * psi().macs for t in range(3)])
+    work = np.cumsum([2 * n[fed.sample(t)].sum() * macs(psi()) for t in range(3)])
     assert len(set(n)) > 1 and ["macs" in row for row in record["rounds"]] == [False, True, True]
     assert [row["macs"] for row in record["rounds"][1:]] == work[1:].tolist() and record["final"]["macs"] == work[2]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
-    argv = [*SMALL, "--prune", "--rounds", "4", "--eval-every", "2", "--split", "dirichlet", "--alpha", "3"]
+    argv = [*SMALL, "--rounds", "4", "--eval-every", "2", "--split", "dirichlet", "--alpha", "3"]
     whole, a = run(psinet, argv, tmp_path / "whole")
     killed(psinet, argv, tmp_path / "cut", lambda t, _: t == 3)
     again, b = run(psinet, [*argv, "--resume"], tmp_path / "cut")
@@ -452,7 +467,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
 
 
 def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path):
-    argv = [*SMALL, "--prune", "--rounds", "1", "--client-test", "0.2"]
+    argv = [*SMALL, "--rounds", "1", "--client-test", "0.2"]
     record, state = run(psinet, argv, tmp_path)
     fed, net = common.Federation(psinet.arguments(argv)), psi()
     z = torch.cat([state["w"], state["b"]])
@@ -468,10 +483,45 @@ def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path):
 
 
 def test_what_is_printed(tmp_path, capsys):
-    run(psinet, [*SMALL, "--rounds", "1", "--prune"], tmp_path)
+    run(psinet, [*SMALL, "--rounds", "1"], tmp_path)
     text = capsys.readouterr().out
     assert "M       0: 0 1, 1: 2 3, 2: 4 5, 3: 6 7, 4: 8 9\n" in text
     assert re.search(r"nodes   \d/[\d.]+/2 of 5 groups", text) and "tiny in 5 groups from conv2 on" in text
+    rows = [line.split() for line in text[text.index("groups  layer") :].splitlines()[1:6]]
+    assert rows == [["conv1", "shared", "3", "6", "BatchNorm", "180"], ["conv2", "5", "6", "2", "GroupNorm", "570"],  # 6*27+6+12
+                    ["conv3", "5", "2", "2", "GroupNorm", "50"], ["fc1", "5", "2", "3", "45"], ["fc2", "5", "3", "2", "40"]]
+
+
+def test_the_table_in_the_file_is_what_a_run_prints():
+    """Its first column but one are the layers of the default network; a line's end says what it stands for."""
+    net, lines = psi("vgg9", 10, None), pathlib.Path(psinet.__file__).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if re.match(r"#     layer +groups", line))
+    printed = [[str(cell) for cell in (*row[:5], f"{row[5]:,}") if cell != ""] for row in psinet.table(net)]
+    assert [re.split(" {3,}l\\.", line)[0][1:].split() for line in lines[start + 1 : start + 10]] == printed
+    assert sum(row[5] for row in psinet.table(net)) == net.d == 848_386
+
+
+def test_the_table_of_mobilenet():
+    """Its norms have names of their own, and a depthwise layer's output sees one channel."""
+    rows = {row[0]: row[1:] for row in psinet.table(psi("mobilenet", 10, None))}
+    assert rows["conv1"] == ("shared", 3, 32, "BatchNorm", 32 * 27 + 64)
+    assert rows["block6.depthwise"] == ("shared", 1, 256, "BatchNorm", 9 * 256 + 512)
+    assert rows["block6.pointwise"] == (10, 256, 52, "GroupNorm", 256 * 520 + 1040)
+    assert rows["block7.depthwise"] == (10, 1, 52, "GroupNorm", 9 * 520 + 1040) and rows["fc"] == (10, 103, 1, "", 103 * 10 + 10)
+
+
+@pytest.mark.parametrize("more, counts", [([], [1, 2]), (["--no-prune"], [5]), (["--groups", "0"], [1]), (["--groups", "1"], [1])])
+def test_nodes_that_lack_a_groups_classes_do_without_it_unless_told_otherwise(more, counts):
+    """Two of ten classes each, five groups of two classes; without groups, and in one, there is nothing to prune."""
+    args = psinet.arguments([*SMALL, *more])
+    assert args.prune is (more in ([], ["--groups", "1"]))
+    fed = common.Federation(args, lambda _, *images: psinet.PsiNet(args, *images))
+    has = psinet.groups_of_nodes(fed, args)
+    for i, index in enumerate(fed.split.train):
+        classes = set(fed.labels[index].tolist())
+        groups = {c // 2 for c in classes} if not more else set(range(counts[0]))
+        assert len(classes) == 2 and set(has[i].nonzero()[:, 0].tolist()) == groups
+    assert set(has.sum(1).tolist()) <= set(counts)
 
 
 @pytest.mark.parametrize("flags, words", [
