@@ -3,6 +3,7 @@
 # make compare all 23 methods for a short while on the embedded data set: one table, one plot (15 minutes on two cores)
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
 # make reproduce-quick  who beats whom, on the embedded data set (22 minutes beside other work)
+# make authors CLONES=folder   our numbers beside those of the authors' own programs (two minutes; docs/authors.md)
 # make test    all tests (no network but for the first set-up, no GPU needed)
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 
@@ -24,6 +25,9 @@ reproduce: .venv/ready
 reproduce-quick: .venv/ready
 	$(PYTHON) reproduce.py --quick
 
+authors: .venv/ready
+	$(PYTHON) tests/authors/everything.py $(CLONES)
+
 test: .venv/ready
 	$(PYTHON) -m pytest -q tests
 
@@ -33,4 +37,4 @@ test: .venv/ready
 	$(PYTHON) -m pip install --quiet -r requirements.txt
 	touch .venv/ready
 
-.PHONY: demo bench compare reproduce reproduce-quick test
+.PHONY: demo bench compare reproduce reproduce-quick authors test

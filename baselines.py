@@ -2,22 +2,48 @@
 
     python baselines.py --method scaffold --dataset cifar10
 
-Each function below is one method: its reference, its pseudocode in our words, its deviations D1..Dn, its step for one client
-and one minibatch, and its rounds. K clients; f_k the mean loss on the n_k training images of client k, f_k(w; b) that on a
-minibatch b; S_t a set of m = max(C*K, 1) random clients, C*K rounded down; eta the local learning rate; w_0 the same initial
-weights for all methods. "Minibatches" are those of the E local epochs, drawn anew in each epoch. "official" means code by the
-method's authors. Effects of deviations are not measured unless stated.
+    --method     idea
+    local        Every client trains for itself. Nothing is sent.
+    centralised  One model is trained on the images of all clients, in one place: the upper line of the plots.
+    fedavg-ft    FedAvg. After the last round every client trains the global model on, for itself.
+    fedprox      FedAvg, and each client's steps are pulled back to the global model.
+    fedprox-ft   FedProx. After the last round every client trains the global model on, for itself.
+    scaffold     FedAvg, and each client's steps are corrected: its own mean gradient is taken out, that of all clients put in.
+    feddyn       A term in each client's loss makes all clients' minima meet at the minimum of the mean loss.
+    apfl         The personal model is a mixture of the global model and of a model of the client's own.
+    fedper       The last layers are personal. The other layers are averaged.
+    fedrep       As fedper, but a round trains the personal layers first and then the others.
+    lg-fedavg    The first layers are personal. The other layers are averaged.
+    ditto        FedAvg, and beside it each client trains a second model, its own, which is pulled to the global model.
+    pfedme       Each client trains a personal model near the global one, and the global model moves to the personal models.
+    per-fedavg   The global model is trained to be good after one gradient step on a client's images.
+    fedspa       Each client trains only some weights of the global model. A mask of its own, which moves, says which.
+    fedma        Layer by layer: the clients' units are matched with each other before they are averaged.
 
-"global" is the server's model on the central test images; "personal" is measured on each client's own test images, with the
-model that the function names. For it every client, sampled or not, has the server's current model; what a client keeps for
-itself is as it was after the last round in which it was sampled.
+Each function has the paper, the pseudocode in our words, the choices D1 to Dn, the step for one client and one minibatch, and
+the rounds. docs/baselines.md has each choice in full, what was measured, and a comparison with PFLlib.
 
-Local SGD has momentum and weight decay as in fedavg.py: the momentum's buffers are 0 at the start of every round, the decay is
-a part of f_k. The defaults are fedavg.py's, SuPerFed's settings for Tables 1 and 2, momentum .9 among them. SuPerFed and FedSLR
-tuned each method; FedSLR names some of the values, SuPerFed none. Published accuracies may be of the last or the best round.
+Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b) that on a minibatch b of them.
+w_0 are the initial weights. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down. eta is the local
+learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
+
+Models. "global" is the server's model, on the central test images. "personal" is the model that the function names, on each
+client's own test images. All clients are evaluated with the server's current model. What a client keeps for itself is as it was
+after the last round in which the client was sampled.
+
+Local SGD has momentum and weight decay, as in fedavg.py. The momentum starts at 0 in every round. The decay is a part of f_k.
+
+Code that the choices cite. "Official" is code by the method's authors.
+
+    FedTorch              MLOPTPSU/FedTorch          APFL's authors'
+    pFedMe's code         CharlieDinh/pFedMe         pFedMe's authors'; it has Per-FedAvg, too
+    PersFL's code         siddharthdivi/Unifying-Distillation-with-Personalization-in-Federated-Learning; a copy of pFedMe's
+    FedSLR's code         huangtiansheng/fedslr      has many of the methods
+    SuPerFed's later code vaseline555/SuPerFed       for the KDD 2022 version; the tables of version 1 are older
+    DisPFL's code         rong-dai/DisPFL            by some of FedSpa's authors
+    PFLlib, FL-bench      TsingZ0/PFLlib, KarhouTam/FL-bench    collections of many methods
 """
 
-import functools
 from math import cos, pi
 from types import SimpleNamespace as State
 
@@ -26,72 +52,117 @@ import torch
 
 import common
 
-# SuPerFed's Tables 1 and 2. The column CIFAR-10, and below what differs in the others.
-DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
-BY_DATASET = {
-    "cifar100": dict(rounds=300),
-    "emnist": dict(rounds=100, split="semantic", fraction=0.01),
-    "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
-    # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, eval_every=3),
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# What several methods share: gradients and steps
 
 
-# What several methods share
+def with_decay(g, w, decayed, decay):
+    """g + decay * w where `decayed` is 1: the weight decay as a part of the gradient g of f_k."""
+    return torch.addcmul(g, decayed, w, value=decay) if decay else g
 
 
-def sgd(net, args):
-    """Two functions: gradient(w, batch) of f_k, and descend(w, u, g, eta), SGD's step along g with the momentum u; [d] each."""
+def local_sgd(net, args):
+    """gradient(w, b) of f_k(w; b), and descend(w, u, g, eta), SGD's step along g with the momentum u. All but eta are [d]."""
 
-    def gradient(w, batch):
-        g = common.grad(lambda w: common.cross_entropy(net(w, batch.x), batch))(w)
-        return torch.addcmul(g, net.decayed, w, value=args.weight_decay) if args.weight_decay else g
+    def gradient(w, b):
+        def loss(w):
+            return common.cross_entropy(net(w, b.x), b)
 
-    return gradient, functools.partial(common.sgd, args)
+        return with_decay(common.grad(loss)(w), w, net.decayed, args.weight_decay)
+
+    def descend(w, u, g, eta):
+        return common.sgd(args, w, u, g, eta)
+
+    return gradient, descend
 
 
 def sgd_step(net, args):
-    """FedAvg's step, of the methods that differ in what they send."""
-    gradient, descend = sgd(net, args)
+    """FedAvg's step, for the methods that differ from FedAvg only in what they send and keep."""
+    gradient, descend = local_sgd(net, args)
 
-    def step(client, batch, eta):
+    def step(client, b, eta):
         w, u = client  # [d] weights, [d] momentum
-        return descend(w, u, gradient(w, batch), eta)
+        return descend(w, u, gradient(w, b), eta)
 
     return step
 
 
-def gradient_sum(gradient):
-    """A step that adds up the gradients of f_k at one w over the client's images, [d]."""
+def sums_of_gradients(federation, gradient):
+    """sums(w, S, t): n_k times the gradient of f_k at the one w [d], for each client k of S: [m, d]."""
 
-    def step(total, batch, w):
-        return total + batch.mask.sum() * gradient(w, batch)
+    def add(total, b, w):
+        return total + b.mask.sum() * gradient(w, b)
 
-    return step
+    def sums(w, S, t):
+        return federation.train(add, w.new_zeros(len(S), len(w)), S, t, w, epochs=1, phase=1)
+
+    return sums
 
 
-def own_layers(net, args):
-    """The places in w [d] of the weights that a client keeps, its last N layers, for lg-fedavg its first N; and the others'."""
-    shape = {where.start: shape for _, where, shape in net.tensors}
-    linear = [len(shape[where.start]) == 2 for _, where in net.layers]
-    lower, N = args.method == "lg-fedavg", args.personal
+# What several methods share: parts of w. Layers lie side by side in w. A cut at the start of a layer makes two parts of w,
+# the lower layers w[:cut] and the upper layers w[cut:].
+
+
+def personal_layers(net, args):
+    """The slice of w that a client keeps: its last N layers; for lg-fedavg its first N."""
+    starts, N = [where.start for _, where in net.layers] + [net.d], args.personal
     if N is None:
-        N = max(linear.index(True), 1) if lower else 1
-    if N > len(linear):
-        common.refuse(f"--personal {N}: the model {net.name} has only {len(linear)} layers")
-    own = net.layer_of < N if lower else net.layer_of >= len(linear) - N
-    return own.nonzero()[:, 0], (~own).nonzero()[:, 0]
+        N = max(first_linear_layer(net), 1) if args.method == "lg-fedavg" else 1
+    if N > len(net.layers):
+        common.refuse(f"--personal {N}: the model {net.name} has only {len(net.layers)} layers")
+    return slice(0, starts[N]) if args.method == "lg-fedavg" else slice(starts[-1 - N], net.d)
 
 
-def put(w, own, V):
-    """Models [m, d] of what is shared, w [d], with their own weights V [m, own]."""
-    return w.repeat(len(V), 1).index_copy(1, own, V)
+def first_linear_layer(net):
+    """The number of the first fully connected layer, from 0: of the first whose weights are a matrix."""
+    shapes = {where.start: shape for _, where, shape in net.tensors}
+    return next(i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2)
 
 
+def with_part(w, part, V):
+    """The model w [d] with each client's own weights V [m, ...] in the slice `part`: [m, d]."""
+    W = w.repeat(len(V), 1)
+    W[:, part] = V
+    return W
+
+
+def logits_of_parts(net, lower, upper, x):
+    """The logits of the model w = (lower, upper). Apart, so that the gradient by one of them does not compute the other's."""
+    n = sum(where.stop <= len(lower) for _, where, _ in net.tensors)  # tensors in `lower`
+    tensors = [*lower.to(x.dtype).split(net.sizes[:n]), *upper.to(x.dtype).split(net.sizes[n:])]
+    return net.model(common.Weights(iter(tensors), net.route), x, net.classes).to(lower.dtype)
+
+
+def steps_on_parts(net, args, decay):
+    """Two steps of SGD: on the lower layers alone, and on the upper layers alone. The other part is a constant."""
+
+    def loss(lower, upper, b):
+        return common.cross_entropy(logits_of_parts(net, lower, upper, b.x), b)
+
+    by_lower, by_upper = common.grad(loss, argnums=0), common.grad(loss, argnums=1)
+
+    def on_lower(client, b, eta):
+        lower, u, upper = client  # u: momentum of what is trained
+        if not len(lower):
+            return client
+        g = with_decay(by_lower(lower, upper, b), lower, net.decayed[: len(lower)], decay)
+        return *common.sgd(args, lower, u, g, eta), upper
+
+    def on_upper(client, b, eta):
+        upper, u, lower = client
+        if not len(upper):
+            return client
+        g = with_decay(by_upper(lower, upper, b), upper, net.decayed[len(lower) :], decay)
+        return *common.sgd(args, upper, u, g, eta), lower
+
+    return on_lower, on_upper
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The methods
 
 
-def local(federation, run, args):
+def local_training(federation, run, args):
     """Local: every client for itself.
 
      1  every client k: w_k = w_0
@@ -99,8 +170,7 @@ def local(federation, run, args):
      3      for each minibatch b:  w_k = w_k - eta * gradient of f_k(w_k; b)
 
     Personal is w_k. Nothing is sent.
-    D1  Only sampled clients train, as in FedSLR: as much local work as FedAvg's. The benchmark suites (PFLlib,
-        FL-bench) train all clients in every round: --fraction 1. A client that is never sampled is evaluated with w_0.
+    D1  Line 2: only sampled clients train, as much as in FedAvg. A client that is never sampled is evaluated with w_0.
     """
     step = sgd_step(federation.net, args)
     state = State(W=federation.per_client(federation.initial_weights()))  # l.1: [K, d]
@@ -113,32 +183,33 @@ def local(federation, run, args):
 
 
 def centralised(federation, run, args):
-    """Centralised: SGD on the training images of all clients in one place, the upper line of the plots.
+    """Centralised: SGD on the training images of all clients in one place.
 
      1  w = w_0;  P = the training images of all clients
      2  for each round t:
      3      for each minibatch b of P:  w = w - eta * gradient of f(w; b)
 
-    Personal is w. Images would be sent once, models are not: no bytes are counted.
-    D1  Line 3: a round is C*E epochs of P, as much work as FedAvg's, rounded to whole epochs and at least one.
-        What work the papers' central training had is not known. Momentum starts at 0 in each round, as everywhere here.
+    Personal is w. Images would be sent once and models are not sent: no bytes are counted.
+    D1  Line 3: a round is C*E epochs of P, as much work as FedAvg's, rounded to whole epochs, at least one.
     """
-    step, epochs = sgd_step(federation.net, args), max(1, round(args.fraction * args.epochs))  # D1
-    P = np.concatenate(federation.whole.train)  # l.1
-    first = np.arange(int(federation.rank == 0))  # of several processes one trains: [1], or [0]
+    step = sgd_step(federation.net, args)
+    epochs = max(1, round(args.fraction * args.epochs))  # D1
     state = State(w=federation.initial_weights())  # l.1: [d]
+    P = np.concatenate(federation.whole.train)  # l.1: numbers of images
+    centre = federation.rows([0])  # client 0 trains on P, in its process; in the other processes nobody trains
     for t, _ in run.rounds(state):  # l.2
-        w = state.w.expand(len(first), -1)  # [1, d]
-        w, _ = federation.train(step, (w, torch.zeros_like(w)), first, t, federation.eta(t), epochs=epochs, images=[P] * len(first))  # l.3
-        state.w = federation.sum(w)
+        w = state.w.expand(len(centre), -1)  # [1, d], or [0, d]
+        w, _ = federation.train(step, (w, torch.zeros_like(w)), centre, t, federation.eta(t), epochs=epochs,
+                                images=[P for _ in centre])  # l.3
+        state.w = federation.sum(w)  # of the one row, so that all processes have it
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-    arXiv 1812.06127. fedprox-ft, and with mu = 0 fedavg-ft, add line 5: SuPerFed's FedProx-LU and FedAvg-LU, after Wang et
-    al. 2019.
+    arXiv 1812.06127. fedprox-ft adds line 5, and so does fedavg-ft, whose mu is 0: SuPerFed's FedProx-LU and FedAvg-LU ("local
+    update"), after Wang et al. 2019.
 
      1  for each round t:  S_t
      2      for each client k in S_t:  w_k = w_t
@@ -146,34 +217,32 @@ def fedprox(federation, run, args):
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
      5  after the last round, for every client k:  v_k = w_T;  for each minibatch b:  v_k = v_k - eta * gradient of f_k(v_k; b)
 
-    Personal is w_t; for the -ft methods v_k after the last round. Weights are n_k, all clients being equally likely in line 1;
-    in the paper's listing, from memory, a client is drawn with a probability like n_k, and the mean is plain.
-    D1  Line 3: squared and halved, as in the paper. SuPerFed's code neither squares nor halves; the mu of its tables is not
-        known. The default is that of SuPerFed's later code; FedMA's FedProx has .001.
-    D2  Clients that stop early and inexact solutions, which the paper is about, are left out, as in all other comparisons.
-    D3  Line 5: the number of epochs is not known (SuPerFed's paper has "small steps"). One is what its code has in a path that
-        is never run, with the eta that is the default here; with --lr-decay eta is that of round T. FedProx-LU, too, is
-        fine-tuned without the proximal term; no paper says whether it has one.
+    Personal is w_t; for the -ft methods v_k after the last round.
+    D1  Line 3: squared and halved, as in the paper. SuPerFed's later code does neither. The default mu is that code's.
+    D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
+    D3  Line 5: one epoch by default (the papers do not say), with round T's eta and without the proximal term.
     """
-    gradient, descend = sgd(federation.net, args)
+    gradient, descend = local_sgd(federation.net, args)
+    fine_tune = sgd_step(federation.net, args)
 
-    def step(client, batch, eta, mu, w_t):
+    def step(client, b, eta, mu, w_t):
         w, u = client  # [d] weights, [d] momentum
-        return descend(w, u, gradient(w, batch) + mu * (w - w_t), eta)  # l.3 (D1)
+        return descend(w, u, gradient(w, b) + mu * (w - w_t), eta)  # l.3 (D1)
 
     mu = torch.tensor(0.0 if args.method == "fedavg-ft" else args.mu, device=federation.device)
     state = State(w=federation.initial_weights())  # [d]
     for t, S in run.rounds(state):  # l.1
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), mu, state.w)  # l.3 (D2)
-        state.w = federation.mean(w_k, federation.n[S])  # l.4: [d]
+        n_k = federation.n[S]  # [m]
+        state.w = federation.mean(w_k, n_k)  # l.4: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             v = state.w
             if args.method.endswith("-ft") and t == args.rounds - 1:
-                everyone, eta = np.arange(len(federation.clients)), federation.eta(args.rounds)
+                everyone, T = np.arange(len(federation.clients)), args.rounds
                 v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
-                v, _ = federation.train(step, (v, torch.zeros_like(v)), everyone, args.rounds, eta, 0 * mu, state.w,
+                v, _ = federation.train(fine_tune, (v, torch.zeros_like(v)), everyone, T, federation.eta(T),
                                         epochs=args.finetune_epochs)  # l.5 (D3)
             run.log(federation.evaluate(state.w), federation.evaluate_clients(v))
 
@@ -191,34 +260,32 @@ def scaffold(federation, run, args):
      8      c = c + m/K * mean over S_t of (c_k^+ - c_k),   so that c is always the mean of all c_k
      9      c_k = c_k^+
 
-    Personal is x. Weights are uniform. Twice FedAvg's bytes: c_k^+ - c_k goes up, c down.
-    D1  Lines 4, 6 and 7: in SuPerFed's later code the correction has no effect. The defaults are FedSLR's, Option II and
-        eta_g = 1.
-    D2  Line 6: the paper has no momentum; then (x - y_k) / (steps * eta) is the mean of line 4's brackets. With a momentum
-        beta y_k goes further. So `reach` takes the place of steps, the distance if eta and all gradients were 1: the sum over
-        steps s of 1 + beta + ... + beta^(s-1). With --momentum 0, as FedSLR has it, reach is the number of steps.
+    Personal is x. Twice FedAvg's bytes: c_k^+ - c_k goes up, too, and c goes down.
+    D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as FedSLR has them.
+    D2  Line 6: `reach` replaces steps. It is how far y_k goes if eta and all brackets of line 4 are 1.
+        Without momentum it is the number of steps. The paper has no momentum (--momentum 0).
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
     """
-    gradient, descend = sgd(federation.net, args)
-    add = gradient_sum(gradient)
+    gradient, descend = local_sgd(federation.net, args)
+    sums = sums_of_gradients(federation, gradient)
 
-    def step(client, batch, eta, c):
-        y, u, c_k, reach, v = client  # [d] weights, momentum, control; numbers: D2, and its momentum
-        y, u = descend(y, u, gradient(y, batch) - c_k + c, eta)  # l.4 (D1)
-        v = args.momentum * v + 1  # D2
-        return y, u, c_k, reach + v, v
+    def step(client, b, eta, c):
+        y, u, c_k, reach, pace = client  # [d] weights, momentum, control; numbers: D2's reach, and by how much it grows
+        y, u = descend(y, u, gradient(y, b) - c_k + c, eta)  # l.4
+        pace = args.momentum * pace + 1  # D2
+        return y, u, c_k, reach + pace, pace
 
     x = federation.initial_weights()  # l.1: [d]
     state = State(x=x, c=torch.zeros_like(x), C=federation.per_client(torch.zeros_like(x)))  # l.1: C is [K, d]
     for t, S in run.rounds(state):  # l.2
-        eta, c_k = federation.eta(t), state.C[S]  # c_k: [m, d]
-        zero, none = torch.zeros_like(c_k), torch.zeros_like(federation.n[S])  # [m, d], [m]
-        start = (state.x.expand(len(S), -1), zero, c_k, none, none)  # l.3
+        eta, n_k, c_k = federation.eta(t), federation.n[S], state.C[S]  # c_k: [m, d]
+        zero = torch.zeros_like(n_k)  # [m]
+        start = (state.x.expand(len(S), -1), torch.zeros_like(c_k), c_k, zero, zero)  # l.3
         y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.3-4
         if args.option == "I":
-            new = federation.train(add, zero, S, t, state.x, epochs=1, phase=1) / federation.n[S][:, None]  # l.5 (D3): [m, d]
+            new = sums(state.x, S, t) / n_k[:, None]  # l.5 (D3): [m, d]
         else:
-            new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D2)
+            new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D1, D2)
         state.x = state.x + args.global_lr * federation.mean(y_k - state.x)  # l.7
         state.c = state.c + federation.sum(new - c_k) / federation.K  # l.8
         state.C[S] = new  # l.9
@@ -237,30 +304,27 @@ def feddyn(federation, run, args):
      4          for each minibatch b:
      5              theta_k = theta_k - eta * gradient of (f_k(theta_k; b) - <g_k, theta_k> + alpha/2 * ||theta_k - w||^2)
      6          g_k = g_k - alpha * (theta_k - w)
-     7      h = h - alpha/K * sum over S_t of (theta_k - w)
+     7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is always the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
 
-    Personal is w. Weights are uniform. FedAvg's bytes: the server can compute every g_k by itself. h is the mean of all g_k;
-    in the paper's line 7, from memory, m is the number of all clients, K here. As alpha goes to 0, lines 4 and 5 become
-    FedAvg's, but line 8 does not: for every alpha, -h/alpha is the sum of theta_k - w over all past rounds and their clients,
-    divided by K.
-    fedslr.py without its low-rank penalty is this with alpha = 1/eta_g.
-    D1  Line 5: SGD for the paper's exact minimum, as officially, where alpha is divided by n_k / mean n, the weight decay is
-        1e-3, and gradients are clipped to the norm 10. Here alpha is the same for all, as in the paper, and nothing is
-        clipped; --weight-decay 1e-3. FL-bench's clients lack the quadratic term unless a weight decay is set.
-    D2  The official plots show the mean of all clients' last theta_k too, and "all" is what is usually quoted. Here only w.
-    D3  alpha is FedSLR's; the official example for CIFAR-10 has .01. The paper has no momentum (--momentum 0).
+    Personal is w. FedAvg's bytes: the server can compute every g_k by itself. fedslr.py without its low-rank penalty is FedDyn
+    with alpha = 1/eta_g.
+    D1  Line 5: SGD in place of the paper's exact minimum. Unlike the official code: alpha is the same for all clients,
+        gradients are not clipped, and there is no weight decay (--weight-decay 1e-3).
+    D2  Global is w. The official code evaluates only means of theta_k. That of all clients' last theta_k is recorded as "all".
+    D3  The default alpha is FedSLR's; the official example for CIFAR-10 has .01. The paper has no momentum (--momentum 0).
     """
-    gradient, descend = sgd(federation.net, args)
+    gradient, descend = local_sgd(federation.net, args)
     K, alpha = federation.K, args.feddyn_alpha  # D3
 
-    def step(client, batch, eta, w):
-        theta, u, g_k = client  # [d] each
-        theta, u = descend(theta, u, gradient(theta, batch) - g_k + alpha * (theta - w), eta)  # l.5 (D1)
+    def step(client, b, eta, w):
+        theta, u, g_k = client  # [d] weights, momentum, g_k
+        theta, u = descend(theta, u, gradient(theta, b) - g_k + alpha * (theta - w), eta)  # l.5 (D1)
         return theta, u, g_k
 
     w = federation.initial_weights()  # l.1: [d]
-    state = State(w=w, h=torch.zeros_like(w), G=federation.per_client(torch.zeros_like(w)))  # l.1: G is [K, d]
+    state = State(w=w, h=torch.zeros_like(w), G=federation.per_client(torch.zeros_like(w)),  # l.1: G is [K, d]
+                  Theta=federation.per_client(w))  # [K, d] the last theta_k, for D2 alone
     for t, S in run.rounds(state):  # l.2
         g_k = state.G[S]  # [m, d]
         start = (state.w.expand(len(S), -1), torch.zeros_like(g_k), g_k)  # l.3
@@ -268,57 +332,75 @@ def feddyn(federation, run, args):
         state.G[S] = g_k - alpha * (theta - state.w)  # l.6
         state.h = state.h - alpha / K * federation.sum(theta - state.w)  # l.7: [d]
         state.w = federation.mean(theta) - state.h / alpha  # l.8: [d]
+        state.Theta[S] = theta
         run.sent(up=theta.numel(), down=theta.numel())
         if run.evaluates():
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))  # D2
+            of_all = federation.all_reduce(state.Theta.sum()) / K  # D2
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w), all=federation.evaluate(of_all))
 
 
 def apfl(federation, run, args):
-    """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020.
+    """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv 2003.13461.
 
      1  w = w_0;  for every client k: v_k = w_0 and alpha_k
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w
-     4          for each minibatch b:
-     5              w_k = w_k - eta * gradient of f_k(w_k; b)
-     6              g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
-     7              v_k = v_k - eta * alpha_k * g
-     8              if adaptive:  alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1], with the v_k before line 7
+     4          if adaptive, for the first minibatch b:  g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k;
+                                                         alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1]
+     5          for each minibatch b:
+     6              w_k = w_k - eta * gradient of f_k(w_k; b)
+     7              g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
+     8              v_k = v_k - eta * alpha_k * g
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. Weights are n_k (FedSLR and, from memory, the paper:
-    uniform). `apfl_alpha` in the record is the mean of all alpha_k.
-    D1  Line 6: weights are mixed, as in the paper and in FedSLR; the official code mixes outputs. PFLlib trains v_k alone and
-        mixes it into itself; in FL-bench w_k gets its gradient twice. A weight decay acts on the mixture, in FedSLR on v_k.
-    D2  Line 8: officially once in a round, on its first minibatch, with another gradient and a penalty of .02 alpha. Here in
-        every step, without momentum. The default is FedSLR's, .5 and fixed; SuPerFed's is not known (.25 in its later code).
-    D3  Lines 6 and 8: w_k is that of line 5, as officially. In the paper, from memory, both gradients come before either step.
+    Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
+    D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay acts on the mixture.
+    D2  Line 4: once in a round, as in FedTorch, but before both steps. On MNIST alpha_k then ends at .84, accuracy at .98.
+        Moved in every step, after line 6, they end at .00 and .83. By default alpha_k is fixed, at FedSLR's .5 (.98).
+    D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper, from memory, the gradient comes before w_k's step.
+    D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line 9.
     """
-    gradient, descend = sgd(federation.net, args)
+    gradient, descend = local_sgd(federation.net, args)
 
     def mix(alpha, v, w):
-        return alpha * v + (1 - alpha) * w
+        return alpha * v + (1 - alpha) * w  # D1
 
-    def step(client, batch, eta):
+    def learn_alpha(client, b, eta):
+        alpha, v, w = client  # alpha_k; [d] each
+        g = gradient(mix(alpha, v, w), b)  # l.4
+        return (alpha - eta * ((v - w) * g).sum()).clamp(0, 1), v, w  # l.4
+
+    def step(client, b, eta):
         w, u_w, v, u_v, alpha = client  # [d] weights and their momentum, twice; alpha_k
-        w, u_w = descend(w, u_w, gradient(w, batch), eta)  # l.5
-        g = gradient(mix(alpha, v, w), batch)  # l.6 (D1, D3)
-        new = (alpha - eta * ((v - w) * g).sum()).clamp(0, 1) if args.adaptive else alpha  # l.8 (D2)
-        v, u_v = descend(v, u_v, alpha * g, eta)  # l.7
-        return w, u_w, v, u_v, new
+        w, u_w = descend(w, u_w, gradient(w, b), eta)  # l.6
+        g = gradient(mix(alpha, v, w), b)  # l.7 (D3)
+        v, u_v = descend(v, u_v, alpha * g, eta)  # l.8
+        return w, u_w, v, u_v, alpha
+
+    def first_minibatch(k, t):
+        """The numbers of the images in the first minibatch of round t, for the client in row k."""
+        order = common.stream(args.seed, "order", t, federation.clients[k]).permutation(federation.split.train[k])
+        return order[: args.batch_size or len(order)]
 
     w, alpha = federation.initial_weights(), torch.tensor(args.apfl_alpha, device=federation.device)
     state = State(w=w, V=federation.per_client(w), alpha=federation.per_client(alpha))  # l.1: [d], [K, d], [K]
+
+    def mixtures(S):
+        return mix(state.alpha[S][:, None], state.V[S], state.w)  # D4: [m, d]
+
     for t, S in run.rounds(state):  # l.2
-        w, v = state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
-        start = (w, torch.zeros_like(w), v, torch.zeros_like(v), state.alpha[S])
-        w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, federation.eta(t))  # l.4
-        state.w = federation.mean(w_k, federation.n[S])  # l.9: [d]
-        state.V[S], state.alpha[S] = v_k, alpha_k  # l.7-8
+        eta, w, v, alpha = federation.eta(t), state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # l.3: [m, d] and [m]
+        if args.adaptive:
+            b = [first_minibatch(k, t) for k in S]
+            alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=b)  # l.4 (D2)
+        start = (w, torch.zeros_like(w), v, torch.zeros_like(v), alpha)
+        w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, eta)  # l.5
+        n_k = federation.n[S]  # [m]
+        state.w = federation.mean(w_k, n_k)  # l.9: [d]
+        state.V[S], state.alpha[S] = v_k, alpha_k  # l.4, l.8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            run.log(federation.evaluate(state.w),
-                    federation.evaluate_clients(lambda S: mix(state.alpha[S][:, None], state.V[S], state.w)),
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(mixtures),
                     apfl_alpha=float(federation.gather(state.alpha.all).mean()))
 
 
@@ -331,22 +413,27 @@ def fedper(federation, run, args):
      4          for each minibatch b:  (w_k, v_k) = (w_k, v_k) - eta * gradient of f_k(w_k, v_k; b)
      5      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is (w, v_k); there is no global model. Weights are n_k (FedSLR: uniform). Only w is sent.
-    D1  Lines 1 and 2: all heads start alike, and only S_t trains; in the paper, from memory, each starts at random, and all
-        clients take part in every round. N is not known for SuPerFed, whose text says "penultimate layer", nor for PersFL.
-        Here the last layer by default, as in what FedSLR calls FedRep: its code trains jointly.
-    D2  FedSLR evaluates with the base of the round before. Here with the current one.
+    Personal is (w, v_k); there is no global model. Only w is sent.
+    D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper, from memory, heads start at
+        random and all clients train in every round.
+    D2  Personal is with the current base w. FedSLR's code takes the base of the round before.
     """
-    step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
+    step, head = sgd_step(federation.net, args), personal_layers(federation.net, args)  # head: a slice of w (D1)
     w = federation.initial_weights()
-    state = State(w=w, V=federation.per_client(w[own]))  # l.1: [d], whose own part isn't used; [K, own]
-    for t, S in run.rounds(state):  # l.2
-        w = put(state.w, own, state.V[S])  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4
-        state.w, state.V[S] = federation.mean(w_k, federation.n[S]), w_k[:, own]  # l.5
-        run.sent(up=len(S) * len(others), down=len(S) * len(others))
+    state = State(w=w, V=federation.per_client(w[head]))  # l.1: [d], whose own head is not used; [K, ...]
+
+    def models(S):
+        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+
+    for t, S in run.rounds(state):  # l.2 (D1)
+        w = models(S)  # l.3: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
+        n_k = federation.n[S]  # [m]
+        state.w, state.V[S] = federation.mean(w_k, n_k), w_k[:, head]  # l.5
+        sent = len(S) * (len(state.w) - state.V.all.shape[1])
+        run.sent(up=sent, down=sent)
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(lambda S: put(state.w, own, state.V[S])))  # D2
+            run.log(personal=federation.evaluate_clients(models))  # D2
 
 
 def fedrep(federation, run, args):
@@ -360,36 +447,33 @@ def fedrep(federation, run, args):
      5          for each minibatch b of the body's epochs:  w_k = w_k - eta * gradient by w_k of f_k(w_k, v_k; b)
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is (w, v_k); there is no global model. Weights are n_k, as in the official code (the paper, from memory, and
-    FedSLR: uniform). Only w is sent.
-    D1  Lines 4 and 5: 10 epochs for the head and --body-epochs 1, as officially for CIFAR-10; for CIFAR-100 10 and 5. In the
-        paper, from memory, the body takes one step. The official B is 10, momentum .5, decay 1e-4 of all but biases. What
-        FedSLR calls FedRep is FedPer.
-    D2  Officially all clients train their heads for ten more epochs after the last round, and the mean of the last ten rounds
-        is reported too. Not offered.
+    Personal is (w, v_k); there is no global model. Only w is sent.
+    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, the official numbers for CIFAR-10; for CIFAR-100 10 and 5.
+    D2  After the last round nothing is trained. Officially all clients then train their heads for ten epochs.
+    D3  Line 6: weighted by n_k. The official mean is plain for CIFAR and MNIST.
+    D4  Line 1: v_k is the client's own. Officially a client that was never sampled has the mean of the sampled heads.
     """
-    gradient, descend = sgd(federation.net, args)
-    own, others = own_layers(federation.net, args)
-
-    def step(client, batch, eta, part):
-        w, u = client  # [d] weights, [d] momentum
-        return descend(w, u, part * gradient(w, batch), eta)  # part: 1 for what is trained, or 0
-
+    on_body, on_head = steps_on_parts(federation.net, args, args.weight_decay)
+    head = personal_layers(federation.net, args)  # a slice of w; the body is before it
     w = federation.initial_weights()
-    head = torch.zeros_like(w).index_fill(0, own, 1)  # [d]
-    state = State(w=w, V=federation.per_client(w[own]))  # l.1: [d], whose own part isn't used; [K, own]
-    for t, S in run.rounds(state):  # l.2
-        eta, w = federation.eta(t), put(state.w, own, state.V[S])  # l.3: [m, d]
-        w, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, head, phase=1)  # l.4
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta, 1 - head, epochs=args.body_epochs)  # l.5 (D1)
-        state.w, state.V[S] = federation.mean(w_k, federation.n[S]), w_k[:, own]  # l.6
-        run.sent(up=len(S) * len(others), down=len(S) * len(others))
+    state = State(w=w, V=federation.per_client(w[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
+
+    def models(S):
+        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+
+    for t, S in run.rounds(state):  # l.2 (D2)
+        eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
+        v_k, _, _ = federation.train(on_head, (v, torch.zeros_like(v), w), S, t, eta, phase=1)  # l.4
+        w_k, _, _ = federation.train(on_body, (w, torch.zeros_like(w), v_k), S, t, eta, epochs=args.body_epochs)  # l.5 (D1)
+        n_k = federation.n[S]  # [m]
+        state.w, state.V[S] = federation.mean(torch.cat([w_k, v_k], 1), n_k), v_k  # l.6 (D3)
+        run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(lambda S: put(state.w, own, state.V[S])))  # D2
+            run.log(personal=federation.evaluate_clients(models))
 
 
 def lg_fedavg(federation, run, args):
-    """LG-FedAvg: Liang, Liu, Liu, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated
+    """LG-FedAvg: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated
     Learning with Local and Global Representations", 2020, arXiv 2001.01523.
 
      1  upper layers w and, for every client k, lower layers v_k, the first N: those of w_0
@@ -398,26 +482,27 @@ def lg_fedavg(federation, run, args):
      4          for each minibatch b:  (v_k, w_k) = (v_k, w_k) - eta * gradient of f_k(v_k, w_k; b)
      5      w = mean over S_t of w_k
 
-    Personal is (v_k, w); there is no global model. Weights are uniform, as in the official code (in the paper, from memory,
-    n_k). Only w is sent, and only to S_t: the others need it no sooner than they are sampled or evaluated. The paper's further
-    losses for the local representations, and its tests on new clients (from memory), are left out.
-    D1  The lower layers are personal, as in the paper. In the official code for CIFAR-10 the convolutions are global, because
-        the layers are listed in another order; FL-bench's are the other way round, too. By default all layers before the first
-        fully connected one are personal, as in FedSLR. SuPerFed's N is not known.
-    D2  Line 1: officially from a model that FedAvg has trained before. Here from w_0, as all methods.
-    D3  Officially each client's best round on test images is reported; FedSLR evaluates with the upper layers of the round
-        before. Here all clients have the current ones.
+    Personal is (v_k, w); there is no global model. Only w is sent, and only to S_t.
+    D1  Line 1: N is all layers before the first fully connected one, as in FedSLR. The official code for CIFAR-10 has the
+        convolutions global, against the paper.
+    D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
+    D3  Personal is of the last round, with the current w. The official number is each client's best round on test images.
     """
-    step, (own, others) = sgd_step(federation.net, args), own_layers(federation.net, args)  # (D1)
+    step, lower = sgd_step(federation.net, args), personal_layers(federation.net, args)  # lower: a slice of w (D1)
     w = federation.initial_weights()  # D2
-    state = State(w=w, V=federation.per_client(w[own]))  # l.1: [d], whose own part isn't used; [K, own]
+    state = State(w=w, V=federation.per_client(w[lower]))  # l.1: [d], whose own lower layers are not used; [K, ...]
+
+    def models(S):
+        return with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
+
     for t, S in run.rounds(state):  # l.2
-        w = put(state.w, own, state.V[S])  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4
-        state.w, state.V[S] = federation.mean(w_k), w_k[:, own]  # l.5
-        run.sent(up=len(S) * len(others), down=len(S) * len(others))
+        w = models(S)  # l.3: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
+        state.w, state.V[S] = federation.mean(w_k), w_k[:, lower]  # l.5
+        sent = len(S) * (len(state.w) - state.V.all.shape[1])
+        run.sent(up=sent, down=sent)
         if run.evaluates():
-            run.log(personal=federation.evaluate_clients(lambda S: put(state.w, own, state.V[S])))  # D3
+            run.log(personal=federation.evaluate_clients(models))  # D3
 
 
 def ditto(federation, run, args):
@@ -430,19 +515,16 @@ def ditto(federation, run, args):
      5          for each minibatch b of s epochs:  v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
 
-    Personal is v_k. Weights are uniform, as officially, where clients are drawn with probabilities like n_k, however. With
-    lambda = 0 and s = E v_k is Local's model.
-    D1  Lines 4 and 5: officially steps on v_k and on w_k alternate, on the same minibatch, and E and s count minibatches. Here
-        one pass follows the other over the same minibatches, which comes to the same. FedSLR has E=2 and s=1; here s is E
-        unless --personal-epochs is given.
-    D2  Line 5: FedSLR's code pulls v_k towards w after the gradient's step, not in it. Its lambda is the default. Officially
-        lambda is .1, 1 or 2, or each client's choice by validation loss. Not offered.
+    Personal is v_k. With lambda = 0 and s = E v_k is Local's model.
+    D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. Officially E and s count minibatches, and the steps on w_k
+        and v_k alternate, which comes to the same.
+    D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The default lambda is FedSLR's.
     """
-    step, (gradient, descend) = sgd_step(federation.net, args), sgd(federation.net, args)
+    step, (gradient, descend) = sgd_step(federation.net, args), local_sgd(federation.net, args)
 
-    def personal_step(client, batch, eta, w):
+    def personal_step(client, b, eta, w):
         v, u = client  # [d] weights, [d] momentum
-        return descend(v, u, gradient(v, batch) + args.ditto_lambda * (v - w), eta)  # l.5 (D2)
+        return descend(v, u, gradient(v, b) + args.ditto_lambda * (v - w), eta)  # l.5 (D2)
 
     w = federation.initial_weights()
     state = State(w=w, V=federation.per_client(w))  # l.1: [d], [K, d]
@@ -468,39 +550,37 @@ def pfedme(federation, run, args):
      6              w_k = w_k - eta * lambda * (w_k - theta_k)
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is the last theta_k; w_0 for a client that was never sampled. Weights are n_k, as in the official code (in the
-    paper, from memory, uniform). `steps` is the paper's K.
-    D1  Lines 3 and 7: officially and in the paper all clients train in every round, and S_t says only whose w_k are averaged.
-        Here only the clients of S_t train, as in every other method. The same where all take part, as in PersFL.
-    D2  Line 4: what the official code calls a local epoch is one minibatch, as many for every user. Here an epoch is a pass
-        over all of a client's images.
-    D3  Line 5: theta_k goes on from minibatch to minibatch, as officially, where .001*theta_k is added to the gradient:
-        --weight-decay .001.
-    D4  Line 6: the paper has no momentum (--momentum 0). Here w_k has it, since lambda * (w_k - theta_k) is the gradient of
-        the envelope; the steps on theta_k have none.
-    D5  The defaults of lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10, with eta .01, B=128, 20 minibatches
-        and 800 rounds. SuPerFed's later code has lambda 15. eta_p decays as eta does.
+    Personal is the client's last theta_k; w_0 if it was never sampled. `steps` is the paper's K.
+    D1  Lines 3 and 7: only S_t trains. In paper and official code all clients train, and S_t says whose w_k are averaged.
+    D2  Line 4: an epoch is a pass over all images of a client. What the official code calls a local epoch is one minibatch.
+    D3  Line 5: theta_k goes on from minibatch to minibatch, as officially. Official weight decay: --weight-decay .001.
+    D4  Line 6: --momentum acts on w_k, not on theta_k. The paper has none (--momentum 0).
+    D5  lambda, `steps`, beta and eta_p are by default PersFL's for DS-1 of CIFAR-10. eta_p decays as eta does.
+    D6  Personal is theta_k, as in the paper. Official code and PFLlib evaluate w_k, by mistake: `personal@w_k` in the record.
     """
-    gradient, descend = sgd(federation.net, args)  # D3
+    gradient, descend = local_sgd(federation.net, args)  # D3
     lam = args.pfedme_lambda  # D5
 
-    def step(client, batch, eta, eta_p):
+    def step(client, b, eta, eta_p):
         theta, w, u = client  # [d] each, u: momentum
         for _ in range(args.theta_steps):
-            theta = theta - eta_p * (gradient(theta, batch) + lam * (theta - w))  # l.5
+            theta = theta - eta_p * (gradient(theta, b) + lam * (theta - w))  # l.5
         return theta, *descend(w, u, lam * (w - theta), eta)  # l.6 (D4)
 
     w = federation.initial_weights()
-    state = State(w=w, theta=federation.per_client(w))  # l.1: [d], [K, d]
+    state = State(w=w, theta=federation.per_client(w),  # l.1: [d], [K, d]
+                  W=federation.per_client(w))  # [K, d] the last w_k, for D6 alone
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)
         theta, w_k, _ = federation.train(step, (w, w, torch.zeros_like(w)), S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
-        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, federation.n[S])  # l.7
-        state.theta[S] = theta
+        n_k = federation.n[S]  # [m]
+        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, n_k)  # l.7
+        state.theta[S], state.W[S] = theta, w_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.theta))
+            at_w_k = common.without_clients(federation.evaluate_clients(state.W))  # D6
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.theta), **{"personal@w_k": at_w_k})
 
 
 def per_fedavg(federation, run, args):
@@ -518,84 +598,53 @@ def per_fedavg(federation, run, args):
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
     10  personal model of any client k:  w - alpha * gradient of f_k(w)
 
-    Weights are n_k. beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01, beta .001.
-    D1  Line 4: D, D' and D'' are the minibatches of the E epochs in turn, so that an epoch has half as many steps as FedAvg's,
-        Hessian-free a third. One or two that are left over at the end of a round are not used. Where a client has one
-        minibatch, D and D' are the same images. In pFedMe's authors' code for it, and in PersFL's, all users take 20 groups a
-        round.
-    D2  Line 8: PersFL's code does not go back from z to w_k: two plain steps, alpha then beta. Not offered. The paper has no
-        momentum (--momentum 0).
-    D3  Line 9: the paper's mean is unweighted; n_k as in PersFL's code. The same with equal sizes.
-    D4  Line 10: the gradient over all training images, as F_k has it, augmented where --transform does so. The code that
-        PersFL used takes two plain steps, alpha then beta, on minibatches of the TEST images on which it then evaluates. Not
-        offered. alpha does not decay.
-    D5  Line 7: with ReLU the two gradients can belong to different linear pieces, and h is then wrong. Its relative error
-        against the exact product of Hessian and g, on 20 images of `shapes` with delta .001: at w_0 15 to 18 for mnistnet, cnn
-        and cifarnet on one draw, 1.4 to 49 on six others, in float64 too; after 200 steps of SGD 2e-5, 5 and 69 for the three
-        (results/LOG.md, 2026-11-20).
+    beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01 and beta .001.
+    D1  Line 4: D, D' and D'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
+        One or two minibatches that are left over at the end of a round are not used.
+    D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper has no momentum (--momentum 0).
+    D3  Line 9: weighted by n_k, as in PersFL's code. The paper's mean is plain.
+    D4  Line 10: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
+    D5  Line 7: with ReLU, h can be far from the product of Hessian and g that it stands for (table on the page).
     """
-    gradient, descend = sgd(federation.net, args)
-    add = gradient_sum(gradient)
-    last, least = 2 if args.hessian_free else 1, int(federation.gather(federation.n).min())
-    if args.epochs * -(-least // (args.batch_size or least)) <= last:
-        common.refuse(f"a step of per-fedavg takes {last + 1} minibatches, and a client with {least} images has fewer; use "
-                      "more --epochs or a smaller --batch-size")
-    if args.hessian_free and args.precision != "fp32":
-        common.refuse(f"the differences of --hessian-free are lost in the rounding of {args.precision}; use --precision fp32")
+    gradient, descend = local_sgd(federation.net, args)
+    sums = sums_of_gradients(federation, gradient)
+    last = 2 if args.hessian_free else 1  # the turn at which a group is complete
+    refuse_small_clients(federation, args, last + 1)
 
-    def step(client, batch, beta, alpha):
-        w, u, z, g, turn = client  # [d] each, u: momentum; turn is 0, 1 or 2 for D, D' or D'' (D1)
-        now = gradient(torch.where(turn == 2, w + args.delta * g, z), batch)
-        g = torch.where(turn == 2, g, now)  # l.6
-        h = (now - gradient(w - args.delta * g, batch)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5)
-        new, pace = descend(w, u, g - alpha * h, beta)  # l.8 (D2)
-        z = torch.where(turn == 0, w - alpha * now, new)  # l.5
-        w, u = torch.where(turn == last, new, w), torch.where(turn == last, pace, u)
+    def step(client, b, beta, alpha):
+        """Minibatches come one at a time: in turn 0 b is D, in turn 1 D', in turn 2 D''. z and g wait for the next turns."""
+        w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
+        here = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
+        found = gradient(here, b)
+        z = torch.where(turn == 0, w - alpha * found, z)  # l.5
+        g = torch.where(turn == 1, found, g)  # l.6
+        h = (found - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), if turn is 2
+        new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), if this turn is the last
+        w, u = torch.where(turn == last, new_w, w), torch.where(turn == last, new_u, u)
         return w, u, z, g, (turn + 1) % (last + 1)
 
     state = State(w=federation.initial_weights())  # l.1: [d]
     alpha = torch.tensor(args.per_fedavg_alpha, device=federation.device)
+    everyone = np.arange(len(federation.clients))
     for t, S in run.rounds(state):  # l.2
-        w = state.w.expand(len(S), -1)  # l.3: [m, d]
-        zero, turn = torch.zeros_like(w), torch.zeros_like(federation.n[S])
-        w_k, *_ = federation.train(step, (w, zero, w, zero, turn), S, t, federation.eta(t), alpha)  # l.4: [m, d]
-        state.w = federation.mean(w_k, federation.n[S])  # l.9 (D3): [d]
+        n_k, w = federation.n[S], state.w.expand(len(S), -1)  # l.3: [m], [m, d]
+        zero, turn = torch.zeros_like(w), torch.zeros_like(n_k)
+        w_k, *_ = federation.train(step, (w, zero, zero, zero, turn), S, t, federation.eta(t), alpha)  # l.4 (D1): [m, d]
+        state.w = federation.mean(w_k, n_k)  # l.9 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            rows = np.arange(len(federation.clients))
-            g = federation.train(add, torch.zeros_like(state.w).repeat(len(rows), 1), rows, t, state.w, epochs=1, phase=1)
-            own = state.w - alpha * g / federation.n[:, None]  # l.10 (D4): [K, d]
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(own))
+            personal = state.w - alpha * sums(state.w, everyone, t) / federation.n[:, None]  # l.10 (D4): [K, d]
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(personal))
 
 
-def densities(net, density):
-    """ERK: the number of active weights of every tensor, round(density * d) in all.
-
-    One-dimensional tensors (biases, normalisation) are dense. The others' densities are proportional to the sum of their
-    dimensions over the product, and at most 1.
-    """
-    sizes = np.array(net.sizes, float)
-    sparse = np.array([len(shape) > 1 for _, _, shape in net.tensors])
-    share = np.array([sum(shape) / np.prod(shape) for _, _, shape in net.tensors])
-    full, budget = ~sparse, round(density * net.d)
-    while True:
-        scale = (budget - sizes[full].sum()) / max((share * sizes)[~full].sum(), 1e-9)
-        over = ~full & (scale * share > 1)
-        if not over.any():
-            break
-        full = full | over
-    if scale < 0:
-        common.refuse(f"--density {density:g} leaves nothing to kernels: biases and normalisation are always active, "
-                      f"{sizes[~sparse].sum() / net.d:.3g} of the weights; use more")
-    return common.whole_numbers(np.where(full, sizes, scale * share * sizes))
-
-
-def highest(score, sizes, counts):
-    """True for the counts[i] highest of every tensor i: score [m, d], tensors' sizes -> [m, d]."""
-    parts = []
-    for part, count in zip(score.split(sizes, 1), counts.tolist()):
-        parts.append(torch.zeros_like(part, dtype=torch.bool).scatter_(1, part.topk(count, 1).indices, True))
-    return torch.cat(parts, 1)
+def refuse_small_clients(federation, args, minibatches):
+    """Refuses --method per-fedavg where a client has too few minibatches for one step, or products are too coarse."""
+    least = int(federation.gather(federation.n).min())
+    if args.epochs * -(-least // (args.batch_size or least)) < minibatches:
+        common.refuse(f"a step of per-fedavg takes {minibatches} minibatches, and a client with {least} images has fewer; use "
+                      "more --epochs or a smaller --batch-size")
+    if args.hessian_free and args.precision != "fp32":
+        common.refuse(f"the differences of --hessian-free are lost in the rounding of {args.precision}; use --precision fp32")
 
 
 def fedspa(federation, run, args):
@@ -611,115 +660,77 @@ def fedspa(federation, run, args):
      7          grow: as many new ones, those with the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
 
-    Global is the dense w, personal M_k * w. Weights are n_k. With density 1 it is FedAvg. Bytes: active weights alone, as in
-    FedSLR's table; the d bits of a mask are left out.
-    D1  Line 1: the numbers of ones are ERK's, as in DisPFL by some of the same authors, with dense biases and normalisation,
-        round(density*d) in all. FedSLR's table gives it half of FedAvg's weights and bytes: density .5. Whether clients start
-        with different masks, as here, is not known.
+    Global is the dense w, personal M_k * w. With density 1 it is FedAvg. Bytes are those of the active weights alone.
+    D1  Line 1: ERK's numbers of ones, as in DisPFL's code, and density .5, as FedSLR's table implies; a random mask per client.
     D2  Line 4: with momentum the masked gradients are summed up.
-    D3  Line 6: the cosine and a=.5 are DisPFL's.
-    D4  Line 7: g_k is that of the last minibatch, so that growing costs no pass of its own. What was just dropped can come
-        back.
-    D5  Line 8: the paper's mean, from memory, is unweighted. The same with equal sizes.
+    D3  Line 6: the cosine and a = .5 are those of DisPFL's code.
+    D4  Line 7: g_k is that of the last minibatch. What was just dropped can come back.
+    D5  Line 8: weighted by n_k. The paper's mean, from memory, is plain.
     """
-    net, device = federation.net, federation.device
-    gradient, descend = sgd(net, args)
-    counts = densities(net, args.density)  # D1
+    net = federation.net
+    gradient, descend = local_sgd(net, args)
+    counts = erdos_renyi_kernel(net, args.density)  # D1: ones in each tensor
     active = int(counts.sum())
 
-    def step(client, batch, eta):
+    def step(client, b, eta):
         w, u, g, M = client  # [d] each: weights, momentum, the last gradient, mask
-        g = gradient(w, batch)  # l.4 (D4)
+        g = gradient(w, b)  # l.4 (D4)
         return *descend(w, u, M * g, eta), g, M  # l.4 (D2)
 
     def first_mask(k):
-        draw = common.stream(args.seed, "algorithm", 0, int(k)).random((1, net.d), np.float32)
-        return highest(torch.from_numpy(draw).to(device), net.sizes, counts)[0]
+        draw = common.stream(args.seed, "algorithm", 0, k).random((1, net.d), np.float32)
+        return highest(torch.from_numpy(draw).to(federation.device), net.sizes, counts)[0]
 
-    state = State(w=federation.initial_weights(),  # l.1: [d], [K, d]
-                  M=federation.per_client(first_mask))
+    state = State(w=federation.initial_weights(), M=federation.per_client(first_mask))  # l.1: [d], [K, d]
+
+    def sparse_models(S):
+        return state.M[S] * state.w  # [m, d]
+
     for t, S in run.rounds(state):  # l.2
         M_k = state.M[S]  # [m, d]
         w = M_k * state.w  # l.3: [m, d]
         zero = torch.zeros_like(w)
         w_k, _, g_k, _ = federation.train(step, (w, zero, zero, M_k.float()), S, t, federation.eta(t))  # l.4
-        kept = counts - np.floor(args.drop / 2 * (1 + cos(pi * t / args.rounds)) * counts + 1e-9).astype(int)  # l.6 (D3)
+        U_k = w_k - w  # l.5
+        share = args.drop / 2 * (1 + cos(pi * t / args.rounds))  # l.6 (D3)
+        kept = counts - np.floor(share * counts + 1e-9).astype(int)  # l.6
         keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: [m, d]
         state.M[S] = highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts)  # l.7
-        state.w = state.w + federation.mean(w_k - w, federation.n[S])  # l.5, l.8 (D5): [d]
+        n_k = federation.n[S]  # [m]
+        state.w = state.w + federation.mean(U_k, n_k)  # l.8 (D5): [d]
         run.sent(up=len(S) * active, down=len(S) * active)
         if run.evaluates():
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(lambda S: state.M[S] * state.w))
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(sparse_models))
 
 
-def sampled(federation, S, x):
-    """The rows of the sampled clients of all processes, by number: x [of this process, ...] -> [m, ...]."""
-    rows = torch.from_numpy(S).to(x.device)
-    taken = federation.gather(torch.zeros_like(federation.n).index_fill(0, rows, 1)) > 0  # [K]
-    return federation.gather(x.new_zeros(len(federation.n), *x.shape[1:]).index_copy(0, rows, x))[taken]
+def erdos_renyi_kernel(net, density):
+    """ERK: the number of active weights of every tensor, round(density * d) in all.
 
-
-def units(x, out):
-    """A layer of m clients, x [m, its weights and biases], by its units: [m, out, fan in + 1], and back by `flat`."""
-    return torch.cat([x[:, :-out].unflatten(1, (out, -1)), x[:, -out:, None]], 2)
-
-
-def flat(V):
-    return torch.cat([V[:, :, :-1].flatten(1), V[:, :, -1]], 1)
-
-
-def ordered(V, order):
-    """V [m, units, ...] with client j's units in the order order[j]; order [m, units]."""
-    return V[torch.arange(len(V), device=V.device)[:, None], order]
-
-
-def permute_inputs(x, out, order):
-    """A layer of m clients, x, whose inputs come from units that were put into the order [m, units before]."""
-    weight = x[:, :-out].unflatten(1, (out, order.shape[1], -1)).transpose(1, 2)  # [m, units before, out, a unit's pixels]
-    return torch.cat([ordered(weight, order).transpose(1, 2).flatten(1), x[:, -out:]], 1)
-
-
-def match(V, sweeps=5):
-    """Which unit of every client is whose counterpart: V [m, out, f] -> order [m, out], V[j][order[j]] being alike for all j.
-
-    Client after client is matched one-to-one to the sum of the others, at first of those before it, until nothing changes.
+    One-dimensional tensors (biases, normalisation) are dense. The densities of the others are proportional to the sum of their
+    dimensions over the product of their dimensions, and at most 1.
     """
-    from scipy.optimize import linear_sum_assignment
-
-    order = torch.arange(V.shape[1], device=V.device).repeat(len(V), 1)
-    total = V[0]
-    for sweep in range(sweeps):
-        before = order.clone()
-        for j in range(0 if sweep else 1, len(V)):
-            others = total - V[j][order[j]] if sweep else total
-            _, best = linear_sum_assignment((others @ V[j].T).nan_to_num(0, 0, 0).cpu().numpy(), maximize=True)
-            order[j] = torch.from_numpy(best)
-            total = others + V[j][order[j]]
-        if sweep and torch.equal(order, before):
+    sizes = np.array(net.sizes, float)
+    kernel = np.array([len(shape) > 1 for _, _, shape in net.tensors])
+    share = np.array([sum(shape) / np.prod(shape) for _, _, shape in net.tensors])
+    dense, budget = ~kernel, round(density * net.d)
+    while True:  # kernels that would have more than all of their weights become dense, and leave less to the others
+        scale = (budget - sizes[dense].sum()) / max((share * sizes)[~dense].sum(), 1e-9)
+        over = ~dense & (scale * share > 1)
+        if not over.any():
             break
-    return order
+        dense = dense | over
+    if scale < 0:
+        common.refuse(f"--density {density:g} leaves nothing to kernels: biases and normalisation are always active, "
+                      f"{sizes[~kernel].sum() / net.d:.3g} of the weights; use more")
+    return common.whole_numbers(np.where(dense, sizes, scale * share * sizes))
 
 
-def check_chain(net, x):
-    """The units of every layer of a chain of convolutions and linear layers. Refuses another model, by its tensors or because
-    logits change with the order of the hidden units."""
-    shapes = [[shape for name, _, shape in net.tensors if name.rsplit(".", 1)[0] == layer] for layer, _ in net.layers]
-    outs = [weight[0] for weight, *_ in shapes]
-    same = all(len(pair) == 2 and len(pair[0]) > 1 for pair in shapes)
-    same = same and all(weight[1] % out == 0 for out, (weight, _) in zip(outs, shapes[1:]))
-    if same:
-        w = 2 * net.init(common.stream(0, "algorithm")).double()[None]
-        parts = [w[:, part] for _, part in net.layers]
-        for l, out in enumerate(outs[:-1]):
-            order = torch.arange(out, device=w.device).roll(1)[None]
-            parts[l] = flat(ordered(units(parts[l], out), order))
-            parts[l + 1] = permute_inputs(parts[l + 1], outs[l + 1], order)
-        a, b = net(w[0], x.double()), net(torch.cat(parts, 1)[0], x.double())
-        same = bool((a - b).abs().max() <= 1e-5 * a.abs().max())
-    if not same:
-        common.refuse(f"--method fedma takes chains of convolutions and linear layers with biases, and {net.name} is none; use "
-                      "--model vgg9, vgg16, cnn, cifarnet or mnistnet")
-    return outs
+def highest(score, sizes, counts):
+    """True for the counts[i] highest of every tensor i: score [m, d], tensors' sizes -> [m, d]."""
+    parts = []
+    for part, count in zip(score.split(sizes, 1), counts.tolist()):
+        parts.append(torch.zeros_like(part, dtype=torch.bool).scatter_(1, part.topk(count, 1).indices, True))
+    return torch.cat(parts, 1)
 
 
 def fedma(federation, run, args):
@@ -727,7 +738,7 @@ def fedma(federation, run, args):
 
      1  w = w_0
      2  for each round t:  S_t
-     3      for each client k in S_t:  w_k = w
+     3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
      4      for each layer l = 1, ..., L, for each client k in S_t:
      5          for each minibatch b:  the layers l, ..., L of w_k = those - eta * gradient by them of f_k(w_k; b)
      6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' close to the global units
@@ -735,89 +746,191 @@ def fedma(federation, run, args):
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
      9          if l = L:  the unit of each class in w = mean over S_t of those in w_k, by k's number of images of this class
 
-    Personal is w. Weights are uniform but for line 9. The authors' script: --model vgg9 --split dirichlet-classes --alpha .5
-    --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 10. One round is FedMA, more are FedMA "with
-    communication". Bytes: w to S_t at first, then layer by layer all of w up and all but the last layer down, and Pi_k to
-    client k.
-    D1  Line 6: the paper's BBP-MAP lets the global layer grow where a client's unit has no counterpart (officially gamma 7,
-        sigma and sigma_0 1, 5 iterations, at most about 700 units). Here it keeps its size: units are matched one-to-one. If
-        the prior mean is 0 and no unit stays unmatched, BBP-MAP's costs and squared distances lead to the same matching for
-        every gamma, sigma and sigma_0: the one with the largest sum of inner products.
-    D2  Line 6: a unit is its incoming weights and its bias. Client after client, by number, is matched to the sum of those
-        before it, and in up to 4 further sweeps to the sum of all others.
-    D3  Line 7: the plain mean; the posterior's is pulled to the prior mean.
-    D4  Line 5: SGD and --epochs for all L trainings. Officially, those behind the first layer are by Adam, with the learning
-        rate .001, the weight decay .0001 and amsgrad; images are reflected at the borders, cropped, flipped and standardised
-        (--transform fedslr is near it); its README has 50 rounds. vgg9 has no dropout here.
+    Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
+    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t, not in
+    the first round; then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
+    D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
+    D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
+        sweeps; in the first sweep to those before it.
+    D3  Line 7: the plain mean. The paper's mean is pulled to the prior's.
+    D4  Line 5: SGD, as officially. For l = L the rate is eta/10, the weight decay 1e-4, and there are 3*E epochs. (Otherwise:
+        --last-lr 1 --last-decay 0 --last-epochs 1.)
     D5  Line 9: a class of which no client of S_t has images takes the plain mean.
-    D6  Line 3: all clients start from the same w_0, as in every method here; where they officially do is not known.
+    D6  Line 3: own random weights, as officially. From w_0 with --common-start, as all other methods here.
     """
-    net, device = federation.net, federation.device
-    outs = check_chain(net, federation.transform(federation.images[:2]))  # [L] units
-    gradient, descend = sgd(net, args)
-    held = np.array([np.bincount(federation.data.labels[own], minlength=outs[-1]) for own in federation.split.train])
-    held = torch.tensor(held, dtype=torch.float, device=device)  # [K, classes]
-
-    def step(client, batch, eta, free):
-        w, u = client  # [d] weights, [d] momentum
-        return descend(w, u, free * gradient(w, batch), eta)  # l.5 (D4); free: 0 for the layers before l
+    net, device, L = federation.net, federation.device, len(federation.net.layers)
+    units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L] how many in each layer
+    _, train_upper = steps_on_parts(net, args, args.weight_decay)
+    _, train_last = steps_on_parts(net, args, args.last_decay)  # D4
+    held = [np.bincount(federation.data.labels[images], minlength=units[-1]) for images in federation.split.train]
+    held = torch.tensor(np.array(held), dtype=torch.float, device=device)  # [K, classes] images of each class
 
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t, S in run.rounds(state):  # l.2
-        here = torch.from_numpy(federation.clients[S]).to(device)
-        mine = torch.isin(sampled(federation, S, here), here)  # [m of all processes]
-        w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3 (D6): [d], [m, d]
-        for l, (out, (_, layer)) in enumerate(zip(outs, net.layers)):  # l.4
-            free = (net.layer_of >= l).float()  # [d]
-            w_k, _ = federation.train(step, (w_k, torch.zeros_like(w_k)), S, t, federation.eta(t), free, phase=l)  # l.5
-            V = units(sampled(federation, S, w_k[:, layer]), out)  # [m, out, inputs + 1]
-            if l + 1 < len(outs):
-                order, after = match(V), net.layers[l + 1][1]  # l.6 (D1, D2): [m, out]
-                w[layer] = flat(ordered(V, order).mean(0, keepdim=True))[0]  # l.7 (D3)
-                w_k[:, layer], w_k[:, after] = w[layer], permute_inputs(w_k[:, after], outs[l + 1], order[mine])  # l.7-8
+        numbers = sampled_numbers(federation, S)  # of the clients of all processes that take part
+        mine = np.flatnonzero(np.isin(numbers, federation.clients))  # which of them are this process's
+        w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3: [d], [m, d]
+        own_start = t == 0 and not args.common_start
+        if own_start:
+            for i, k in enumerate(federation.clients[S]):
+                w_k[i] = net.init(common.stream(args.seed, "initialisation", 0, k + 1))  # l.3 (D6)
+        for l, (_, layer) in enumerate(net.layers):  # l.4; l counts from 0, and the slice `layer` is its place in w
+            last, eta, epochs = l + 1 == L, federation.eta(t), args.epochs
+            if last:
+                eta, epochs = eta * args.last_lr, epochs * args.last_epochs  # D4
+            matched, free = w_k[:, : layer.start], w_k[:, layer.start :]
+            step, start = train_last if last else train_upper, (free, torch.zeros_like(free), matched)
+            free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, phase=l)  # l.5 (D4)
+            w_k = torch.cat([matched, free], 1)
+            V = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1]
+            if not last:
+                Pi = match(V)  # l.6 (D1, D2): [m, units]
+                w[layer] = flat(in_order(V, Pi).mean(0, keepdim=True))[0]  # l.7 (D3)
+                w_k[:, layer] = w[layer]  # l.7
+                following = net.layers[l + 1][1]
+                w_k[:, following] = inputs_in_order(w_k[:, following], units[l + 1], Pi[mine])  # l.8
             else:
-                n_kc = sampled(federation, S, held[S])  # [m, classes]
+                n_kc = federation.gather(held[S], numbers)  # [m, classes]
                 n_kc = torch.where(n_kc.sum(0) > 0, n_kc, 1)  # D5
                 w[layer] = flat((V * (n_kc / n_kc.sum(0))[:, :, None]).sum(0, keepdim=True))[0]  # l.9
         state.w = w
-        run.sent(up=w_k.numel(), down=2 * w_k.numel() + len(S) * (sum(outs[:-1]) - len(V[0].flatten())))
+        first, all_but_last, permutations = w_k.numel() * (not own_start), matched.numel(), len(S) * sum(units[:-1])
+        run.sent(up=w_k.numel(), down=first + all_but_last + permutations)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
 
+def sampled_numbers(federation, S):
+    """The numbers of the sampled clients of all processes; S: the rows of this process's."""
+    taken = torch.zeros_like(federation.n)
+    taken[S] = 1
+    return np.flatnonzero(federation.gather(taken).cpu().numpy())
+
+
+def by_unit(x, out):
+    """A layer of m clients, x [m, its weights, then its biases], unit by unit: [m, out, inputs + 1]; the last is the bias."""
+    return torch.cat([x[:, :-out].unflatten(1, (out, -1)), x[:, -out:, None]], 2)
+
+
+def flat(V):
+    """by_unit's way back."""
+    return torch.cat([V[:, :, :-1].flatten(1), V[:, :, -1]], 1)
+
+
+def in_order(V, order):
+    """V [m, units, ...] with client j's units in the order order[j]; order [m, units]."""
+    return V[torch.arange(len(V), device=V.device)[:, None], order]
+
+
+def inputs_in_order(x, out, order):
+    """A layer of m clients, x, when the units before it are put in order [m, units before]."""
+    weight = x[:, :-out].unflatten(1, (out, order.shape[1], -1)).transpose(1, 2)  # [m, units before, out, a unit's pixels]
+    return torch.cat([in_order(weight, order).transpose(1, 2).flatten(1), x[:, -out:]], 1)
+
+
+def best_order(V, target):
+    """The order of the units V [units, f] in which the sum of their inner products with target's [units, f] is largest."""
+    from scipy.optimize import linear_sum_assignment  # the Hungarian algorithm
+
+    products = (target @ V.T).nan_to_num(0, 0, 0)
+    return torch.from_numpy(linear_sum_assignment(products.cpu().numpy(), maximize=True)[1])
+
+
+def match(V, sweeps=5):
+    """An order of every client's units in which they are alike: V [m, units, f] -> order [m, units]."""
+    order = torch.arange(V.shape[1], device=V.device).repeat(len(V), 1)
+    total = V[0]  # the sum of the clients' units, each in its order
+    for j in range(1, len(V)):  # the first sweep: each client to the sum of those before it
+        order[j] = best_order(V[j], total)
+        total = total + V[j][order[j]]
+    for _ in range(1, sweeps):  # the others: each client to the sum of all others
+        before = order.clone()
+        for j in range(len(V)):
+            others = total - V[j][order[j]]
+            order[j] = best_order(V[j], others)
+            total = others + V[j][order[j]]
+        if torch.equal(order, before):
+            break
+    return order
+
+
+def units_of_a_chain(net, x):
+    """The number of units of every layer. Refuses a model that is no chain of convolutions and linear layers with biases.
+
+    First by the shapes of its tensors; then by trying: logits on x must stay when the hidden units stand in another order.
+    """
+    shapes = [[shape for name, _, shape in net.tensors if name.rsplit(".", 1)[0] == layer] for layer, _ in net.layers]
+    units = [kernel[0] for kernel, *_ in shapes]
+    chain = all(len(pair) == 2 and len(pair[0]) > 1 for pair in shapes)  # a kernel and its biases
+    chain = chain and all(kernel[1] % before == 0 for before, (kernel, _) in zip(units, shapes[1:]))  # inputs for each unit
+    if not (chain and order_is_free(net, units, x)):
+        common.refuse(f"--method fedma takes chains of convolutions and linear layers with biases, and {net.name} is none; use "
+                      "--model vgg9, vgg16, cnn, cifarnet or mnistnet")
+    return units
+
+
+def order_is_free(net, units, x):
+    """Whether the logits on x stay when the units of all hidden layers move on by one place."""
+    w = 2 * net.init(common.stream(0, "algorithm")).double()[None]  # [1, d]
+    moved = w.clone()
+    for l, (_, layer) in enumerate(net.layers[:-1]):
+        order, following = torch.arange(units[l], device=w.device).roll(1)[None], net.layers[l + 1][1]
+        moved[:, layer] = flat(in_order(by_unit(moved[:, layer], units[l]), order))
+        moved[:, following] = inputs_in_order(moved[:, following], units[l + 1], order)
+    a, b = net(w[0], x.double()), net(moved[0], x.double())
+    return bool((a - b).abs().max() <= 1e-5 * a.abs().max())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around it
+
 METHODS = {
-    "local": local, "centralised": centralised, "fedavg-ft": fedprox, "fedprox": fedprox, "fedprox-ft": fedprox,
+    "local": local_training, "centralised": centralised, "fedavg-ft": fedprox, "fedprox": fedprox, "fedprox-ft": fedprox,
     "scaffold": scaffold, "feddyn": feddyn, "apfl": apfl, "fedper": fedper, "fedrep": fedrep, "lg-fedavg": lg_fedavg,
     "ditto": ditto, "pfedme": pfedme, "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
+}
+
+# As fedavg.py's: SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
+DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
+BY_DATASET = {
+    "cifar100": dict(rounds=300),
+    "emnist": dict(rounds=100, split="semantic", fraction=0.01),
+    "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
+    # ours, for a quick look
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, eval_every=3),
 }
 
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    own = parser.add_argument_group("methods")
-    own.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
-    own.add_argument("--mu", type=common.nonnegative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
-    own.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: epochs at the end")
-    own.add_argument("--option", choices=("I", "II"), default="II", help="scaffold: how c_k is made new")
-    own.add_argument("--global-lr", type=common.positive, default=1.0, help="scaffold: eta_g, the server's step")
-    own.add_argument("--feddyn-alpha", type=common.positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
-    own.add_argument("--apfl-alpha", type=common.fraction, default=0.5, help="apfl: alpha_k at the start")
-    own.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
-    own.add_argument("--personal", type=common.nonnegative_int,
-                     help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
-                          "layers (unless given: all before the first fully connected one); a normalisation counts as one")
-    own.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
-    own.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
-    own.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")
-    own.add_argument("--pfedme-lambda", type=common.positive, default=15.0, help="pfedme: of lambda/2 ||theta_k - w_k||^2")
-    own.add_argument("--pfedme-beta", type=common.positive, default=1.0, help="pfedme: beta, the server's step to the mean")
-    own.add_argument("--theta-lr", type=common.positive, default=0.001, help="pfedme: eta_p, theta_k's rate; decays as --lr")
-    own.add_argument("--theta-steps", type=common.positive_int, default=5, help="pfedme: K, steps on theta_k per minibatch")
-    own.add_argument("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="per-fedavg: alpha, step to z")
-    own.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
-    own.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
-    own.add_argument("--density", type=common.positive_fraction, default=0.5, help="fedspa: share of active weights")
-    own.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, a mask's share that the first round renews")
+    group = parser.add_argument_group("methods")
+    group.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
+    group.add_argument("--mu", type=common.nonnegative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
+    group.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: E at the end")
+    group.add_argument("--option", choices=("I", "II"), default="II", help="scaffold: how c_k is made new")
+    group.add_argument("--global-lr", type=common.positive, default=1.0, help="scaffold: eta_g, the server's step")
+    group.add_argument("--feddyn-alpha", type=common.positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
+    group.add_argument("--apfl-alpha", type=common.fraction, default=0.5, help="apfl: alpha_k at the start")
+    group.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
+    group.add_argument("--personal", type=common.nonnegative_int,
+                       help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
+                            "layers (unless given: all before the first fully connected one); a normalisation counts as one")
+    group.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
+    group.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
+    group.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")
+    group.add_argument("--pfedme-lambda", type=common.positive, default=15.0, help="pfedme: of lambda/2 ||theta_k - w_k||^2")
+    group.add_argument("--pfedme-beta", type=common.positive, default=1.0, help="pfedme: beta, the server's step to the mean")
+    group.add_argument("--theta-lr", type=common.positive, default=0.001, help="pfedme: eta_p, theta_k's rate; decays as --lr")
+    group.add_argument("--theta-steps", type=common.positive_int, default=5, help="pfedme: K, steps on theta_k per minibatch")
+    group.add_argument("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="per-fedavg: alpha, step to z")
+    group.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
+    group.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
+    group.add_argument("--density", type=common.positive_fraction, default=0.5, help="fedspa: share of active weights")
+    group.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, share of a mask that round 0 renews")
+    group.add_argument("--common-start", action="store_true", help="fedma: all clients start from w_0, not each from its own")
+    group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
+    group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")
+    group.add_argument("--last-decay", type=common.nonnegative, default=1e-4, help="fedma: weight decay for the last layer")
     return common.parse(parser, BY_DATASET, argv)
 
 

@@ -56,6 +56,7 @@ def between(kind, low, high=float("inf"), without_low=False):
         value = kind(text)
         if not (low < value <= high if without_low else low <= value <= high) or value == float("inf"):
             limits = f"{'above' if without_low else 'at least'} {low}" + (f" and at most {high}" if high < float("inf") else "")
+            limits = "finite" if value == float("inf") == high else limits
             raise argparse.ArgumentTypeError(f"{text} must be {limits}")
         return value
 
@@ -82,7 +83,7 @@ def parser(doc, **defaults):
                    help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
-                        "per client for dirichlet-classes, alpha per class for fedslr")
+                        "per client for dirichlet-classes and fedma, alpha per class for fedslr")
     g.add_argument("--per-client", type=positive_int, default=2,
                    help="s, shards (--split shards) or classes (classes, lognormal) of a client")
     g.add_argument("--clients", type=positive_int, default=100,
@@ -115,6 +116,9 @@ def parser(doc, **defaults):
     g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
                    help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
                         "the CPU, tf32 on a GPU)")
+    g.add_argument("--engine", choices=("auto", "loop", "vmap", "graph"), default="auto",
+                   help="one client after the other, all in one vmapped step, or that as a CUDA graph; auto: on a GPU the fastest "
+                        "that gives what the loop gives, on the CPU the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
@@ -129,10 +133,17 @@ def parse(p, by_dataset, argv=None):
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
+    first.add_argument("--clients")
     given = first.parse_known_args(argv)[0]
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
+    if given.clients and args.split in ("semantic", "natural"):
+        p.error(f"--split {args.split} finds its own clients; leave out --clients")
+    if args.out == "":
+        p.error("--out is empty; name a folder, or leave it out")
+    if args.engine == "graph" and not args.device.startswith("cuda"):
+        p.error("--engine graph is for GPUs; use loop or vmap")
     if args.precision is None:
         args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
     if args.precision == "tf32" and not args.device.startswith("cuda"):
@@ -199,7 +210,8 @@ def split_clients(data, args):
         n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            how = "--client-test 0" if args.split == "natural" else "fewer --clients, a larger --alpha"
+            how = "--client-test 0" if args.split == "natural" else "fewer --clients" + (
+                ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
         if not own_test:
@@ -287,26 +299,35 @@ def whole_numbers(values):
     return low
 
 
-def split_dirichlet_classes(labels, classes, rng, args, least=10):
-    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as FedMA does and PersFL's
-    DS-2 (whose code takes the shares of class 0's size from every class).
+def split_dirichlet_classes(labels, classes, rng, args, least=10, balance=False):
+    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2 (whose code
+    takes the shares of class 0's size from every class).
 
+    balance: a client that already holds N/K images gets nothing of the classes still to be dealt.
     Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
     """
     if args.clients * least > len(labels):
-        refuse(f"--split dirichlet-classes gives {least} images at least to a client; use fewer --clients than {args.clients}")
+        refuse(f"--split {args.split} gives {least} images at least to a client; use fewer --clients than {args.clients}")
     for _ in range(1000):
         owned = [[] for _ in range(args.clients)]
         for pool in by_class(labels, classes, rng):
             share = rng.dirichlet(np.full(args.clients, max(args.alpha, 1e-300)))
+            if balance:
+                share = share * [sum(map(len, parts)) < len(labels) / args.clients for parts in owned]
+                share = share / max(share.sum(), 1e-300)
             cuts = (share.cumsum()[:-1] * len(pool)).astype(int)
             for k, part in enumerate(np.split(pool, cuts)):
                 owned[k].append(part)
         owned = [np.concatenate(parts) for parts in owned]
         if min(map(len, owned)) >= least:
             return owned
-    refuse(f"--split dirichlet-classes with --alpha {args.alpha:g} left some client fewer than {least} images in 1000 draws; "
+    refuse(f"--split {args.split} with --alpha {args.alpha:g} left some client fewer than {least} images in 1000 draws; "
            "use a larger --alpha or fewer --clients")
+
+
+def split_fedma(labels, classes, rng, args):
+    """FedMA's hetero-dir: split_dirichlet_classes with the balance step, which makes the clients' sizes more alike."""
+    return split_dirichlet_classes(labels, classes, rng, args, balance=True)
 
 
 def split_classes(labels, classes, rng, args):
@@ -416,7 +437,7 @@ def split_natural(data):
 
 SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
-    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
+    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr, "fedma": split_fedma,
 }
 
 
@@ -871,21 +892,33 @@ class Federation:
         self.net = (make_net or Net)(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
         self.training = self.net  # the network that is being trained: a pruned node's is a part of it
         self.stop = False  # set when the run is interrupted: workers give up
-        self.vmap = self.graphs = self.device.type == "cuda"  # all clients in one step; tests set both on the CPU too
-        self.parallel = args.parallel or (None if self.vmap else engine.cores())  # None: all
-        self.ways = {}  # on a GPU, step function -> the fastest way: of convolutions, and clients at once (None: all)
+        gpu = self.device.type == "cuda"
+        self.vmap = args.engine in ("vmap", "graph") or gpu and args.engine == "auto"  # all clients in one step
+        self.graphs = gpu and args.engine in ("graph", "auto")
+        self.tunes = gpu and args.engine == "auto"  # these three tests set on the CPU, too
+        self.parallel = args.parallel or (None if gpu or self.vmap else engine.cores())  # None: all
+        self.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
+        self.tuning = {}  # step function -> what was found of its ways
+        self.checked = set()  # step functions, with ways that give what the plain loop gives
+        self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
         self.replays = {}  # step function and shapes -> the CUDA graph for them
         self.shapes_seen = set()  # step functions and shapes that came before
         self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
+        self.notes = []  # lines that `describe` prints below its own
+        if self.data.classes == 1:
+            self.notes.append("warning all images are of one class: every model is right")
+        if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
+            self.notes.append("warning all images are alike: nothing can be learnt from them")
+        self.keeps = []  # all Rows
         self.peak = 0  # bytes, the most that a GPU held before ways were tried
-        self.at_once = {"images": 4000}  # in evaluation under vmap; a dict, which `only` shares
+        self.at_once = 4000  # images in evaluation under vmap
         threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
-        self.map = map if self.vmap else threads.map
+        self.map = map if gpu or self.vmap else threads.map
         engine.keep_memory()
 
     def describe(self):
-        """Three lines on what is trained: images, split and model."""
+        """Prints three lines on what is trained, images, split and model, and the notes."""
         share = f", {self.args.fraction:g} of them in a round"
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
@@ -899,6 +932,8 @@ class Federation:
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
               + ("" if self.vmap else f", {self.parallel} threads"))
+        for note in self.notes:
+            print(note)
 
     def sample(self, t, among=None):
         """S_t, the sampled clients of round t: max(int(C*K), 1) of K without replacement, or of the clients numbered `among`.
@@ -918,10 +953,7 @@ class Federation:
 
     def all_reduce(self, x):
         """The sum of a tensor over all processes; with one process, x itself."""
-        if self.processes > 1:
-            x = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(x)
-        return x
+        return engine.all_reduce(x) if self.processes > 1 else x
 
     def sum(self, x, n=None):
         """The sum over the clients of all processes: of x_k, or of n_k x_k;  x [m, ...], n [m] -> [...]."""
@@ -954,8 +986,8 @@ class Federation:
 
     def per_client(self, x):
         """What every client keeps between rounds (see engine.Rows): a row each, x [...] for all, or x(k) for client number k."""
-        return engine.Rows(torch.stack([x(int(k)) for k in self.clients]) if callable(x)
-                           else x.repeat(len(self.clients), *[1] * x.dim()), self.device)
+        rows = (lambda i: x(int(self.clients[i]))) if callable(x) else lambda i: x
+        return engine.Rows(self, rows, rows(0))
 
     # Training: the same step function, one client after the other or many at once
 
@@ -977,11 +1009,17 @@ class Federation:
         plans = [self.plan(k, own, t, epochs, draw, phase) for k, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
-        if self.vmap:
-            self.training = net or self.net
-            return engine.train(self, step, state, plans, shared)
-        states = [tree_map(lambda z: z[i], state) for i in range(len(plans))]
-        return tree_map(lambda *z: torch.stack(z), *self.map(lambda s, p: self.train_alone(step, s, p, shared), states, plans))
+        if self.vmap or self.device.type == "cuda":
+            return engine.train(self, step, state, plans, shared, net or self.net)
+        return self.one_by_one(step, state, plans, shared)
+
+    def one_by_one(self, step, state, plans, shared):
+        """Each client by itself; on a CPU as many at once as there are threads."""
+        result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
+        for i, client in enumerate(alone):
+            tree_map(lambda a, b: a[i].copy_(b), result, client)
+        return result
 
     def plan(self, k, own, t, epochs, draw=None, phase=0):
         """The Plan of the client in row k for its images, numbered own, in round t, from the client's own random streams."""
@@ -990,7 +1028,8 @@ class Federation:
         order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[k]), phase)
                                           for purpose in ("order", "augmentation", "algorithm"))
         steps = epochs * per_epoch
-        index, mask = padded([order.permutation(own) for _ in range(epochs)], per_epoch * size)
+        index = np.array([np.pad(order.permutation(own), (0, per_epoch * size - len(own))) for _ in range(epochs)], np.int64)
+        mask = np.tile(np.arange(per_epoch * size) < len(own), (epochs, 1))
         uniform = augmentation.random((steps, size, DRAWS[self.args.transform]), np.float32)
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
         return Plan(index.reshape(steps, size), mask.reshape(steps, size), uniform, own_draw.astype(np.float32))
@@ -1018,11 +1057,11 @@ class Federation:
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in index.split(500)])
 
     @torch.no_grad()
-    def logits_together(self, W, here, own):
-        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, on at_once["images"] at
-        most."""
+    def logits_together(self, W, here, own, alone):
+        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, as many as were found to
+        fit. At first two are compared with alone(i): rounding in fp32 is far below a hundredth."""
         longest = max(map(len, own))
-        most = max(1, self.at_once["images"] // longest)
+        most = max(1, min(self.parallel or self.K, self.at_once // longest, engine.FEW_ROWS // (4 * self.net.d)))
 
         def work(rows):
             if len(rows) == 1:  # 500 images at a time, however many it has
@@ -1034,8 +1073,14 @@ class Federation:
 
         parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
         if fitting < most:
-            self.at_once["images"] = fitting * longest
-        return torch.cat(parts)
+            self.at_once = fitting * longest
+        logits, n = torch.cat(parts), len(own[-1])
+        if "evaluation" not in self.checked:
+            for got, want in ((logits[: len(own[0])], alone(0)), (logits[len(logits) - n :], alone(len(own) - 1))):
+                if want.isfinite().all() and not (got - want).norm() <= 0.01 * want.norm() + 1e-6:
+                    raise engine.Different("the logits of all clients at once are not those of one")
+            self.checked.add("evaluation")
+        return logits
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
@@ -1062,10 +1107,11 @@ class Federation:
             logits = torch.zeros(0, self.data.classes, device=self.device)
         elif torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
-        elif self.vmap:
-            logits = self.logits_together(models, here, own)
         else:
-            logits = torch.cat(list(self.map(lambda i, index: self.logits(models(here[i : i + 1])[0], index), range(len(own)), own)))
+            alone = lambda i: self.logits(models(here[i : i + 1])[0], own[i])  # noqa: E731
+            one_by_one = lambda: torch.cat(list(self.map(alone, range(len(own)))))  # noqa: E731
+            together = lambda: self.logits_together(models, here, own, alone)  # noqa: E731
+            logits = engine.guarded(self, "evaluation", together, one_by_one) if self.vmap else one_by_one()
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
         one = {name: self.gather(value, among) for name, value in one.items()}
         top1, n = one["top1"].cpu().numpy(), self.gather(n, among).cpu().numpy()

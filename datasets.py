@@ -33,7 +33,10 @@ class Data(NamedTuple):
         return digest.hexdigest()[:16]
 
 
-DATASETS = ("cifar10", "cifar100", "mnist", "emnist", "tinyimagenet", "shapes")
+DATASETS = {  # height, width, channels, classes
+    "cifar10": (32, 32, 3, 10), "cifar100": (32, 32, 3, 100), "mnist": (28, 28, 1, 10), "emnist": (28, 28, 1, 62),
+    "tinyimagenet": (64, 64, 3, 200), "shapes": (32, 32, 3, 10),
+}
 
 
 def load_data(name, folder="data"):
@@ -56,7 +59,12 @@ def load_data(name, folder="data"):
                    "y_train, x_test, y_test")
     else:
         refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, or the path of a .npz")
-    return check_data(path.stem, path if path.exists() else name, *arrays)
+    data = check_data(path.stem, path if path.exists() else name, *arrays)
+    found, known = (*data.images.shape[1:], data.classes), DATASETS.get(name, None)
+    if known not in (None, found):
+        words = ["{}x{}x{} in {} classes".format(*of) for of in (found, known)]
+        refuse(f"{path} holds images of {words[0]}, {name} has {words[1]}; give a data set of your own another name")
+    return data
 
 
 def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None):

@@ -4,7 +4,7 @@ Nothing here changes what is computed, up to rounding: `Federation.train_alone` 
 below, and tests compare the two for every algorithm.
 
     1. Processes and devices            refuse, is_main_process, find_device, cores
-    2. Many clients in one step         train, train_together, tune
+    2. Many clients in one step         train, check, train_together, tune
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
     5. Gradients                        vmapped, grad
@@ -24,6 +24,7 @@ import re
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -69,9 +70,35 @@ def find_device(name):
         gpu = device.type == "cuda"
         patience = datetime.timedelta(hours=2)  # the others wait while one downloads
         dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, device_id=device if gpu else None)
-        if rank:
-            sys.stdout = open(os.devnull, "w")
+    if rank:
+        sys.stdout = open(os.devnull, "w")
+    elif sys.stdout is sys.__stdout__:
+        sys.stdout = Output(sys.stdout)
     return device, rank, processes
+
+
+class Output:
+    """sys.stdout, as long as somebody reads it: if `| head` has seen enough, the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def all_reduce(x):
+    """The sum of a tensor over all processes."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x)
+    return x
 
 
 def cores():
@@ -91,10 +118,17 @@ def device_name(device):
 def keep_memory():
     """Has glibc keep freed memory for the next tensor. Otherwise large ones go back to the system and are zeroed page by page
     when they are asked for again: a tenth of a step, of a small model and of ResNet-18, on a CPU."""
-    with contextlib.suppress(OSError, AttributeError):  # another system's C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another system's C library
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing has pages of its own
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+
+
+def give_back_memory(size):
+    """Undoes keep_memory for what is free now, where large tensors of a gigabyte in all would otherwise lie between the gaps."""
+    if size > 2**30:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def now(device):
@@ -119,14 +153,37 @@ def fast_kernels(tf32):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Many clients in one step
 
-TIMED = 32  # minibatches over which ways are timed
+TIMED = 16  # minibatches over which ways are timed
+ROUNDING = {"fp32": 2**-18, "tf32": 2**-11, "bf16": 2**-8}  # of a product of 4,608 terms, a ResNet-18's longest (see check)
 
 
-def train(fed, step, state, plans, shared):
-    """Federation.train on a GPU: many clients go through a step at once, as many as is fastest and fits.
+def train(fed, step, state, plans, shared, net):
+    """Federation.train where many clients go through a step at once: as many as is fastest and fits, if that gives what the plain
+    loop gives. plans: the Plan of each client; state, shared and what is returned are those of Federation.train."""
+    fed.training, plain = net, functools.partial(fed.one_by_one, step, state, plans, shared)
+    try:
+        with fast_kernels(tf32=fed.args.precision == "tf32"):
+            return guarded(fed, step, lambda: fast(fed, step, state, plans, shared), plain) if fed.vmap else plain()
+    except RuntimeError as problem:
+        if not out_of_memory(problem):
+            raise
+        refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or --model", alone=True)
 
-    plans: the Plan of each client; state, shared and what is returned are those of Federation.train.
-    """
+
+def guarded(fed, key, fast_way, plain_way):
+    """What the fast way gives; where it fails, whatever the reason, what the plain one gives, from then on, and one line."""
+    if key not in fed.failed:
+        try:
+            return fast_way()
+        except Exception as problem:
+            kind = key if isinstance(key, str) else "training"
+            fed.failed[key] = f"{kind}: {first_line(problem)}"
+            print(f"engine  one client after the other from here on, slower, in {fed.failed[key]}")
+            forget_graphs(fed)
+    return plain_way()
+
+
+def fast(fed, step, state, plans, shared):
     # like with like: those who have most minibatches first
     order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
 
@@ -139,19 +196,58 @@ def train(fed, step, state, plans, shared):
         rows = torch.from_numpy(these).to(fed.device)
         tree_map(lambda a, b: a.index_copy_(0, rows, b), results, work(these))
 
-    with fast_kernels(tf32=fed.args.precision == "tf32"):
-        try:
-            if fed.graphs and step not in fed.ways:
-                fed.ways[step] = tune(fed, lambda these: work(these, TIMED), order)
-            fed.training.route, most = fed.ways.get(step, (fed.training.route, fed.parallel))
-            results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
-            fed.ways[step] = fed.training.route, in_parts(fed, functools.partial(put, results), order, most)[1]
-            return results
-        except RuntimeError as problem:
-            if not out_of_memory(problem):
-                raise
-            refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or "
-                   "--model", alone=True)
+    tuning = fed.tuning.setdefault(step, SimpleNamespace(found={}, seconds=0.0, minibatches=0, spent=0.0))
+    steps = sum(len(plan.index) for plan in plans)
+    if fed.tunes:
+        tune(fed, step, tuning, work, order, steps, lambda way: check(fed, step, state, plans, shared, work, order, way))
+    way = fed.ways.get(step, (fed.training.route, fed.parallel))
+    fed.training.route, start = way[0], now(fed.device)
+    check(fed, step, state, plans, shared, work, order, way)
+    results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+    fed.ways[step] = way[0], in_parts(fed, functools.partial(put, results), order, way[1])[1]
+    tuning.seconds, tuning.minibatches = tuning.seconds + now(fed.device) - start, tuning.minibatches + steps
+    return results
+
+
+class Different(Exception):
+    pass
+
+
+def check(fed, step, state, plans, shared, work, order, way):
+    """Raises Different if the first minibatch of two clients changes them otherwise than in the plain loop, at a way's first use.
+
+    How much is rounding? A product that is rounded is the exact product of factors that are off by about its relative rounding
+    error: 2^-8 in bf16, 2^-11 in TF32, and in fp32 2^-24 times the root of the number of terms. So the plain loop also runs from
+    state and shared tensors that are off by so much at random. Sixteen times the change of its result is rounding; but never
+    more than half of what the minibatch changes. Four roundings of the state itself come to that.
+    """
+    if (step, way[0], way[1] == 1) in fed.checked:
+        return
+    counts, rng, u = (fed.slots, fed.filled), np.random.default_rng(0), ROUNDING[fed.args.precision]
+    some = order[: way[1] and max(2, way[1])]
+    for _ in range(1 + fed.graphs):  # with a graph from the second time on
+        parts, _ = in_parts(fed, lambda these: work(these, 1), some, way[1])
+    fed.slots, fed.filled = counts
+
+    def near(z):
+        noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
+        return z + u * z * noise.to(z.dtype) if z.is_floating_point() else z
+
+    for i, place in {some[0]: 0, some[-1]: -1}.items():
+        plan, start = plans[i]._make(z[:1] for z in plans[i]), tree_map(lambda z: z[i], state)
+        start_near, shared_near = tree_map(near, (start, shared))
+        leaves = zip(*map(tree_leaves, (
+            start, fed.train_alone(step, start, plan, shared), tree_map(lambda *z: torch.cat(z)[place], *parts),
+            start_near, fed.train_alone(step, start_near, plan, shared_near))))
+        for leaf in leaves:
+            old, want, got, old_near, want_near = (z.double() for z in leaf)
+            change, wrong = (want - old).norm(), (got - want).norm()
+            rounding = 16 * (want_near - old_near - want + old).norm()
+            bound = torch.minimum(rounding, change / 2) + 2**-22 * (old.norm() + change)
+            if want.isfinite().all() and not wrong <= bound:
+                raise Different(f"a minibatch's change is off by {float(wrong / change):.2g} of it; "
+                                f"rounding explains {float(bound / change):.2g}")
+    fed.checked.add((step, way[0], way[1] == 1))
 
 
 def first_line(problem):
@@ -239,31 +335,32 @@ def run_steps(function, state, inputs, shared):
     return state
 
 
-def tune(fed, work, order):
-    """The fastest way to do work(part) for all clients in `order`, and how many of them at once: together or one by one (unless
-    --parallel says), convolutions as such or as products with patches."""
+def tune(fed, step, tuning, work, order, steps, check):
+    """Tries one more way for a step, if all trying takes at most a tenth of the time that the step trains for, this call with it;
+    the fastest is taken: together or one by one (unless --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
-    counts, times = (fed.slots, fed.filled), {}
+    way = next((way for way in ways if way not in tuning.found), None)
+    each, few = tuning.seconds / max(1, tuning.minibatches), min(steps, TIMED * len(order))
+    # three times, and it may be three times slower than the one that is used
+    if way is None or not each or tuning.spent + 9 * few * each > 0.1 * (tuning.seconds + steps * each):
+        return
+    counts, begin, seconds = (fed.slots, fed.filled), now(fed.device), float("inf")
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
-    for route, most in ways:
-        fed.training.route, seconds = route, float("inf")
-        try:
-            for _ in range(4):  # without a graph, capturing it, and twice with it
-                start = now(fed.device)
-                most = in_parts(fed, work, order, most, quiet=True)[1]
-                seconds = min(seconds, now(fed.device) - start)
-        except RuntimeError:  # too little memory, or no such convolution on this device
-            seconds = float("inf")
-        times[route, most] = seconds
-        forget_graphs(fed)
+    fed.training.route, most = way
+    with contextlib.suppress(RuntimeError, Different):  # too little memory, no such convolution on this device, a wrong one
+        check(way)
+        for _ in range(3):  # without a graph, capturing it, and with it
+            start = now(fed.device)
+            most = in_parts(fed, lambda these: work(these, TIMED), order, most, quiet=True)[1]
+            seconds = now(fed.device) - start
+    forget_graphs(fed)
     fed.slots, fed.filled = counts
     if fed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(fed.device)  # of what was only tried
-    best = min(times, key=times.get)
-    if best not in ways:
-        say(best[1])
-    return best
+    tuning.found[way], tuning.spent = (seconds, most), tuning.spent + now(fed.device) - begin
+    route, most = min(tuning.found, key=lambda way: tuning.found[way][0])
+    fed.ways[step] = route, tuning.found[route, most][1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,13 +515,11 @@ def grad(function, argnums=0, has_aux=False):
     def gradient(*args):
         if vmapped():
             return grad_under_vmap(function, argnums, has_aux, args)
-        args, wanted = list(args), (argnums,) if isinstance(argnums, int) else argnums
-        chosen = [args[i].detach().requires_grad_() for i in wanted]
-        for i, z in zip(wanted, chosen):
-            args[i] = z
+        chosen = {i: args[i].detach().requires_grad_() for i in ([argnums] if isinstance(argnums, int) else argnums)}
         with torch.enable_grad():
-            value, *aux = function(*args) if has_aux else (function(*args),)
-        found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
+            result = function(*(chosen.get(i, z) for i, z in enumerate(args)))
+        value, *aux = result if has_aux else (result,)
+        found = torch.autograd.grad(value, list(chosen.values()), allow_unused=True, materialize_grads=True)
         found = found[0] if isinstance(argnums, int) else found
         return (found, *tree_map(torch.Tensor.detach, aux)) if has_aux else found
 
@@ -458,29 +553,80 @@ class Rows:
     """What the clients of this process keep between rounds, a row each: rows[S] are those of the clients S, on the device;
     rows[S] = x puts others in their place.
 
-    all: the whole tensor [rows, ...]. until a round is complete, the rows that it replaced are remembered: `keep` forgets
-    them, `undo` puts them back.
+    all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a quarter of the memory that
+    is free there, else in the host's memory, page-locked so that rows travel fast. Until a round is complete, the rows that it
+    replaced are remembered: `keep` forgets them, `undo` puts them back.
     """
 
-    def __init__(self, all_, device):
-        self.all, self.device, self.replaced = all_, device, []
+    def __init__(self, fed, first, like):
+        """first(i): row number i."""
+        size, n = like.numel() * like.element_size() * len(fed.clients), len(fed.clients)
+        near = sum(rows.all.nbytes for rows in fed.keeps if not rows.far)
+        far = 4 * (near + size) > free_memory(fed.device) + near
+        fed.keeps.append(self)
+        self.device, self.far, self.replaced = fed.device, far, []
+        try:
+            self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device,
+                                   pin_memory=far and fed.device.type == "cuda")
+        except RuntimeError as problem:
+            refuse(f"{n} clients keep {size / 1e9:.1f} GB between rounds ({first_line(problem)}); use fewer --clients or a smaller "
+                   "--model", alone=True)
+        for i in range(n):
+            self.all[i] = first(i)
 
     def __getitem__(self, S):
-        return self.all[torch.from_numpy(S).to(self.all.device)].to(self.device)
+        give_back_memory(self.all.nbytes)
+        if self.far:
+            return self.fetched(S)
+        return self.all[torch.from_numpy(S).to(self.device)]
 
     def __setitem__(self, S, x):
+        give_back_memory(self.all.nbytes)
         S = torch.from_numpy(S).to(self.all.device)
-        self.replaced.append((S, self.all[S]))
-        self.all[S] = x.to(self.all)
+        self.replaced.append((S, self.all[S], is_finite(x)))
+        self.all[S] = x.to(self.all.device, self.all.dtype)
+
+    def fetched(self, S):
+        x = torch.empty((len(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
+        for row, k in zip(x, S):
+            row.copy_(self.all[int(k)])
+        return x
+
+    def map(self, function):
+        """function(rows) for a few rows [n, ...] at a time, on the device: one below the other."""
+        few = max(1, FEW_ROWS // max(1, self.all[:1].nbytes))
+        return torch.cat([function(rows.to(self.device)) for rows in self.all.split(few)])
 
     def sum(self, dim=0):
         """Over this process's clients: [...]. dim: as a tensor's sum, so that federation.sum takes Rows, too."""
-        return self.all.sum(0).to(self.device)
+        if not self.far:
+            return self.all.sum(0)
+        return sum(self[i].sum(0) for i in np.array_split(np.arange(len(self.all)), -(-self.all.nbytes // FEW_ROWS)))
+
+    def load(self, x):
+        self.all = x.to(self.device) if not self.far else x.pin_memory() if self.device.type == "cuda" else x
 
     def keep(self):
         self.replaced.clear()
 
     def undo(self):
         while self.replaced:
-            S, x = self.replaced.pop()
+            S, x, _ = self.replaced.pop()
             self.all[S] = x
+
+
+FEW_ROWS = 2**28  # bytes that are looked at together
+
+
+def free_memory(device):
+    """Bytes of a GPU that nothing holds; what PyTorch has put aside for the next tensor is free, too."""
+    if device.type != "cuda":
+        return float("inf")
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def is_finite(z):
+    """Whether all numbers of a tensor are, or of what this round has put into Rows; x.isfinite() would make tensors as large as x."""
+    if isinstance(z, Rows):
+        return all(sound for _, _, sound in z.replaced)
+    return not torch.is_tensor(z) or not z.numel() or bool(torch.stack(torch.aminmax(z)).isfinite().all())

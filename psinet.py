@@ -248,7 +248,7 @@ class PsiNet(common.Net):
         self.M = torch.arange(classes, device=device).view(max(self.G, 1), -1)  # l.1 (D3)
         self.s, self.route = s or len(self.M), "conv"
         layers = Layers(self, torch.arange(self.s))
-        super().__init__(args.model, shape, classes, device, layers)  # asks for all layers once
+        super().__init__(args.model, shape, classes, device, weights=layers)  # asks for all layers once
         where = dict(self.layers)
         if self.G and not layers.first:
             names = dict.fromkeys(layer.split(".")[0] for layer in where if "norm" not in layer)

@@ -1,33 +1,38 @@
 """Runs: the loop over the rounds, the record (result.json), the state on disk, resuming, interruption, plots."""
 
 import contextlib
-import fcntl
 import hashlib
 import inspect
 import json
 import os
 import pathlib
 import platform
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+import zipfile
 from typing import NamedTuple
 
+import filelock
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import engine
 from engine import device_name, is_main_process, refuse
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None
+
 SHARED = ("common.py", "datasets.py", "engine.py", "records.py")  # what, beside the algorithm's file, a result depends on
-FREE = ("out", "resume", "plot", "parallel", "data_dir", "export")  # what a run may change when it is resumed
+FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "export")  # what a run may change when it is resumed
 
 
 class Kept(NamedTuple):
@@ -81,8 +86,8 @@ class Run:
         }
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
         self.over = False  # whether there is a finished record, to which nothing comes
+        self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
         self.parameters = federation.net.d
-        federation.describe()
 
     # The loop
 
@@ -97,11 +102,15 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, state):
-        """Gives the number of rounds that are done, after --resume. Refuses a folder that another run is writing to."""
+        """Gives the number of rounds that are done, after --resume. All that can be refused is, before anything is printed."""
         self.state = state
         with locked(self.out, self.federation):
-            history, per_client = self.past()
-            self.kept = Kept(fields(state), history, per_client)
+            saved = self.saved() if self.args.resume else None
+            self.federation.describe()
+            history, per_client = self.restore(saved) if saved else ([], None)
+            if not history:
+                self.put_aside()
+            self.keep(history, per_client)
             self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", leave=False,
                             dynamic_ncols=True, disable=None if is_main_process() else True)
             if threading.current_thread() is threading.main_thread():
@@ -112,45 +121,28 @@ class Run:
                 for number, handler in self.handlers.items():
                     signal.signal(number, handler)
 
-    def past(self):
-        """The history and the accuracies per client that --resume restores, with the state; none where a run starts. What an
-        earlier run left in the folder is kept under another name."""
-        federation, history, per_client = self.federation, [], None
-        if self.args.resume:
-            history, per_client = self.restore()
-            path = self.out / "result.json"
-            status = json.loads(path.read_text())["status"] if path.exists() else None
-            self.over = status == "finished" and len(history) == self.args.rounds
-            rounds = federation.all_reduce(torch.tensor(len(history), device=federation.device))
-            if rounds != len(history) * federation.processes:
-                refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
-        if not history:
-            for path in (self.out / "result.json",) * is_main_process() + (self.state_file,):  # each process its own
-                if path.exists():
-                    os.replace(path, path.with_suffix(".previous" + path.suffix))
-                    print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")
-        return history, per_client
-
     def begin_round(self, t):
         self.row, self.per_client = {"round": t + 1, "seconds": None, "bytes_up": 0, "bytes_down": 0}, self.kept.per_client
         self.clock = engine.now(self.federation.device)
 
     def end_round(self):
-        """Completes the round's row, keeps what the round left, and saves it if the round was evaluated. May end the program."""
+        """Completes the round's row, keeps what the round left, and writes it if the round was evaluated. May end the program."""
         self.stop_clock()
-        if evaluated(self.row):
-            passed = engine.now(self.federation.device) - self.clock - self.row["seconds"]
-            self.row["evaluation_seconds"] = round(max(0.0, passed), 4)
-        self.row.update(self.federation.add_up(self.row["bytes_up"], self.row["bytes_down"]))
-        self.check_finite()
-        self.saving = True  # so that an interruption waits
-        self.kept = Kept(fields(self.state), [*self.kept.history, self.row], self.per_client)
-        self.saving = False
+        if self.federation.processes > 1 or self.federation.slots:
+            self.row.update(self.federation.add_up(self.row["bytes_up"], self.row["bytes_down"]))
+        if not self.is_finite():
+            self.diverge()
+        self.keep([*self.kept.history, self.row], self.per_client)
         self.bar.update()
-        if evaluated(self.row):
+        if self.pending or "evaluation_seconds" in self.row and self.row["round"] < self.args.rounds:
             self.save()
-        if self.pending:
-            self.interrupt(self.pending, None)
+
+    def keep(self, history, per_client):
+        """From now on this is what is written, whatever comes."""
+        self.saving = True  # so that an interruption waits
+        for rows in self.federation.keeps:
+            rows.keep()
+        self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
 
     def stop_clock(self):
         if self.row["seconds"] is None:
@@ -173,7 +165,7 @@ class Run:
         if personal:
             self.per_client = personal["per_client"]
             self.row["personal"] = without_clients(personal)
-        self.row.update(more)
+        self.row.update(more, evaluation_seconds=round(engine.now(self.federation.device) - self.clock - self.row["seconds"], 4))
         words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
         if global_:
             words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
@@ -183,12 +175,13 @@ class Run:
         newest = {"global": global_ and global_["top1"], "personal": personal and personal["mean"]}
         self.bar.set_postfix({name: f"{value:.3f}" for name, value in newest.items() if value is not None})
 
-    def check_finite(self):
-        """Ends the run as diverged if a number in the state or a loss of this round is not finite."""
+    def is_finite(self):
+        """Whether all numbers in the state and this round's losses are finite, in all processes."""
         losses = [self.row[part]["loss"] for part in ("global", "personal") if part in self.row]
-        sound = np.isfinite(losses).all() and all(map(is_finite, vars(self.state).values()))
-        if not self.federation.all_reduce(torch.tensor(float(not sound), device=self.federation.device)):
-            return
+        wrong = not (np.isfinite(losses).all() and all(map(engine.is_finite, vars(self.state).values())))
+        return not self.federation.all_reduce(torch.tensor(float(wrong), device=self.federation.device))
+
+    def diverge(self):
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
         for part in ("global", "personal", "evaluation_seconds"):
             self.row.pop(part, None)
@@ -209,35 +202,61 @@ class Run:
 
     # The record and the state
 
-    def save(self, failed=()):
-        """Writes the state and result.json, each at once or not at all. failed: the row of a round that diverged."""
+    def save(self, failed=(), last=False):
+        """Writes the record, and the state if it is the last one, or if that has not taken more than a twentieth of the run's
+        time. failed: the row of a round that diverged."""
+        if self.pending:
+            self.interrupt(self.pending, None)
         self.saving = True  # so that an interruption waits
-        if self.federation.processes == 1 or self.status != "interrupted":
-            self.save_state()
+        federation, start = self.federation, time.monotonic()
+        if not self.over and (federation.processes == 1 or self.status != "interrupted"):
+            due = last or self.writing <= 1 + 0.05 * (start - self.begun)
+            if not federation.all_reduce(torch.tensor(float(not due), device=federation.device)):
+                self.write(self.state_file, self.put_state)
+        self.writing += time.monotonic() - start
         if is_main_process() and not self.over:
-            (self.out / "result.json.part").write_text(json.dumps(finite(self.record(failed)), indent=1) + "\n")
-            os.replace(self.out / "result.json.part", self.out / "result.json")
+            text = json.dumps(finite(self.record(failed)), indent=1) + "\n"
+            self.write(self.out / "result.json", lambda part: part.write_text(text), alone=True)
         self.saving = False
         if self.pending:
             self.interrupt(self.pending, None)
 
-    def save_state(self):
+    def write(self, path, put, alone=False):
+        """Has put(part) write a file, which then takes the place of `path`: whole or, if the disk is full, not at all. Several
+        processes replace theirs together; alone: this is a file of one process."""
+        part = path.with_name(path.name + ".part")
+        self.unwritten.pop(path, None)
+        try:
+            put(part)
+        except (OSError, RuntimeError) as problem:  # RuntimeError: torch.save's
+            self.unwritten[path] = getattr(problem, "strerror", None) or engine.first_line(problem)
+            self.bar.write(f"disk    {path} can't be written: {self.unwritten[path]}")
+        failed = torch.tensor(float(path in self.unwritten), device=self.federation.device)
+        if failed if alone else self.federation.all_reduce(failed):
+            with contextlib.suppress(OSError):
+                part.unlink()
+        else:
+            os.replace(part, path)
+
+    def put_state(self, part):
         kept, history, per_client = self.kept
-        for z in kept.values():
+        state = {}
+        for name, z in kept.items():
             if isinstance(z, engine.Rows):
                 z.undo()
-        state = {name: z.all if isinstance(z, engine.Rows) else z for name, z in kept.items()}
-        state = {name: z.cpu() if torch.is_tensor(z) else z for name, z in state.items()}
-        whole = {"state": state, "history": history, "per_client": per_client, "environment": self.environment, **self.identity}
-        part = self.state_file.with_suffix(".pt.part")
-        torch.save(whole, part)
-        if self.federation.processes > 1:
-            dist.barrier()  # so that all replace theirs, or none does
-        os.replace(part, self.state_file)
+                z = z.all
+            state[name] = z.cpu() if torch.is_tensor(z) else z
+        with open(part, "wb") as file:
+            torch.save({"state": state, "history": history, "per_client": per_client, "environment": self.environment,
+                        **self.identity}, file)
 
-    def restore(self):
-        """Puts the state from disk back; returns its history and accuracies per client, or none if there is no state."""
-        path = self.state_file
+    def saved(self):
+        """What lies on the disk for --resume, or None if nothing does. Refuses another run's."""
+        path, record = self.state_file, self.out / "result.json"
+        try:
+            status = json.loads(record.read_text())["status"] if record.exists() else None
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            refuse(f"{record} can't be read as a record ({type(problem).__name__}); move it elsewhere, or use another --out")
         others = [file for file in self.out.glob("state*.pt") if "previous" not in file.name]
         if not path.exists() and others:
             kind = others[0].stem.partition("-of-")[2] or "1"
@@ -245,17 +264,34 @@ class Run:
                 refuse(f"{path} is missing beside {others[0]}; start anew", alone=True)
             refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
                    f"{self.federation.processes}; use as many, or another --out")
+        if not path.exists() and status == "finished":
+            refuse(f"{record} is finished, and there is no {path.name} to resume; to run it again, leave out --resume")
         if not path.exists():
-            old = self.out / "result.json"
-            if old.exists() and json.loads(old.read_text())["status"] == "finished":
-                refuse(f"{old} is finished, and there is no {path.name} to resume; to run it again, leave out --resume")
-            print(f"resume  nothing to resume in {self.out}; starting at round 1")
-            return [], None
+            self.federation.notes.append(f"resume  nothing to resume in {self.out}; starting at round 1")
+            saved = None
+        else:
+            saved = self.read_state(path)
+        rounds = len(saved["history"]) if saved else 0
+        self.over = status == "finished" and rounds == self.args.rounds
+        if self.federation.all_reduce(torch.tensor(rounds, device=self.federation.device)) != rounds * self.federation.processes:
+            refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
+        return saved
+
+    def read_state(self, path):
+        rows = [z for z in vars(self.state).values() if isinstance(z, engine.Rows)]
+        for z in rows:
+            z.all = None  # makes room for what is read
         try:
+            with zipfile.ZipFile(path) as file:
+                if file.testzip():
+                    raise ValueError
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            then = {name: saved[name] for name in (*self.identity, "environment")}
+            then = {name: saved[name] for name in (*self.identity, "environment", "state", "history")}
         except Exception as problem:  # torch.load raises nearly anything on a broken file
             refuse(f"{path} can't be read ({type(problem).__name__}); use another --out, or remove it", alone=True)
+        file, *_ = self.identity["sources"]
+        if file not in then["sources"]:
+            refuse(f"{path} was written by {next(iter(then['sources']), 'another file')}, not by {file}; use another --out")
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
             if a != b and name not in FREE:
@@ -267,18 +303,29 @@ class Run:
         for name in ("data", "split"):
             if then[name] != self.identity[name]:
                 refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")
+        return saved
+
+    def restore(self, saved):
+        """Puts a saved state back; returns its history and accuracies per client."""
         for name, z in saved["state"].items():
             if isinstance(getattr(self.state, name), engine.Rows):
-                getattr(self.state, name).all.copy_(z)
+                getattr(self.state, name).load(z)
             else:
                 setattr(self.state, name, z.to(self.federation.device) if torch.is_tensor(z) else z)
-        print(f"resume  {path}: {len(saved['history'])} of {self.args.rounds} rounds are done")
-        past, now = then["environment"], self.environment
+        print(f"resume  {self.state_file}: {len(saved['history'])} of {self.args.rounds} rounds are done")
+        past, now = saved["environment"], self.environment
         if past["torch"] != now["torch"]:
             print(f"resume  they were done by torch {past['torch']}; the last bits of the others may differ")
         more = [now] if len(saved["history"]) < self.args.rounds and any(past[name] != now[name] for name in now) else []
         self.environment = {**past, "resumed": past.get("resumed", []) + more} if more else past
         return saved["history"], saved["per_client"]
+
+    def put_aside(self):
+        """What an earlier run left in the folder is kept under another name."""
+        for path in (self.out / "result.json",) * is_main_process() + (self.state_file,):  # each process its own
+            if path.exists():
+                os.replace(path, path.with_suffix(".previous" + path.suffix))
+                print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")
 
     def record(self, failed=()):
         """result.json's content; the README says what each field means."""
@@ -292,14 +339,16 @@ class Run:
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
         own = ("round", "seconds", "evaluation_seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
-        last = next(filter(evaluated, reversed(history)), {})
+        last = next((row for row in reversed(history) if "evaluation_seconds" in row), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = max(federation.peak, torch.cuda.max_memory_allocated(federation.device))
             self.environment.update(ways=list(federation.ways.values()), graphs=len(federation.replays))
         else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            peak = resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if federation.failed:
+            self.environment["one_by_one"] = list(federation.failed.values())
         return {
             "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged",
             "args": self.identity["args"], "environment": self.environment,
@@ -309,7 +358,7 @@ class Run:
             "parameters": self.parameters, "rounds": history, "final": final, "best": best,
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
-            "peak_memory_mb": round(peak / 2**20, 1),
+            "peak_memory_mb": peak and round(peak / 2**20, 1),
         }
 
     def finish(self, status, failed=()):
@@ -318,7 +367,7 @@ class Run:
             signal.signal(number, signal.SIG_IGN)
         self.status, self.pending = status, None
         self.bar.close()
-        self.save(failed)
+        self.save(failed, last=True)
         record = self.record(failed)
         minutes = [sum(row.get(name, 0) for row in record["rounds"]) / 60 for name in ("seconds", "evaluation_seconds")]
         done = f"{len(record['rounds'])} of {self.args.rounds} rounds"
@@ -331,28 +380,12 @@ class Run:
                 for when in ("final", "best"):
                     measures = record[when][part]
                     print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
+        if self.unwritten:
+            path, why = next(iter(self.unwritten.items()))
+            refuse(f"{path} can't be written: {why}; make room, and start again with --resume", alone=True)
         print(f"record  {self.out}/result.json")
         if self.args.plot and status == "finished" and is_main_process():
             plot(record, self.federation, self.out)
-
-
-def fields(state):
-    """What a complete round left: the state's attributes; the rows that the round replaced are forgotten."""
-    for z in vars(state).values():
-        if isinstance(z, engine.Rows):
-            z.keep()
-    return dict(vars(state))
-
-
-def is_finite(z):
-    """Whether a field of the state is, of Rows what this round has put there."""
-    parts = [z.all[S] for S, _ in z.replaced] if isinstance(z, engine.Rows) else [z] if torch.is_tensor(z) else []
-    return all(bool(part.isfinite().all()) for part in parts)
-
-
-def evaluated(row):
-    """Whether a round was."""
-    return "global" in row or "personal" in row
 
 
 def without_clients(measures):
@@ -368,21 +401,23 @@ def finite(tree):
 @contextlib.contextmanager
 def locked(out, federation):
     """Keeps the folder `out` for this run alone: refuses it if another one is writing to it."""
-    folder = os.open(out, os.O_RDONLY)
+    lock, free = filelock.FileLock(out / ".lock"), True
+    if is_main_process():
+        try:
+            lock.acquire(blocking=False)
+        except filelock.Timeout:
+            free = False
+        except (OSError, NotImplementedError):
+            pass  # a file system without locks
     try:
-        free = True
-        if is_main_process():
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                free = False
-            except OSError:
-                pass  # a file system without locks
         if federation.all_reduce(torch.tensor(float(not free), device=federation.device)):
             refuse(f"another run is writing to {out}; use another --out")
         yield
     finally:
-        os.close(folder)
+        if lock.is_locked:
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                os.remove(lock.lock_file)
+            lock.release()
 
 
 def commit(sources):

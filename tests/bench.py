@@ -31,7 +31,6 @@ import common  # noqa: E402
 import engine  # noqa: E402
 import fedavg  # noqa: E402
 import records  # noqa: E402
-from conftest import Conv  # noqa: E402
 
 
 def leafcnn(m, x, classes):
@@ -224,10 +223,10 @@ def workload(name, device, repetitions):
                 entrants["ours, vmap, fp32"] = ours(args, vmap=True)
         else:
             for how, route, settings in (("loop", "conv", {"vmap": False}),
-                                         ("vmap", "conv", {"graphs": False}),
-                                         ("vmap + graph", "conv", {"ways": Conv()}),
-                                         ("vmap + graph + patches", "patches", {"ways": Conv()}),
-                                         ("one by one + graph", "conv", {"ways": Conv(), "parallel": 1}),
+                                         ("vmap", "conv", {"graphs": False, "tunes": False}),
+                                         ("vmap + graph", "conv", {"tunes": False}),
+                                         ("vmap + graph + patches", "patches", {"tunes": False}),
+                                         ("one by one + graph", "conv", {"tunes": False, "parallel": 1}),
                                          ("as it comes", "conv", {})):
                 entrants[f"ours, {how}, {precision}"] = ours(args, **settings)
                 entrants[f"ours, {how}, {precision}"].federation.net.route = route

@@ -38,15 +38,8 @@ def federation(argv, **defaults):
     return common.Federation(common.parse(common.parser("test", **defaults), {}, argv))
 
 
-class Conv(dict):
-    """Ways that need no tuning: all clients together, convolutions as such."""
-
-    def __contains__(self, step):
-        return True
-
-
 class Seen(set):
-    """Graphs are made when shapes come again; here they are taken to have come before."""
+    """Graphs are made when shapes come again, and ways are checked at their first use; here all have come before."""
 
     def __contains__(self, key):
         return True
@@ -58,7 +51,8 @@ def paths(fed):
             "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}
     for way, settings in ways.items():
         fed.net.route = settings.pop("route", "conv")
-        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": Conv(), "replays": {}, "shapes_seen": Seen(), **settings})
+        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": {}, "replays": {}, "shapes_seen": Seen(), "checked": Seen(),
+                          "map": map, **settings})
         yield way
 
 
@@ -99,12 +93,13 @@ def same(a, b):
 
 
 def refused(capsys, words, call, *args, **named):
-    """The call ends as a wrong command line does: one line on stderr, with these words, and exit code 2."""
+    """The call ends as a wrong command line does: one line on stderr, with these words, nothing on stdout, and exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         call(*args, **named)
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert stop.value.code == 2 and "error:" in error and words in error and error.count("\n") == 1, error
+    assert not out, out
 
 
 def softmax_gradient(w, x, y, classes=3):

@@ -3,8 +3,8 @@
     python tests/path.py fedavg            (or fedavgm, superfed, psinet, fedslr, persfl, or scaffold and other methods)
 
 Runs two small rounds on the embedded images on a CPU, and notes each function of this project that the second one enters, from
-the sampling of the clients until the round is kept. Lines are those of code: no docstrings, comments or empty lines. Evaluation,
-the split, the models and the images are not part of it, nor is writing to disk.
+the sampling of the clients until the round is kept. Lines are those of code: no docstrings, comments or empty lines. The models
+and the transforms (sections 3 and 4 of common.py), the split, the evaluation and writing to disk are not part of it.
 """
 
 import ast
@@ -14,27 +14,36 @@ import io
 import pathlib
 import sys
 import tempfile
+import threading
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--rounds", "3", "--eval-every", "3", "--device", "cpu"]
 MORE = {"superfed": ["--start", "0"], "persfl": ["--distill-epochs", "1"]}
-# not the algorithm's way: models and transforms, which have sections of their own; logging
-NOT = {"Net", "Weights", "evaluate", "evaluate_clients", "logits", "score", "describe"}
 
 
-def code_lines(path):
-    """{first line of a function: (its name, its lines of code)}"""
+def functions(path):
+    """[(first line, last line, name, lines of code)] of the functions of a file, without those inside of others."""
     text = path.read_text()
-    lines = text.splitlines()
-    found = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            doc = node.body[0] if ast.get_docstring(node) is not None else None
-            skipped = range(doc.lineno, doc.end_lineno + 1) if doc else ()
-            kept = [n for n in range(node.lineno, node.end_lineno + 1)
-                    if n not in skipped and lines[n - 1].strip() and not lines[n - 1].strip().startswith("#")]
-            found[node.lineno] = node.name, len(kept)
+    lines, found = text.splitlines(), []
+    skipped = set()
+    if path.name == "common.py":
+        models, training, evaluation = (text[: text.index(title)].count("\n") for title in ("# 3. Models", "# 5. Training", "    # Evaluation"))
+        skipped = {*range(models, training), *range(evaluation, len(lines))}
+
+    def visit(node):
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef):
+                visit(child)
+            elif child.lineno not in skipped:
+                doc = child.body[0] if ast.get_docstring(child) is not None else None
+                inside = range(doc.lineno, doc.end_lineno + 1) if doc else ()
+                count = sum(n not in inside and lines[n - 1].strip() != "" and not lines[n - 1].strip().startswith("#")
+                            for n in range(child.lineno, child.end_lineno + 1))
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                found.append((first, child.end_lineno, child.name, count))
+
+    visit(ast.parse(text))
     return found
 
 
@@ -45,35 +54,31 @@ def entered(name):
     file = name if (HERE / f"{name}.py").exists() else "baselines"
     own = [] if file == name else ["--method", name]
     seen, active = {}, False
-    known = {path.name: code_lines(path) for path in HERE.glob("*.py")}
+    known = {str(path): functions(path) for path in HERE.glob("*.py") if path.name != f"{file}.py"}
 
     def trace(frame, event, _):
-        path = pathlib.Path(frame.f_code.co_filename)
-        if active and event == "call" and path.parent == HERE and path.name != f"{file}.py":
-            line = frame.f_code.co_firstlineno
-            while line not in known[path.name] and line < frame.f_code.co_firstlineno + 5:
-                line += 1  # behind decorators
-            if line in known[path.name]:
-                function, count = known[path.name][line]
-                seen[path.name, function] = count
-        return None
+        if active and event == "call" and frame.f_code.co_filename in known:
+            for first, last, function, count in known[frame.f_code.co_filename]:
+                if first <= frame.f_code.co_firstlineno <= last:
+                    seen[pathlib.Path(frame.f_code.co_filename).name, function] = count
 
-    train_round = common.Run.begin_round
-    evaluates = common.Run.evaluates
+    begin = common.Run.begin_round
 
     def begin_round(run, t):
         nonlocal active
         active = t == 1
-        return train_round(run, t)
+        return begin(run, t)
 
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         common.Run.begin_round = begin_round
         sys.setprofile(trace)
+        threading.setprofile(trace)
         try:
-            importlib.import_module(file).main([*own, *QUICK, *MORE.get(file, []), "--parallel", "1", "--out", out])
+            importlib.import_module(file).main([*own, *QUICK, *MORE.get(file, []), "--out", out])
         finally:
             sys.setprofile(None)
-            common.Run.begin_round = train_round
+            threading.setprofile(None)
+            common.Run.begin_round = begin
     return seen
 
 
@@ -82,4 +87,4 @@ if __name__ == "__main__":
         seen = entered(name)
         for (path, function), count in sorted(seen.items()):
             print(f"{path + ':':<14}{function:<24}{count:>4}")
-        print(f"{name}: {sum(seen.values())} lines in {len(seen)} functions outside of its file\n")
+        print(f"{name}: {sum(seen.values())} lines in {len(seen)} functions outside of its file")

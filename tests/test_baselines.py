@@ -1,6 +1,9 @@
 """The methods of baselines.py: what holds for all of them, identities, and rounds by hand in numpy. More on ditto,
 pfedme, per-fedavg, fedspa and fedma: test_baselines_more.py."""
 
+import json
+import pathlib
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +20,7 @@ from conftest import QUICK, pixels, refused, run, softmax_gradient
 
 MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05", "--eval-every", "1"]
 SMALL = [*QUICK, "--model", "mnistnet", "--lr", "0.03", "--momentum", "0.9", "--rounds", "3", "--eval-every", "1"]
+PAGE = pathlib.Path(baselines.__file__).parent / "docs" / "baselines.md"
 WAYS = [*([method] for method in baselines.METHODS), ["scaffold", "--option", "I"], ["apfl", "--adaptive"],
         ["per-fedavg", "--hessian-free"]]
 
@@ -56,19 +60,20 @@ def seen(monkeypatch):
                 self.data = self.data._replace(images=images, labels=labels)
                 self.images, self.labels = torch.from_numpy(images), torch.from_numpy(labels)
 
-        def sample(self, t):
+        def sample(self, t, among=None):
             if t == seen.dies:
                 raise InterruptedError
-            seen.sampled.append(super().sample(t).tolist())
-            return super().sample(t)
+            seen.sampled.append(super().sample(t, among).tolist())
+            return super().sample(t, among)
 
         def initial_weights(self):
             seen.start.append(super().initial_weights())
             return super().initial_weights()
 
-        def evaluate_clients(self, W, part="test"):
-            seen.models.append(W.clone())
-            return super().evaluate_clients(W, part)
+        def evaluate_clients(self, W):
+            everyone = np.arange(len(self.clients))
+            seen.models.append((W(everyone) if callable(W) else W if torch.is_tensor(W) else W[everyone]).clone())
+            return super().evaluate_clients(W)
 
     monkeypatch.setattr(common, "Federation", Watched)
     return seen
@@ -84,6 +89,48 @@ def toy_argv(toy):
 
 def same(a, b):
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# The texts: docstrings and the page
+
+
+def test_the_index_names_every_method_and_the_page_has_a_heading_for_it():
+    index = re.findall(r"^    ([a-z-]+) +[A-Z].*\.$", baselines.__doc__, re.M)
+    assert index == list(baselines.METHODS)
+    heads = re.findall(r"^## (.*)", PAGE.read_text(), re.M)
+    assert [name for head in heads for name in re.findall(r"`([a-z-]+)`", head)] == list(baselines.METHODS)
+
+
+@pytest.mark.parametrize("function", sorted({*baselines.METHODS.values()}, key=lambda method: method.__name__))
+def test_every_choice_has_a_line_or_two_in_the_docstring_and_a_heading_on_the_page(function):
+    name = {"fedprox": "fedprox"}.get(function.__name__) or next(k for k, f in baselines.METHODS.items() if f is function)
+    choices = re.findall(r"^    (D\d+)  (.*(?:\n {8}.*)*)", function.__doc__, re.M)
+    assert choices and all(text.count("\n") <= 1 for _, text in choices)
+    assert re.findall(rf"^### {name} (D\d+): ", PAGE.read_text(), re.M) == [number for number, _ in choices]
+
+
+def test_numbers_in_the_page_s_tables_are_those_of_the_records():
+    """Every row that links to a result.json; a method without a global model has an empty cell."""
+    rows, titles = 0, None
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        link = re.search(r"\((\.\./results/[^)]*result\.json)\)", line)
+        if line.startswith("|") and "---" not in line and not link:
+            titles = cells
+        elif line.startswith("|") and link:
+            record, row = json.loads((PAGE.parent / link.group(1)).read_text()), dict(zip(titles, cells, strict=True))
+            final = record["final"]
+            assert row["rounds"] == str(len(record["rounds"])) and row["personal, last"] == f"{final['personal']['mean']:.4f}"
+            if "method" in row:
+                assert row["method"].split(",")[0] == record["algorithm"]
+                assert row["global, last"] == (f"{final['global']['top1']:.4f}" if "global" in final else "")
+            rows += 1
+    assert rows > 20
+
+
+def test_the_lines_are_not_too_long_and_the_page_not_too_large():
+    assert max(map(len, pathlib.Path(baselines.__file__).read_text().splitlines())) <= 128
+    assert PAGE.stat().st_size < 60_000
 
 
 # What holds for every method
@@ -108,9 +155,9 @@ def test_every_method_sees_the_same_and_learns(method, tmp_path, seen):
     assert record["final"]["personal"]["loss"] < before - 0.02
     sent = {"local": 0, "centralised": 0, "scaffold": 2 * 20_310, "fedper": 19_300, "fedrep": 19_300, "lg-fedavg": 1010,
             "fedspa": 20_310 / 2}.get(method, 20_310)
-    back = 20_310 + 19_300 + 100 if method == "fedma" else sent
-    assert record["bytes_up"] == sent / 20_310 * theirs["bytes_up"] and theirs["bytes_up"] == 3 * 4 * 4 * 20_310
-    assert record["bytes_down"] == back / 20_310 * theirs["bytes_down"]
+    back = 3 * (19_300 + 100) + 2 * 20_310 if method == "fedma" else 3 * sent  # in all rounds; fedma's first has no w to send
+    assert theirs["bytes_up"] == theirs["bytes_down"] == 3 * 4 * 4 * 20_310  # rounds, clients, bytes, numbers
+    assert record["bytes_up"] == 3 * 4 * 4 * sent and record["bytes_down"] == 4 * 4 * back
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
@@ -281,17 +328,23 @@ def test_scaffold_s_option_1_is_the_mean_gradient_of_all_images(tmp_path, seen):
 
 def test_feddyn_by_hand(toy_argv, tmp_path):
     S, data, _, w = world(toy_argv)
-    g, h, alpha = np.zeros((3, 15)), np.zeros(15), 0.4
+    g, h, alpha, last = np.zeros((3, 15)), np.zeros(15), 0.4, np.stack([w] * 3)
     for clients in S:
         theta = {k: descend(w, lambda v: softmax_gradient(v, *data[k]) - g[k] + alpha * (v - w)) for k in clients}
         for k in clients:
-            g[k] = g[k] - alpha * (theta[k] - w)
+            g[k], last[k] = g[k] - alpha * (theta[k] - w), theta[k]
         h = h - alpha * sum(theta[k] - w for k in clients) / 3
         w = sum(theta.values()) / 2 - h / alpha
     record, state = go("feddyn", [*toy_argv, "--feddyn-alpha", "0.4"], tmp_path)
-    for name, expected in (("w", w), ("h", h), ("G", g)):
+    for name, expected in (("w", w), ("h", h), ("G", g), ("Theta", last)):
         close(state[name], expected)
     assert record["bytes_up"] == record["bytes_down"] == 3 * 2 * 4 * 15
+    fed = federation("feddyn", toy_argv)
+    for part, model in (("global", w), ("all", last.mean(0))):  # D2: the cloud model, and the mean of all clients' last models
+        x, y = pixels(fed, np.arange(fed.data.train, len(fed.data.images)))
+        logits = x @ model[:12].reshape(3, 4).T + model[12:]
+        loss = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y])
+        assert record["final"][part]["loss"] == pytest.approx(loss, abs=1e-5)
 
 
 def test_feddyn_is_fedslr_without_its_low_rank_penalty(tmp_path):
@@ -347,20 +400,19 @@ def test_on_quadratics_feddyn_and_scaffold_reach_the_joint_optimum_and_fedavg_do
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_apfl_by_hand(adaptive, toy_argv, tmp_path, seen):
-    """Adaptive: the client's two models must differ before alpha moves, so that it does so from the second step on."""
+    """Adaptive: alpha moves once a round, before the steps; so not in a client's first round, in which its two models are equal."""
     S, data, n, w = world(toy_argv)
     V, alpha = np.stack([w] * 3), np.full(3, 0.6)
     for clients in S:
         ends = []
         for k in clients:
             u = w
+            if adaptive:
+                g = softmax_gradient(alpha[k] * V[k] + (1 - alpha[k]) * w, *data[k])
+                alpha[k] = np.clip(alpha[k] - 0.3 * (V[k] - w) @ g, 0, 1)
             for _ in range(3):
                 u = u - 0.3 * softmax_gradient(u, *data[k])
-                g = softmax_gradient(alpha[k] * V[k] + (1 - alpha[k]) * u, *data[k])
-                old = alpha[k]
-                if adaptive:
-                    alpha[k] = np.clip(old - 0.3 * (V[k] - u) @ g, 0, 1)
-                V[k] = V[k] - 0.3 * old * g
+                V[k] = V[k] - 0.3 * alpha[k] * softmax_gradient(alpha[k] * V[k] + (1 - alpha[k]) * u, *data[k])
             ends.append(u)
         w = np.average(ends, axis=0, weights=n[clients])
     record, state = go("apfl", [*toy_argv, "--apfl-alpha", "0.6", *["--adaptive"] * adaptive], tmp_path)
@@ -369,6 +421,21 @@ def test_apfl_by_hand(adaptive, toy_argv, tmp_path, seen):
     assert (abs(alpha - 0.6).max() > 1e-3) == adaptive
     close(seen.models[-1], alpha[:, None] * V + (1 - alpha[:, None]) * w)
     assert record["final"]["apfl_alpha"] == pytest.approx(alpha.mean(), abs=1e-6)
+
+
+def test_apfl_learns_alpha_on_the_first_minibatch_of_the_round(tmp_path, monkeypatch):
+    """One client of 90 images, B = 20: in each of two rounds one minibatch for alpha, which is the first of the five of training."""
+    images, batch = [], common.Federation.batch
+
+    def spy(self, index, *rest):
+        images.append(sorted(index.tolist()))
+        return batch(self, index, *rest)
+
+    monkeypatch.setattr(common.Federation, "batch", spy)
+    argv = [*SMALL, "--clients", "1", "--split", "iid", "--fraction", "1", "--limit", "90", "--rounds", "2", "--client-test", "0"]
+    go("apfl", [*argv, "--adaptive"], tmp_path)
+    assert [len(part) for part in images] == [20, 20, 20, 20, 20, 10] * 2
+    assert images[0] == images[1] and images[6] == images[7] and images[0] != images[6]
 
 
 def test_apfl_s_ends_are_fedavg_and_local(tmp_path, seen):
@@ -404,10 +471,11 @@ def test_ditto_by_hand(toy_argv, tmp_path, seen):
 
 def test_pfedme_by_hand(toy_argv, tmp_path, seen):
     """Three minibatches a round, with K = 2 steps of theta_k on each; both learning rates are .8 times the last round's.
-    theta_k starts at w each time, also in a client's second round. Until it is sampled a client is evaluated with w_0."""
+    theta_k starts at w each time, also in a client's second round. Until it is sampled a client is evaluated with w_0. D6: the
+    record has the accuracy with the last w_k, too."""
     S, data, n, w = world(toy_argv)
     assert set(S[0]) & {*S[1], *S[2]}
-    theta, expected = np.stack([w] * 3), []
+    theta, W, expected = np.stack([w] * 3), np.stack([w] * 3), []
     for t, clients in enumerate(S):
         ends = []
         for k in clients:
@@ -418,15 +486,21 @@ def test_pfedme_by_hand(toy_argv, tmp_path, seen):
                     theta[k] = theta[k] - 0.1 * 0.8**t * (softmax_gradient(theta[k], *data[k]) + 2.5 * (theta[k] - w_k))
                 u = 0.5 * u + 2.5 * (w_k - theta[k])
                 w_k = w_k - 0.3 * 0.8**t * u
+            W[k] = w_k
             ends.append(w_k)
         w = w + 1.6 * (np.average(ends, axis=0, weights=n[clients]) - w)
-        expected.append(theta.copy())
+        expected += [W.copy(), theta.copy()]
     argv = [*toy_argv, "--momentum", "0.5", "--lr-decay", "0.8", "--theta-lr", "0.1", "--theta-steps", "2",
             "--pfedme-lambda", "2.5", "--pfedme-beta", "1.6"]
-    _, state = go("pfedme", argv, tmp_path)
+    record, state = go("pfedme", argv, tmp_path)
     close(state["w"], w)
     close(state["theta"], theta)
     close(torch.stack(seen.models), expected)
+    fed = federation("pfedme", toy_argv)
+    for part, models in (("personal", theta), ("personal@w_k", W)):
+        accuracies = [(np.argmax(x @ v[:12].reshape(3, 4).T + v[12:], 1) == y).mean()
+                      for v, (x, y) in zip(models, (pixels(fed, index) for index in fed.split.test))]
+        assert record["final"][part]["mean"] == pytest.approx(np.mean(accuracies))
 
 
 def test_per_fedavg_by_hand(toy_argv, tmp_path, seen):
@@ -504,9 +578,9 @@ def test_which_layers_are_personal():
     and the three convolutions, Table 4's."""
     def sizes(*argv):
         args = baselines.arguments(["--method", *argv])
-        own, others = baselines.own_layers(common.Net(args.model, (3, 32, 32), 10), args)
-        assert torch.equal(torch.cat([own, others]).sort()[0], torch.arange(len(own) + len(others)))
-        return len(own), int(own[0]), len(own) + len(others)
+        net = common.Net(args.model, (3, 32, 32), 10)
+        part = baselines.personal_layers(net, args)
+        return part.stop - part.start, part.start, net.d
 
     for method in ("fedper", "fedrep"):
         assert sizes(method, "--model", "resnet18") == (5120, 11_173_952 - 5120, 11_173_952)
@@ -516,6 +590,54 @@ def test_which_layers_are_personal():
     assert sizes("lg-fedavg") == (convolutions, 0, 94_186)
     assert sizes("lg-fedavg", "--personal", "1") == (32 * 3 * 25 + 32, 0, 94_186)
     assert sizes("fedper", "--personal", "2") == (94_186 - convolutions, convolutions, 94_186)
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet18"])
+def test_the_gradient_by_a_part_is_that_part_of_the_whole_gradient(model):
+    """At the ends of w and at two cuts between layers. One step from 0 momentum, eta 1, decay .1: w - (gradient + .1 w)."""
+    net, rng = common.Net(model, (3, 32, 32), 10), np.random.default_rng(5)
+    args = SimpleNamespace(momentum=0.9, weight_decay=0.0)
+    b = common.Batch(torch.from_numpy(rng.random((4, 3, 32, 32), np.float32)), torch.arange(4), torch.ones(4), None)
+    w = net.init(rng).requires_grad_()
+    F.cross_entropy(net(w, b.x), b.y).backward()
+    w, expected = w.detach(), (w - w.grad - 0.1 * w).detach()
+    on_lower, on_upper = baselines.steps_on_parts(net, args, 0.1)
+    for cut in (0, net.layers[1][1].start, net.layers[-1][1].start, net.d):
+        below, above = slice(0, cut), slice(cut, net.d)
+        for step, part, rest in ((on_lower, below, above), (on_upper, above, below)):
+            end, _, constant = step((w[part], 0 * w[part], w[rest]), b, torch.tensor(1.0))
+            torch.testing.assert_close(end, expected[part], atol=1e-6, rtol=1e-5)
+            assert torch.equal(constant, w[rest])
+
+
+def test_the_gradient_by_a_part_is_all_that_is_computed(monkeypatch):
+    """A model of two layers that notes whose weights' gradients are asked for."""
+    noted = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, name):
+            ctx.name = name
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            noted.append(ctx.name)
+            return g, None
+
+    def two(m, x, classes):
+        for name, out in (("fc1", 5), ("fc2", classes)):
+            x = torch.tanh(x.flatten(1) @ Noted.apply(m.take(name + ".weight", (x[0].numel(), out), ("uniform", 1.0)), name))
+        return x
+
+    net = common.Net("two", (1, 2, 2), 3, model=two)
+    steps = baselines.steps_on_parts(net, SimpleNamespace(momentum=0.0, weight_decay=0.0), 0.0)
+    w, b = net.init(np.random.default_rng(0)), common.Batch(torch.ones(2, 1, 2, 2), torch.arange(2), torch.ones(2), None)
+    parts = w[:20], w[20:]
+    for step, (own, other), name in zip(steps, (parts, parts[::-1]), ("fc1", "fc2")):
+        step((own, 0 * own, other), b, torch.tensor(0.1))
+        assert noted == [name]
+        noted.clear()
 
 
 @pytest.mark.parametrize("argv", [["--method", "fedper", "--personal", "3"], ["--method", "fedavgm"], [],

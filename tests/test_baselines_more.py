@@ -10,8 +10,9 @@ from torch.func import grad, hessian
 
 import baselines
 import common
+import engine
 import fedavg
-from conftest import QUICK, refused, run
+from conftest import QUICK, pixels, refused, run, softmax_gradient
 from test_baselines import federation, go, small_images  # noqa: F401
 
 SMALL = [*QUICK, "--model", "mnistnet", "--epochs", "2", "--lr", "0.05"]
@@ -87,7 +88,8 @@ class Toy:
     def all_reduce(self, x):
         return x
 
-    gather, eta = sum, common.Federation.eta
+    gather, rows = all_reduce, common.Federation.rows
+    eta, mean, sum, per_client = common.Federation.eta, common.Federation.mean, common.Federation.sum, common.Federation.per_client
 
     def train(self, step, state, S, t, *shared, epochs=None, phase=0):
         state = torch.utils._pytree.tree_map(lambda z: z[0], state)
@@ -108,10 +110,11 @@ class Toy:
     def evaluate(self, w):
         pass
 
-    evaluate_clients = all_reduce
+    def evaluate_clients(self, W):
+        return {"model": (W(np.arange(1)) if callable(W) else W if torch.is_tensor(W) else W.all)[0]}
 
-    def log(self, global_, personal):
-        self.personal = personal[0]
+    def log(self, global_, personal, **more):
+        self.personal, self.more = personal["model"], more
 
 
 def settings(argv):
@@ -164,7 +167,8 @@ def assert_quadratic(argv, method, targets, field, expected):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "cross_entropy", lambda logits, batch: 0.5 * (logits - batch.y).square().sum())
         toy.run(method, settings([*argv, "--batch-size", "1", "--epochs", str(len(targets))]))
-    assert float(getattr(toy.state, field).flatten()[0]) == pytest.approx(expected, rel=1e-6)
+    value = getattr(toy.state, field)
+    assert float(value.all if isinstance(value, engine.Rows) else value) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("K", [1, 3, 100])
@@ -196,7 +200,7 @@ def test_dittos_personal_step_by_hand():
 def test_erk_by_hand(density, counts):
     """4-100-3: d = 803, biases 103. (4 + 100) and (100 + 3) share what is left: .5: 299 is 150.2 + 148.8; .9: 620 would be
     more than the 300 of the second layer, so that the first has 320."""
-    assert baselines.densities(common.Net("mnistnet", (1, 2, 2), 3), density).tolist() == counts
+    assert baselines.erdos_renyi_kernel(common.Net("mnistnet", (1, 2, 2), 3), density).tolist() == counts
 
 
 def test_fedspas_rounds_by_hand():
@@ -225,7 +229,7 @@ def test_fedspas_rounds_by_hand():
         assert set(new) != set(otherwise) and set(new) - set(active.tolist())  # the last minibatch matters; a mask moves
         mask = np.isin(np.arange(14), [*kept, *new, 12, 13])
     np.testing.assert_allclose(toy.state.w, w, rtol=1e-5)
-    assert toy.state.M[0].tolist() == mask.tolist()
+    assert toy.state.M.all[0].tolist() == mask.tolist()
     np.testing.assert_allclose(toy.personal, mask * w, rtol=1e-5)
 
 
@@ -270,7 +274,7 @@ def shuffled(net, w, rng):
 def returning(models):
     """A train that gives client k models[k] in its first call, and whatever it got in later ones."""
     def train(self, step, state, S, t, *shared, phase=0, **options):
-        return (torch.stack([models[k] for k in S]) if phase == 0 else state[0].clone(), state[1])
+        return (torch.stack([models[k] for k in S]) if phase == 0 else state[0].clone(), *state[1:])
 
     return train
 
@@ -352,7 +356,8 @@ def test_fedma_freezes_what_is_matched_and_trains_the_rest(tmp_path, monkeypatch
 
     def spy(self, step, state, S, t, *shared, phase=0, **options):
         end = train(self, step, state, S, t, *shared, phase=phase, **options)
-        seen.append((phase, state[0].clone(), end[0].clone()))
+        (free, _, matched), (free_end, _, matched_end) = state, end
+        seen.append((phase, torch.cat([matched, free], 1), torch.cat([matched_end, free_end], 1)))
         return end
 
     monkeypatch.setattr(common.Federation, "train", spy)
@@ -365,7 +370,49 @@ def test_fedma_freezes_what_is_matched_and_trains_the_rest(tmp_path, monkeypatch
             if i < l:
                 assert (end[:, part] == state["w"][part]).all()  # all clients' are the global layer
     last, units = 10 * 5 + 10, 3 + 4 + 5
-    assert record["bytes_up"] == 4 * 4 * net.d and record["bytes_down"] == 4 * 4 * (net.d + net.d - last + units)
+    assert record["bytes_up"] == 4 * 4 * net.d and record["bytes_down"] == 4 * 4 * (net.d - last + units)  # no w at first
+
+
+def test_fedmas_last_layer_and_own_starts_by_hand(toy, tmp_path):
+    """Softmax regression is a last layer alone: 3 E = 6 full batches with the rate .3/10 and the decay .05. In the first round
+    client k starts from the draw k + 1, in the second from w. The unit of a class: the mean by the clients' images of it."""
+    argv = ["--dataset", toy, "--model", "linear", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3", "--fraction", "0.7",
+            "--rounds", "2", "--epochs", "2", "--batch-size", "0", "--lr", "0.3", "--momentum", "0.5", "--device", "cpu"]
+    fed = federation("fedma", argv)
+    data = [pixels(fed, index) for index in fed.split.train]
+    w = None
+    for t in range(2):
+        S, ends = fed.sample(t), []
+        assert len(S) == 2
+        for k in S:
+            own = fed.net.init(common.stream(0, "initialisation", 0, int(k) + 1)).double().numpy()
+            v, u = own if t == 0 else w, 0
+            for _ in range(6):
+                u = 0.5 * u + softmax_gradient(v, *data[k]) + 0.05 * v
+                v = v - 0.03 * u
+            ends.append(v)
+        counts = np.array([np.bincount(data[k][1], minlength=3) for k in S])
+        share = counts / counts.sum(0)  # [2, classes]
+        of_unit = np.concatenate([np.repeat(share, 4, 1), share], 1)  # [2, 15]: 3 x 4 weights, 3 biases
+        w = (of_unit * ends).sum(0)
+    _, state = go("fedma", [*argv, "--last-decay", "0.05"], tmp_path / "own")
+    np.testing.assert_allclose(state["w"], w, atol=5e-6)
+    _, other = go("fedma", [*argv, "--last-decay", "0.05", "--common-start"], tmp_path / "common")
+    assert not np.allclose(other["w"], w, atol=1e-3)
+
+
+def test_the_split_fedma_gives_nothing_to_a_client_that_has_its_share():
+    """Classes are dealt one after the other. Who has N/K images gets nothing of a class but, as the last client, one by rounding."""
+    labels, args = np.repeat(np.arange(10), 500), baselines.arguments(["--method", "fedma", "--clients", "16", "--alpha", "0.5"])
+    most, spread = {}, {}
+    for name in ("fedma", "dirichlet-classes"):
+        owned = [common.SPLITS[name](labels, 10, np.random.default_rng(seed), args) for seed in range(20)]
+        assert all(np.array_equal(np.sort(np.concatenate(one)), np.arange(5000)) for one in owned)
+        counts = np.array([np.bincount(labels[own], minlength=10) for one in owned for own in one])  # [20 * 16, classes]
+        before = counts.cumsum(1) - counts
+        most[name], spread[name] = counts[before >= 5000 / 16].max(), counts.sum(1).std()
+        assert counts.sum(1).min() >= 10
+    assert most["fedma"] <= 1 < most["dirichlet-classes"] and spread["fedma"] < 0.8 * spread["dirichlet-classes"]
 
 
 @pytest.mark.parametrize("model", ["resnet18", "mobilenet", "tfcnn"])

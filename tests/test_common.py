@@ -42,8 +42,9 @@ def arrays(n=40, test=20, size=8, classes=4):
             "x_test": rng.integers(0, 256, (test, size, size, 3), dtype=np.uint8), "y_test": np.arange(test) % classes}
 
 
-def test_npz_by_path_and_by_name(tmp_path):
+def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
     given = arrays()
+    monkeypatch.setitem(datasets.DATASETS, "cifar10", (8, 8, 3, 4))
     np.savez(tmp_path / "mine.npz", **given)
     np.savez(tmp_path / "cifar10.npz", **given)
     for name in (str(tmp_path / "mine.npz"), "cifar10"):
@@ -85,8 +86,9 @@ def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classe
     assert np.array_equal(data.labels[data.train :], wanted["test"][1])
 
 
-def test_tiny_imagenet_in_its_official_layout(tmp_path):
+def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
     """Class folders with JPEGs, validation images with a list of annotations; the second time from the .npz made of them."""
+    monkeypatch.setitem(datasets.DATASETS, "tinyimagenet", (64, 64, 3, 3))
     root = tmp_path / "tiny-imagenet-200"
     wnids = ["n02", "n01", "n03"]
     (root / "val" / "images").mkdir(parents=True)
@@ -167,6 +169,20 @@ def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
+def test_a_data_set_that_is_not_what_its_name_says_is_refused(tmp_path, capsys):
+    np.savez(tmp_path / "cifar100.npz", **arrays())
+    refused(capsys, "holds images of 8x8x3 in 4 classes, cifar100 has 32x32x3 in 100 classes", fedavg.main,
+            ["--dataset", "cifar100", "--data-dir", str(tmp_path), *CPU])
+
+
+def test_data_from_which_nothing_can_be_learnt_are_warned_of(tmp_path, capsys):
+    grey = np.full((40, 8, 8), 7, np.uint8)
+    np.savez(tmp_path / "one.npz", x_train=grey, y_train=np.zeros(40, int), x_test=grey, y_test=np.zeros(40, int))
+    common.Federation(common.parser("a").parse_args(["--dataset", str(tmp_path / "one.npz"), "--model", "mnistnet", "--split", "iid", "--clients", "2", *CPU])).describe()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 2 and "one class" in warnings[0] and "alike" in warnings[1]
+
+
 def test_broken_and_missing_files_are_refused(tmp_path, capsys):
     np.savez(tmp_path / "whole.npz", **arrays())
     whole = (tmp_path / "whole.npz").read_bytes()
@@ -204,10 +220,15 @@ def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
 @pytest.mark.parametrize("argv, words", [
     ([*SHAPES, "--rounds", "0"], "0 must be at least 1"),
     ([*SHAPES, "--rounds", "many"], "invalid whole number value: 'many'"),
-    ([*SHAPES, "--fraction", "0"], "0 must be above 0 and at most 1"),
-    ([*SHAPES, "--fraction", "1.5"], "1.5 must be above 0 and at most 1"),
+    ([*SHAPES, "--fraction", "-0.1"], "-0.1 must be at least 0 and at most 1"),
+    ([*SHAPES, "--fraction", "1.5"], "1.5 must be at least 0 and at most 1"),
     ([*SHAPES, "--lr", "nan"], "nan must be above 0"),
-    ([*SHAPES, "--lr", "inf"], "inf must be above 0"),
+    ([*SHAPES, "--lr", "inf"], "inf must be finite"),
+    ([*SHAPES, "--alpha", "inf"], "inf must be finite"),
+    ([*SHAPES, "--out", ""], "--out is empty"),
+    ([*SHAPES, "--split", "semantic", "--clients", "5"], "--split semantic finds its own clients; leave out --clients"),
+    ([*SHAPES, "--client-test", "0.999"], "use fewer --clients, a smaller --client-test or more images"),
+    ([*SHAPES, "--engine", "graph"], "--engine graph is for GPUs"),
     ([*SHAPES, "--seed", "-1"], "-1 must be at least 0"),
     ([*SHAPES, "--model", "lstm"], "invalid choice: 'lstm'"),
     ([*SHAPES, "--optimiser", "adam"], "unrecognized arguments"),
@@ -407,7 +428,8 @@ def test_fedslr_refills_a_class_that_is_used_up():
 
 @pytest.mark.parametrize("scheme", [name for name in common.SPLITS if name != "fedslr"])
 def test_clients_hold_out_what_they_are_asked_to(scheme):
-    fed = federation(["--dataset", "shapes", "--split", scheme, "--clients", "10", "--client-test", "0.2", "--client-val", "0.2", "--alpha", "0.9", *CPU])
+    how_many = ["--clients", "10"] if scheme != "semantic" else []
+    fed = federation(["--dataset", "shapes", "--split", scheme, *how_many, "--client-test", "0.2", "--client-val", "0.2", "--alpha", "0.9", *CPU])
     for train, val, test in zip(*fed.split):
         n = len(train) + len(val) + len(test)
         assert len(test) == int(0.2 * n) and len(train) == int(0.6 * n + 1e-9)
@@ -588,9 +610,9 @@ def test_augment_once_moves_and_mirrors_images_for_good():
 def test_augmentation_comes_from_the_clients_own_stream():
     argv = ["--dataset", "shapes", "--limit", "400", "--clients", "5", "--model", "tfcnn", "--transform", "tensorflow", *CPU]
     a, b = federation(argv), federation([*argv, "--seed", "1"])
-    assert np.array_equal(a.plan(2, 7, 1, None).uniform, a.plan(2, 7, 1, None).uniform)
-    for other in (a.plan(3, 7, 1, None), a.plan(2, 8, 1, None), b.plan(2, 7, 1, None)):
-        assert not np.array_equal(a.plan(2, 7, 1, None).uniform, other.uniform)
+    own = np.arange(20)
+    same, again, *others = (fed.plan(k, own, t, 1).uniform for fed, k, t in ((a, 2, 7), (a, 2, 7), (a, 3, 7), (a, 2, 8), (b, 2, 7)))
+    assert np.array_equal(same, again) and not any(np.array_equal(same, other) for other in others)
 
 
 # Measures

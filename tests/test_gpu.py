@@ -13,7 +13,8 @@ import common
 import engine
 import fedavg
 import pretend
-from conftest import Conv, Seen, killed, run
+import superfed
+from conftest import Seen, killed, run
 from test_processes import COMMANDS, SOME
 
 REAL = torch.cuda.is_available()
@@ -25,6 +26,8 @@ OPTIONS = {  # what COMMANDS have not
     "superfed as its code": ["superfed", *SOME, "--model", "mnistnet", "--as", "official", "--weight-decay", "0.01", "--plot"],
     "psinet, no groups": ["psinet", *SOME, "--groups", "0", "--norm", "bn", "--tv", "--plot", "--rounds", "1"],
     "psinet, slices": ["psinet", *SOME, "--no-prune", "--enter", "slice", "--norm", "bn", "--rounds", "1"],
+    "fedslr, kept far away": ["fedslr", *SOME, "--model", "cnn"],
+    "superfed, kept far away": ["superfed", *SOME, "--mix", "layer"],
     "fedslr, lpgd": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "lpgd"],
     "fedslr, gpgd": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "gpgd", "--plot", "--export", "{}/factors.pt"],
     "fedslr, s+s": ["fedslr", *SOME, "--model", "mnistnet", "--variant", "s+s"],
@@ -47,11 +50,11 @@ def gpu(name=""):
                                           torch.load)
     operations = pretend.Operations()
 
-    def as_on_a_gpu(self, args):
-        init(self, args)
-        self.vmap, self.graphs, self.parallel = True, True, None
+    def as_on_a_gpu(self, *args):
+        init(self, *args)
+        self.vmap, self.graphs, self.parallel, self.map, self.tunes = True, True, None, map, "tuned" in name
         if "tuned" not in name:
-            self.ways, self.shapes_seen = Conv(), Seen()
+            self.shapes_seen = Seen()
         if "patches" in name:
             self.net.route = "patches"
 
@@ -70,6 +73,8 @@ def gpu(name=""):
 
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if "far" in name:  # no room for what clients keep
+            patch.setattr(engine, "free_memory", lambda device: 0)
         patch.setattr(common.Federation, "__init__", as_on_a_gpu)
         if not REAL:
             patch.setattr(engine.Replay, "__init__", captured)
@@ -129,6 +134,13 @@ def test_a_run_is_resumed_on_it(tmp_path):
         _, want = run(fedavg, argv, tmp_path / "whole")
         killed(fedavg, argv, tmp_path / "parts", lambda t, _: t == 2)
         record, state = run(fedavg, [*argv, "--resume"], tmp_path / "parts")
+    with gpu("far"):  # with rows in the host's memory
+        killed(superfed, argv, tmp_path / "far", lambda t, _: t == 2)
+        _, far = run(superfed, [*argv, "--resume"], tmp_path / "far")
+    with gpu():
+        _, near = run(superfed, argv, tmp_path / "near")
+    for name in near.keys() & far.keys():
+        assert not torch.is_tensor(near[name]) or torch.equal(near[name].cpu(), far[name].cpu()) or REAL, name
     assert [row["round"] for row in record["rounds"]] == [1, 2, 3]
     torch.testing.assert_close(state["w"], want["w"], atol=1e-6, rtol=1e-5)
 

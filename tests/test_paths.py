@@ -1,16 +1,21 @@
 """The ways of training beside the plain loop: patches, replayed steps, halves when memory runs out, lower precision."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import common
 import engine
 import fedavg
-from conftest import QUICK, Conv, Seen, federation, refused, run
+import path
+import superfed
+from conftest import QUICK, Seen, federation, refused, run
 
 UNEQUAL = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--fraction", "1", "--model", "mnistnet"]
 
@@ -93,7 +98,7 @@ def test_out_of_memory_halves_until_it_fits(problem, capsys, monkeypatch):
     """A device that holds three clients: 8 are tried, then 4, then 2 go together."""
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
-    fed.vmap, fed.parallel, sizes = True, None, []
+    fed.vmap, fed.parallel, fed.checked, sizes = True, None, Seen(), []
     together = engine.train_together
 
     def small(fed, step, state, plans, shared):
@@ -110,14 +115,19 @@ def test_out_of_memory_halves_until_it_fits(problem, capsys, monkeypatch):
 
 
 def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
+    """When it doesn't fit without vmap either."""
     fed = federation(UNEQUAL)
-    fed.vmap = True
+    fed.vmap, fed.checked, want = True, Seen(), trained(federation(UNEQUAL), np.arange(8))
 
     def none(*_):
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(engine, "train_together", none)
-    refused(capsys, "out of GPU memory, with one client at a time", trained, fed, np.arange(8))
+    assert torch.equal(trained(fed, np.arange(8)), want)
+    monkeypatch.setattr(common.Federation, "train_alone", none)
+    with pytest.raises(SystemExit):
+        trained(federation([*UNEQUAL, "--engine", "vmap"]), np.arange(8))
+    assert "out of GPU memory, with one client at a time" in capsys.readouterr().err
 
 
 def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
@@ -135,10 +145,10 @@ def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
         return together
 
     monkeypatch.setattr(common, "vmap", small)
-    fed.vmap = True
+    fed.vmap, fed.parallel = True, None
     line = "memory  the GPU's is too small: {} clients at once from here on\n"
     for room, said in ((3, line.format(4) + line.format(2)), (3, ""), (1, line.format(1))):
-        got = fed.only(np.arange(8)).evaluate_clients(W)
+        got = fed.evaluate_clients(W)
         assert got.pop("per_client") == want["per_client"] and got == pytest.approx({k: want[k] for k in got}, rel=1e-5)
         assert capsys.readouterr().out == said
 
@@ -149,7 +159,7 @@ def test_only_the_clients_with_minibatches_left_go_on():
     fed.split = fed.split._replace(train=[np.arange(n) for n in (30, 70, 5, 20)])
     fed.clients, fed.n = np.arange(4), torch.tensor([30.0, 70, 5, 20])
     want = trained(fed, np.arange(4))
-    fed.vmap, fed.parallel, seen = True, None, []
+    fed.vmap, fed.parallel, fed.checked, seen = True, None, Seen(), []
     together = engine.vmapped_step
 
     def watched(fed, step, state, index, *rest):
@@ -178,7 +188,7 @@ def test_the_share_of_padding_is_recorded(tmp_path, monkeypatch):
 def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
     fed = federation([*UNEQUAL, "--split", "iid"])
     fed.vmap = fed.graphs = True
-    fed.ways = Conv()
+    fed.checked = Seen()
     fed.parallel = None
     made, init = [], engine.Replay.__init__
     monkeypatch.setattr(engine.Replay, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
@@ -199,7 +209,7 @@ def test_a_step_that_cannot_be_captured_runs_without_and_others_with(capsys, mon
     fed = federation(UNEQUAL)
     want = trained(fed, np.arange(8))
     fed.vmap = fed.graphs = True
-    fed.ways, fed.shapes_seen = Conv(), Seen()
+    fed.checked, fed.shapes_seen = Seen(), Seen()
     init, pools = engine.Replay.__init__, []
 
     def fail(self, function, *_):
@@ -239,25 +249,154 @@ def test_a_field_may_be_part_of_another():
     assert [z.tolist() for z in got] == [[[100, 200, 300]], [[20, 30]]]
 
 
-def test_the_fastest_way_is_taken(monkeypatch):
+WAYS = [("conv", None), ("patches", None), ("conv", 1)]
+
+
+@pytest.mark.parametrize("slow", [1.2, 3.0])
+@pytest.mark.parametrize("fastest", WAYS)
+def test_the_fastest_way_is_taken_and_found_in_a_tenth_of_the_time(fastest, slow, monkeypatch):
     """A clock that lets each way take a known time; the run's result is that of the way, whatever it is."""
-    fed = federation([*QUICK, "--fraction", "1"])
-    want = trained(fed, np.arange(8))
-    for fastest in (("conv", None), ("patches", None), ("conv", 1)):
-        fed.vmap, fed.graphs, fed.ways, fed.parallel, seconds = True, True, {}, None, [0.0]
-        together = engine.train_together
+    fed, seconds, spent, first = federation([*UNEQUAL, "--epochs", "10"]), [0.0], [0.0], [True]
+    want, together, tune = trained(fed, np.arange(8)), engine.train_together, engine.tune
+    fed.vmap, fed.graphs, fed.tunes, fed.parallel, fed.map, fed.checked = True, True, True, None, map, Seen()
 
-        def timed(fed, step, state, plans, shared):
-            way = fed.net.route, 1 if len(plans) == 1 else None
-            seconds[0] += (0.5 if way == fastest else 1.0) * len(plans)
-            return together(fed, step, state, plans, shared)
+    def timed(fed, step, state, plans, shared):
+        way = fed.net.route, 1 if len(plans) == 1 else None
+        seconds[0] += (1.0 if way == fastest else slow) * sum(len(plan.index) for plan in plans)
+        return together(fed, step, state, plans, shared) if first[0] else state
 
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "train_together", timed)
-            patch.setattr(engine, "now", lambda device: seconds[0])
-            result = trained(fed, np.arange(8))
-        torch.testing.assert_close(result, want, atol=1e-4, rtol=1e-3)
-        assert list(fed.ways.values()) == [fastest] and fed.net.route == fastest[0]  # of the clients' evaluation, too
+    def tuned(*args):
+        start = seconds[0]
+        tune(*args)
+        spent[0] += seconds[0] - start
+
+    monkeypatch.setattr(engine, "train_together", timed)
+    monkeypatch.setattr(engine, "tune", tuned)
+    monkeypatch.setattr(engine, "now", lambda device: seconds[0])
+    step = fedavg.client_step(fed.net, fed.args)
+    torch.testing.assert_close(trained_by(fed, step), want, atol=1e-3, rtol=1e-2)
+    assert spent == [0]  # a step that is used once is not tuned
+    first[0] = False
+    for _ in range(200):
+        trained_by(fed, step)
+        assert spent[0] <= 0.1 * seconds[0]
+    assert list(fed.ways.values()) == [fastest] and fed.net.route == fastest[0]  # of the clients' evaluation, too
+    assert set(fed.tuning[step].found) == set(WAYS)
+
+
+@pytest.mark.parametrize("name, most", [("fedavg", 120), ("fedavgm", 120), ("superfed", 150), ("psinet", 150), ("fedslr", 150), ("persfl", 150),
+                                        ("scaffold", 150)])
+def test_a_round_is_followed_in_few_lines(name, most):
+    """Those that a reader opens outside of the algorithm's file (path.py says which)."""
+    assert sum(path.entered(name).values()) <= most
+
+
+# The fast way proves itself where it runs
+
+
+def breaking(route, fault):
+    """Patches that put a fault into one route: wrong numbers or an exception."""
+    train, replay, vmapped = engine.train_together, engine.Replay.__call__, engine.vmapped_step
+
+    def fails(*_):
+        raise RuntimeError("an untried card")
+
+    def wrong(result):
+        return tree_map(lambda z: z + 0.1 * z.roll(1, 0) if z.is_floating_point() else z, result)
+
+    if route == "capture":
+        return [(engine.Replay, "__init__", fails)]
+    if route == "replay":
+        return [(engine.Replay, "__call__", fails if fault == "raises" else lambda *a: wrong(replay(*a)))]
+    if route == "step":
+        return [(engine, "vmapped_step", fails if fault == "raises" else lambda *a: wrong(vmapped(*a)))]
+    if route == "later":  # behind the minibatches that are compared
+        return [(engine, "train_together", lambda fed, step, state, plans, shared: fails() if len(plans[0].index) > 1 else train(
+            fed, step, state, plans, shared))]
+    assert route == "evaluation"
+    return [(common, "vmap", fails if fault == "raises" else lambda f: lambda W, x: wrong(vmap(f)(W, x)))]
+
+
+@pytest.mark.parametrize("route, fault", [("step", "wrong"), ("step", "raises"), ("replay", "wrong"), ("replay", "raises"), ("capture", "raises"),
+                                          ("later", "raises"), ("evaluation", "wrong"), ("evaluation", "raises")])
+def test_a_fault_of_the_fast_way_is_found_and_the_loop_taken(route, fault, tmp_path, capsys):
+    """The run ends as one by the loop, says so in one line, and its record does."""
+    argv = [*UNEQUAL, "--fraction", "0.5"]
+    want, want_state = run(superfed, argv, tmp_path / "loop")
+    init = common.Federation.__init__
+
+    def on_a_gpu(self, *args):
+        init(self, *args)
+        self.vmap, self.graphs, self.parallel, self.map = True, True, None, map
+
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Federation, "__init__", on_a_gpu)
+        for fault_ in breaking(route, fault):
+            patch.setattr(*fault_)
+        record, state = run(superfed, argv, tmp_path / "fast")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("engine", "graphs"))]
+    if route == "capture":  # the same step, without a graph
+        assert len(lines) == 1 and "can't be captured as a CUDA graph (an untried card)" in lines[0]
+    else:
+        why = "an untried card" if fault == "raises" else "are not those of one" if route == "evaluation" else "rounding explains"
+        steps = 1 if route == "evaluation" else len(record["environment"]["one_by_one"])
+        assert len(lines) == steps and all("one client after the other" in line and why in line for line in lines)
+        assert all(why in line for line in record["environment"]["one_by_one"])
+    exact = route not in ("capture", "evaluation")
+    for name, z in want_state.items():
+        if torch.is_tensor(z):
+            torch.testing.assert_close(state[name], z, **(dict(atol=0, rtol=0) if exact else dict(atol=1e-4, rtol=1e-2)))
+    assert record["final"]["personal"]["mean"] == pytest.approx(want["final"]["personal"]["mean"], abs=0 if exact else 0.02)
+
+
+def rounded(z, precision):
+    """To the numbers that the precision has: 8 binary digits in bf16, 11 in TF32; the gradient passes."""
+    if precision == "fp32":
+        return z
+    digits = {"tf32": 11, "bf16": 8}[precision]
+    with torch.no_grad():
+        mantissa, exponent = torch.frexp(z)
+        low = torch.ldexp((mantissa * 2**digits).round() / 2**digits, exponent)
+    return z + (low - z).detach()
+
+
+@pytest.mark.parametrize("precision", engine.ROUNDING)
+@pytest.mark.parametrize("model", ["cnn", "tfcnn", "cifarnet", "mnistnet"])
+def test_rounding_is_no_fault_and_every_fault_is_more(model, precision, monkeypatch):
+    """One way rounds the factors of all products to the precision, the other does not: as far apart as two kernels can be. And a
+    client trained on another's images, on the last minibatch, or with a tenth of its gradient missing is found."""
+    words = ["--model", model, "--batch-size", "5", "--limit", "60", "--clients", "3", "--split", "iid", "--momentum", "0.9"]
+    fed = federation([*QUICK, "--transform", "normalize", *words])
+    fed.args.precision, fed.vmap, fed.parallel, fed.map = precision, True, None, map
+    monkeypatch.setattr(fed, "batch", functools.partial(exact_batch, fed))
+    step, kind = fedavg.client_step(fed.net, fed.args), [None]
+    model_, vmapped = fed.net.model, engine.vmapped_step
+
+    class Rounded(common.Weights):
+        def take(self, *args):
+            z = super().take(*args)
+            return z if common.vmapped() else rounded(z, precision)
+
+    monkeypatch.setattr(fed.net, "weights", lambda w, x: Rounded(iter(w.split(fed.net.sizes)), fed.net.route))
+    monkeypatch.setattr(fed.net, "model", lambda m, x, classes: model_(m, x if common.vmapped() else rounded(x, precision), classes))
+
+    def faulty(fed, step, state, index, *rest):
+        new = vmapped(fed, step, state, index.roll(1, 0) if kind[0] == "another's" else index, *rest)
+        if kind[0] == "part":
+            return tree_map(lambda a, b: torch.where(torch.arange(a.shape[1]) < 0.9 * a.shape[1], a, b), new, state)
+        return state if kind[0] == "nothing" else new
+
+    monkeypatch.setattr(engine, "vmapped_step", faulty)
+    for kind[0], found in ((None, False), ("another's", True), ("nothing", True), ("part", precision != "bf16")):
+        fed.failed.clear(), fed.checked.clear()
+        trained_by(fed, step, range(3))
+        assert bool(fed.failed) == found or kind[0] == "part", (kind, fed.failed)
+
+
+def exact_batch(fed, index, mask, uniform, draw):
+    x = fed.transform(fed.images[index.flatten()], uniform.flatten(0, -2)).unflatten(0, index.shape)
+    return common.Batch(x, fed.labels[index], mask, draw)
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(tmp_path):

@@ -1,6 +1,5 @@
 """The same run by one process and by two under torchrun: equal up to rounding for every algorithm."""
 
-import fcntl
 import importlib
 import json
 import os
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -89,15 +89,15 @@ def test_only_one_process_prints_and_none_writes_a_second_record(folder):
 
 
 def test_a_folder_in_use_is_left_as_it_is_by_all_processes(folder, tmp_path):
-    used = os.open(folder / "fedavg", os.O_RDONLY)
-    fcntl.flock(used, fcntl.LOCK_EX)
+    used = filelock.FileLock(folder / "fedavg" / ".lock")
+    used.acquire()
     before = {path.name: path.stat().st_mtime_ns for path in (folder / "fedavg").iterdir()}
     (tmp_path / "commands.json").write_text(json.dumps([[*COMMANDS["fedavg"], "--out", str(folder / "fedavg")]]))
     done = subprocess.run([*TORCHRUN, "2", HERE / "processes.py", tmp_path / "commands.json"], env=environment(),
                           capture_output=True, text=True, timeout=120)
-    os.close(used)
     assert done.returncode and "another run is writing to" in done.stderr
     assert before == {path.name: path.stat().st_mtime_ns for path in (folder / "fedavg").iterdir()}
+    used.release()
 
 
 def test_a_dying_process_ends_the_run_and_resume_wants_as_many(tmp_path, capsys):

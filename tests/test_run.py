@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import baselines
 import common
 import fedavg
 import fedavgm
@@ -132,8 +133,83 @@ def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
                           ({"data": "0" * 16}, "belongs to other data"), ({"split": "0" * 16}, "belongs to other split")):
         torch.save({**saved, **change}, path)
         refused(capsys, words, fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
-    path.write_bytes(path.read_bytes()[:1000])
-    refused(capsys, "can't be read", fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
+    torch.save(saved, path)
+    refused(capsys, "was written by fedavg.py, not by baselines.py", baselines.main, ["--method", "fedprox", *QUICK, "--resume", "--out", str(tmp_path)])
+    whole = path.read_bytes()
+    middle = len(whole) // 2  # among the weights
+    for damaged in (whole[:1000], b"", whole[:middle] + bytes(b ^ 255 for b in whole[middle : middle + 9]) + whole[middle + 9 :]):
+        path.write_bytes(damaged)
+        refused(capsys, "can't be read", fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
+    path.write_bytes(whole)
+    for damaged in ("", "{", "[]", "{}"):
+        (tmp_path / "result.json").write_text(damaged)
+        refused(capsys, "result.json can't be read as a record", fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
+
+
+def test_a_full_disk(tmp_path, capsys):
+    """While it is full the run goes on and says so; at the end it is a fault of the run. What was there stays, nothing half lies
+    about, and when there is room again --resume writes it all."""
+    for name, part in (("state.pt", "state.pt.part"), ("result.json", "result.json.part")):
+        out, argv = tmp_path / name, [*QUICK, "--rounds", "4", "--eval-every", "1"]
+        killed(fedavg, argv, out, lambda t, _: t == 2)
+        before, write = (out / name).read_bytes(), records.Run.write
+
+        def full(self, path, put, alone=False, part=part):
+            if path.name + ".part" == part:
+                (out / part).unlink(missing_ok=True)
+                (out / part).symlink_to("/dev/full")
+            write(self, path, put, alone)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+            patch.setattr(records.Run, "write", full)
+            fedavg.main([*argv, "--resume", "--out", str(out)])
+        said, error = capsys.readouterr()
+        assert stop.value.code == 2 and "No space left on device; make room, and start again with --resume" in error and error.count("\n") == 1
+        assert said.count("can't be written: No space left on device") == 2 and "finished after 4 of 4" in said
+        assert (out / name).read_bytes() == before and not list(out.glob("*.part"))
+        record, state = run(fedavg, [*argv, "--resume"], out)
+        whole, want = run(fedavg, argv, out / "whole")
+        assert torch.equal(state["w"], want["w"]) and same(record, whole)
+
+
+def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
+    """A clock that lets every write take 40 seconds and every round 100: after the first, one in eight rounds."""
+    seconds, put, begin, written = [0.0], records.Run.put_state, records.Run.begin_round, []
+
+    def slow(self, part):
+        written.append(len(self.kept.history))
+        seconds[0] += 40
+        put(self, part)
+
+    monkeypatch.setattr(records.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(records.Run, "put_state", slow)
+    monkeypatch.setattr(records.Run, "begin_round", lambda self, t: (seconds.__setitem__(0, seconds[0] + 100), begin(self, t)))
+    run(fedavg, [*QUICK, "--rounds", "21", "--eval-every", "1", "--limit", "40", "--clients", "2", "--per-client", "4"], tmp_path)
+    assert written == [1, 8, 15, 21]  # 40 s are 5 % of 800, and 80 s of 1600; one second is always free
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "state.pt"]
+
+
+def test_a_reader_who_has_seen_enough_does_not_end_the_run(tmp_path):
+    argv = [sys.executable, HERE / "fedavg.py", *QUICK, "--rounds", "4", "--eval-every", "1", "--out", str(tmp_path)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(timeout=100) == 0
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert record["status"] == "finished" and len(record["rounds"]) == 4
+
+
+def test_what_only_unix_has_is_not_needed(tmp_path):
+    """As on Windows: no fcntl, resource, pwd, grp, termios, and a C library that can't be opened by no name."""
+    code = (f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+            "import torch, torchvision\nfor name in ('fcntl', 'resource', 'pwd', 'grp', 'termios', 'posix_ipc'): sys.modules[name] = None\n"
+            "for name in [n for n in sys.modules if n.startswith('filelock')]: del sys.modules[name]\n"
+            "import ctypes, os, warnings\nwarnings.simplefilter('ignore')\ndef missing(*_): raise TypeError\nctypes.CDLL = missing\n"
+            "del os.sched_getaffinity\nimport fedavg\nfedavg.main(sys.argv[1:])\n")
+    for more in ([], ["--resume"]):
+        done = subprocess.run([sys.executable, "-c", code, *QUICK, "--out", str(tmp_path), *more], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["peak_memory_mb"] is None
 
 
 def test_divergence_is_recorded_and_the_last_finite_state_kept(tmp_path, capsys, monkeypatch):
@@ -285,7 +361,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
     rounds = records.Run(fedavg.__file__, fed.args, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
     next(rounds)
     refused(capsys, "another run is writing to", fedavg.main, argv)
-    assert not list((tmp_path / "run").iterdir())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     rounds.close()
     fedavg.main(argv)
 

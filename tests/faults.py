@@ -1,0 +1,337 @@
+"""What happens when something is wrong: tries it, and writes docs/faults.md, a table of what was tried and what came of it.
+
+    python tests/faults.py             all of it (a quarter of an hour on two cores)
+    python tests/faults.py --inputs    only bad input (a minute); the other table stays as it is
+
+Bad input is tried in this process. Signals and kills are sent to processes of their own, each at a place in its second round:
+in training, in evaluation, while the state is written, while the record is written. Then the run is resumed. The result must be
+that of a run that nothing happened to, bit for bit.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(HERE), str(HERE / "tests")]
+PAGE = HERE / "docs" / "faults.md"
+QUICK = ("--dataset shapes --limit 400 --split iid --clients 8 --model mnistnet --fraction 0.5 --rounds 4 --epochs 1 --lr 0.01 --eval-every 1 "
+         "--device cpu --parallel 1")
+
+INPUTS = {"Numbers": [], "Names": [
+    "--dataset cifar11", "--dataset ''", "--dataset none.npz", "--split nobody", "--transform polish", "--model lstm", "--precision fp8",
+    "--precision tf32", "--engine warp", "--engine graph", "--device gpu", "--device cuda:99", "--device meta", "--device ''", "--optimiser adam",
+    "--round 3", "--rounds", "surplus", "--out ''", "--out file.txt", "--out file.txt/run", "--out /proc/nothing", "--out /sys",
+    "--dataset mnist --data-dir nowhere-without-network",
+], "Splits": [
+    "--clients 401", "--clients 400", "--client-test 0.6 --client-val 0.5", "--client-test 1", "--client-test 0.999", "--client-val 0.999",
+    "--split shards --per-client 51", "--split dirichlet --alpha 0 --clients 3", "--split dirichlet-classes --alpha 0",
+    "--split dirichlet-classes --alpha 0.0001", "--split dirichlet-classes --clients 41", "--split classes --per-client 11",
+    "--split classes --clients 100 --per-client 10", "--split lognormal --per-client 11", "--split lognormal --clients 100",
+    "--split fedslr --alpha 0", "--split fedslr --client-val 0.1", "--split semantic --limit 500", "--split natural", "--split semantic --clients 5",
+    "--limit 5", "--limit 10001", "--limit 9",
+], "Models": ["--model cnn --transform tensorflow", "--model cnn --dataset small.npz", "--model vgg16 --dataset small.npz",
+              "--transform tensorflow --dataset small.npz", "--model tfcnn --dataset tiny.npz"],
+    "Other methods": ["superfed.py --mu inf", "superfed.py --mu -1", "fedslr.py --momentum 0.9", "fedslr.py --eta-g 0", "fedavgm.py --beta 1.5"],
+    "Data files": [], "Folders and what lies in them": []}
+for flag, values in {
+    **dict.fromkeys(("rounds", "epochs", "clients", "per-client", "limit", "parallel", "eval-every"), "0 -1 1.5"), "batch-size": "-1 1.5 many",
+    "lr": "0 -1 nan inf x", "lr-decay": "0 1.1 nan", "fraction": "-0.1 1.1 nan", "momentum": "-0.1 1.1", "weight-decay": "-1 inf",
+    "alpha": "-1 inf nan", "client-test": "-0.1 1.1", "client-val": "-0.1 1.1", "seed": "-1 4294967296 x", "split-seed": "-1",
+}.items():
+    INPUTS["Numbers"] += [f"--{flag} {value}" for value in values.split()]
+
+
+def images(n=40, test=20, size=8, classes=4, **changes):
+    """A good data set in a .npz, but for the changes; None: without that array."""
+    rng = np.random.default_rng(0)
+    arrays = {"x_train": rng.integers(0, 256, (n, size, size, 3), dtype=np.uint8), "y_train": np.arange(n) % classes,
+              "x_test": rng.integers(0, 256, (test, size, size, 3), dtype=np.uint8), "y_test": np.arange(test) % classes, **changes}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+FILES = {  # name: (what is wrong, arrays)
+    "a-float.npz": ("images are floats", images(x_train=np.zeros((40, 8, 8, 3), np.float32))),
+    "b-flat.npz": ("images are rows of numbers", images(x_train=np.zeros((40, 192), np.uint8))),
+    "c-first.npz": ("channels come first", images(x_train=np.zeros((40, 3, 8, 8), np.uint8))),
+    "d-sizes.npz": ("training and test images differ in size", images(x_test=np.zeros((20, 9, 9, 3), np.uint8))),
+    "e-none.npz": ("no training images", images(x_train=np.zeros((0, 8, 8, 3), np.uint8), y_train=np.zeros(0, int))),
+    "f-flat.npz": ("images without pixels", images(x_train=np.zeros((40, 0, 8, 3), np.uint8))),
+    "g-half.npz": ("labels are fractions", images(y_train=np.arange(40) / 2)),
+    "h-words.npz": ("labels are words", images(y_train=np.array(["cat"] * 40))),
+    "i-minus.npz": ("a label is negative", images(y_train=np.arange(40) % 4 - 1)),
+    "j-fewer.npz": ("a label is missing", images(y_train=np.arange(39) % 4)),
+    "k-onehot.npz": ("labels are one-hot", images(y_train=np.eye(4, dtype=int)[np.arange(40) % 4])),
+    "l-gap.npz": ("a class has no images", images(y_train=np.array([0, 1, 3] * 13 + [0]))),
+    "m-new.npz": ("a test label that training has not", images(y_test=np.arange(20) % 4 + 2)),
+    "n-untested.npz": ("no test images", images(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int))),
+    "o-array.npz": ("no y_test", images(y_test=None)),
+    "p-object.npz": ("images are Python objects", images(x_train=np.array([[1], [2, 3]] * 20, dtype=object))),
+    "q-owner.npz --split natural": ("client numbers are fractions", images(client_train=np.arange(40) / 2)),
+    "r-owner.npz --split natural": ("a client number is missing", images(client_train=np.arange(39))),
+    "s-owner.npz --split natural": ("client numbers have a gap", images(client_train=np.arange(40) % 3 * 2)),
+    "t-few.npz --split natural": ("every client has one image", images(client_train=np.arange(40))),
+    "cifar100.npz": ("named cifar100, but it is not", images()),
+    "u-one.npz": ("one class", images(classes=1)),
+    "v-alike.npz": ("all images are alike", images(x_train=np.full((40, 8, 8, 3), 9, np.uint8), x_test=np.full((20, 8, 8, 3), 9, np.uint8))),
+}
+
+
+def prepare(folder):
+    """The files that the inputs name."""
+    for name, (_, arrays) in FILES.items():
+        np.savez(folder / name.split()[0], **arrays)
+    np.savez(folder / "small.npz", **images())
+    np.savez(folder / "tiny.npz", **images(size=1))
+    (folder / "empty.npz").write_bytes(b"")
+    (folder / "text.npz").write_text("no zip")
+    whole = (folder / "small.npz").read_bytes()
+    (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (folder / "damaged.npz").write_bytes(whole[:3000] + bytes(b ^ 255 for b in whole[3000:3100]) + whole[3100:])
+    (folder / "file.txt").write_text("a file")
+
+
+def attempt(line, folder, out=None):
+    """Runs `[FILE.py] FLAGS` in this process, in the folder: (exit code, stdout, stderr)."""
+    words = shlex.split(line)
+    module = words.pop(0).removesuffix(".py") if words and words[0].endswith(".py") else "fedavg"
+    before = [] if out is None else ["--out", str(out)]
+    clients = ["--clients", "8"] if "--split natural" in line or "--split semantic" in line else []
+    quick = shlex.split(QUICK.replace("--clients 8 ", "") if clients else QUICK)
+    stdout, stderr, here, code = io.StringIO(), io.StringIO(), os.getcwd(), 0
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            importlib.import_module(module).main([*quick, *before, *words])
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException as problem:  # what must not happen
+        code = f"traceback: {problem!r}"
+    finally:
+        os.chdir(here)
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def broken_folders(folder):
+    """(what is wrong, command) where a run's folder is in order but for one thing."""
+    sound = folder / "sound"
+    attempt("", folder, sound)
+
+    def copy(name, change):
+        shutil.copytree(sound, folder / name)
+        change(folder / name)
+        return str(folder / name)
+
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        for i in range(len(data) // 2, len(data) // 2 + 20):
+            data[i] ^= 255
+        path.write_bytes(data)
+
+    def change_state(**changes):
+        def change(out):
+            saved = torch.load(out / "state.pt", weights_only=True)
+            torch.save({**saved, **{name: of(saved[name]) for name, of in changes.items()}}, out / "state.pt")
+        return change
+
+    state, record = "state.pt", "result.json"
+    yield "nothing there", "--resume --out new"
+    for what, flags in (("another learning rate", "--lr 0.02"), ("another number of rounds", "--rounds 5"), ("another seed", "--seed 1"),
+                        ("another split", "--split-seed 1"), ("another batch size", "--batch-size 10"), ("another model", "--model cifarnet")):
+        yield f"the state is of {what}", f"{flags} --resume --out {sound}"
+    yield "the state is another file's", f"baselines.py --method fedprox --resume --out {sound}"
+    for what, name, change in (
+        ("the state is empty", "s1", lambda out: (out / state).write_bytes(b"")),
+        ("the state is cut off", "s2", lambda out: (out / state).write_bytes((out / state).read_bytes()[:5000])),
+        ("bytes of the state are damaged", "s3", lambda out: flip(out / state)),
+        ("the state is text", "s4", lambda out: (out / state).write_text("text")),
+        ("the state is a folder", "s5", lambda out: ((out / state).unlink(), (out / state).mkdir())),
+        ("the state is of another version of common.py", "s6", change_state(sources=lambda s: {**s, "common.py": "0" * 64})),
+        ("the state is of other images", "s7", change_state(data=lambda s: "0" * 16)),
+        ("the state is of a split that was drawn otherwise", "s8", change_state(split=lambda s: "0" * 16)),
+        ("the state is gone, the record is finished", "s9", lambda out: (out / state).unlink()),
+        ("the state is that of two processes", "s10", lambda out: (out / state).rename(out / "state-0-of-2.pt")),
+        ("the record is empty", "r1", lambda out: (out / record).write_text("")),
+        ("the record is cut off", "r2", lambda out: (out / record).write_text((out / record).read_text()[:100])),
+        ("the record is other JSON", "r3", lambda out: (out / record).write_text("[]")),
+        ("the record is gone", "r4", lambda out: (out / record).unlink()),
+        ("a half-written state lies beside the state", "p1", lambda out: (out / "state.pt.part").write_text("half")),
+    ):
+        yield what, f"--resume --out {copy(name, change)}"
+    yield "an earlier run lies there", f"--out {copy('e1', lambda out: None)}"
+    full = folder / "full"
+    full.mkdir()
+    (full / "state.pt.part").symlink_to("/dev/full")
+    yield "the disk is full when the state is first written", f"--out {full}"
+
+
+def outcome(code, out, err, folder):
+    """What came of it, in words; and whether it is as it should be: one line and nothing else, or a run that ends."""
+    lines = [line for line in out.splitlines() if line.startswith(("warning", "resume", "kept", "disk", "memory", "engine"))]
+    clean = lambda text: re.sub(r"^\S+: error: ", "", text.replace(str(folder) + "/", "").replace(str(folder), "."))  # noqa: E731
+    if code == 2:
+        return "refused: " + clean(err.strip()), err.count("\n") == 1 and "error: " in err and (not out or "disk" in out)
+    if code == 3:
+        return "diverged", "diverged" in out and not err
+    words = "; ".join(dict.fromkeys(map(clean, lines)))
+    return f"runs{': ' if words else ''}{words}", code == 0 and not err.strip() and "finished after" in out
+
+
+def try_inputs(folder):
+    """[(section, input, what happens, whether that is right)]"""
+    rows = []
+    prepare(folder)
+    for section, lines in INPUTS.items():
+        cases = [(f"`{line}`", line) for line in lines]
+        if section == "Data files":
+            cases = [(f"{what}", f"--dataset {name if name != 'cifar100.npz' else 'cifar100 --data-dir .'}") for name, (what, _) in FILES.items()]
+            cases += [(f"{what} instead of a .npz", f"--dataset {name}.npz") for what, name in (
+                ("an empty file", "empty"), ("text", "text"), ("half a file", "cut"), ("damaged bytes", "damaged"))]
+        if section == "Folders and what lies in them":
+            cases = broken_folders(folder)
+        for i, (what, line) in enumerate(cases):
+            out = None if "--out" in line else folder / "runs" / f"{section[:4]}-{i}"
+            result, right = outcome(*attempt(line, folder, out), folder)
+            rows.append((section, what, result, right))
+    return rows
+
+
+# Signals and kills
+
+KINDS = {  # one method of each kind: one model; rows that are kept; two passes in a round; a second stage
+    "fedavg": f"fedavg.py {QUICK}", "superfed": f"superfed.py {QUICK}", "fedslr": f"fedslr.py {QUICK}",
+    "scaffold": f"baselines.py --method scaffold {QUICK}",
+}
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "the terminal is closed": getattr(signal, "SIGHUP", signal.SIGTERM),
+           "kill -9": getattr(signal, "SIGKILL", signal.SIGTERM)}
+POINTS = ("in training", "in evaluation", "while the state is written", "while the record is written")
+
+
+def child(point, number, line):
+    """Runs a command in which the signal comes at that place in round 2."""
+    import common
+    import records
+
+    module, *argv = shlex.split(line)
+    module = importlib.import_module(module.removesuffix(".py"))
+    now = {"round": 0, "sent": False}
+
+    def send():
+        if now["round"] == 2 and not now["sent"]:
+            now["sent"] = True
+            os.kill(os.getpid(), number)
+
+    def before(owner, name, put=lambda *_: None, after=False):
+        usual = getattr(owner, name)
+
+        def watched(*args, **named):
+            put(*args)
+            if not after and name != "begin_round":
+                send()
+            result = usual(*args, **named)
+            if after:
+                send()
+            return result
+
+        setattr(owner, name, watched)
+
+    before(records.Run, "begin_round", lambda run, t: now.update(round=t + 1))
+    if point == "in training":
+        before(common.Federation, "batch")
+    elif point == "in evaluation":
+        before(common.Federation, "evaluate")
+    elif point == "while the state is written":
+        before(torch, "save", lambda saved, file: file.write(b"half"))
+    else:
+        usual = pathlib.Path.write_text
+
+        def half(path, text, *more):
+            if path.name == "result.json.part":
+                usual(path, text[: len(text) // 2])
+                send()
+            return usual(path, text, *more)
+
+        pathlib.Path.write_text = half
+    module.main(argv)
+
+
+def try_kills(folder, kinds=KINDS, signals=SIGNALS, points=POINTS):
+    """[(kind, signal, place, what happens, whether nothing was lost)]"""
+    rows = []
+    for kind in kinds:
+        attempt(KINDS[kind], folder, folder / kind / "whole")
+        want = torch.load(folder / kind / "whole" / "state.pt", weights_only=True)["state"]
+        for name in signals:
+            for point in points:
+                out = folder / kind / f"{name} {point}".replace(" ", "-")
+                command = [sys.executable, __file__, "--child", point, str(int(SIGNALS[name])), f"{KINDS[kind]} --out {out}"]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                try:
+                    status = json.loads((out / "result.json").read_text())["status"]
+                    rounds = len(torch.load(out / "state.pt", weights_only=True)["history"])
+                    code, said, error = attempt(KINDS[kind] + " --resume", folder, out)
+                    have = torch.load(out / "state.pt", weights_only=True)["state"]
+                    same = all(torch.equal(z, have[key]) if torch.is_tensor(z) else z == have[key] for key, z in want.items())
+                    right = done.returncode != 0 and "Traceback" not in done.stderr and code == 0 and same and rounds >= 1
+                    left = f"record: {status}; resumed from round {rounds}; result {'the same' if same else 'ANOTHER'}"
+                except Exception as problem:
+                    right, left = False, f"LOST: {problem!r} {done.stderr[-300:]}"
+                rows.append((kind, name, point, f"exit code {done.returncode}; {left}", right))
+    return rows
+
+
+def tables(rows, kills):
+    text = [f"""# What happens when something is wrong
+
+This page is made by `python tests/faults.py`. It tries {len(rows)} bad or unusual inputs, and signals and kills at four places of a run.
+
+## Input
+
+Every command is `python fedavg.py {QUICK}`, with the flags in the table added. A refused input gives one line on stderr,
+nothing on stdout, and exit code 2.
+"""]
+    for section in INPUTS:
+        text += [f"### {section}\n", "| input | what happens |", "|---|---|"]
+        text += [f"| {what} | {result} |".replace("\n", " ") for part, what, result, _ in rows if part == section] + [""]
+    return "\n".join(text) + "\n" + kills
+
+
+def kill_table(rows):
+    text = ["## Signals and kills", "", "Each comes in round 2 of 4. Then the run is resumed. \"The same\" means: the same weights as without it, bit for bit.", "",
+            "| method | what comes | when | what happens |", "|---|---|---|---|"]
+    return "\n".join(text + [f"| {kind} | {name} | {point} | {result} |" for kind, name, point, result, _ in rows]) + "\n"
+
+
+def main(argv):
+    if argv[:1] == ["--child"]:
+        return child(argv[1], int(argv[2]), argv[3])
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name).resolve()
+        rows = try_inputs(folder)
+        old = PAGE.read_text() if PAGE.exists() else ""
+        kills = [] if "--inputs" in argv else try_kills(folder)
+        wrong = [row[:-1] for row in (*rows, *kills) if not row[-1]]
+        table = kill_table(kills) if kills else old[old.index("## Signals and kills") :] if "## Signals" in old else ""
+        PAGE.write_text(tables(rows, table))
+    for row in wrong:
+        print("WRONG ", *row, sep=" | ")
+    print(f"{len(rows)} inputs, {len(kills)} signals and kills, {len(wrong)} wrong; see {PAGE.relative_to(HERE)}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
