@@ -257,7 +257,8 @@ def growth(device, repetitions):
         federation = one_round.federation
         own = [np.arange(100 * k, 100 * k + 100) % federation.data.train for k in range(K)]  # clients may share images
         federation.whole = common.Split(own, own, own)
-        federation.select(np.arange(K))
+        federation.K, federation.clients, federation.split = K, np.arange(K), federation.whole
+        federation.n = torch.full((K,), 100.0, device=federation.device)
         (every,), (memory,) = (list(part.values()) for part in interleaved({"": one_round}, device, repetitions))
         s = statistics.median(every)
         rows.append({"population": K, "sampled": m, "seconds": s, "ms_per_client": 1000 * s / m, "memory_mb": memory})

@@ -8,6 +8,8 @@ operations on tensors of both and numpy arrays of the GPU's tensors; and while o
 graph, all that waits for the GPU or copies to it. How fast or how exact a GPU is can't be seen here.
 """
 
+import weakref
+
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -41,7 +43,29 @@ def where(x):
 def label(result, name):
     for x in tensors_of((result,)):
         unwrapped(x).where = name
+        if name == "gpu":
+            MEMORY.hold(unwrapped(x).untyped_storage())
     return result
+
+
+class Memory:
+    """Bytes of the GPU's tensors that are alive, and the most there were."""
+
+    held, peak, places = 0, 0, {}
+
+    def hold(self, storage):
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place and place not in self.places:
+            self.places[place] = weakref.finalize(storage, self.drop, place, size)
+            self.held += size
+            self.peak = max(self.peak, self.held)
+
+    def drop(self, place, size):
+        if self.places.pop(place, None):
+            self.held -= size
+
+
+MEMORY = Memory()
 
 
 def tensors_of(values):

@@ -145,6 +145,22 @@ def test_a_run_is_resumed_on_it(tmp_path):
     torch.testing.assert_close(state["w"], want["w"], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.skipif(REAL, reason="for machines without a GPU")
+def test_more_clients_take_no_more_of_its_memory(tmp_path):
+    """Four of 8 or of 40 clients train; what the others keep lies in the host's memory. Where it fits, it takes the device's."""
+    peaks = {}
+    for kind in ("far", "near"):
+        for K in (8, 40):
+            argv = ["--limit", "400", "--clients", str(K), "--fraction", str(4 / K), "--batch-size", "5", "--split", "iid", "--mix", "layer"]
+            with gpu(kind):
+                pretend.MEMORY.peak = pretend.MEMORY.held
+                before = pretend.MEMORY.held
+                run(superfed, ["--dataset", "shapes", "--rounds", "2", "--epochs", "1", "--device", "cpu", *argv], tmp_path / f"{kind}-{K}")
+                peaks[kind, K] = pretend.MEMORY.peak - before
+    assert peaks["far", 40] < 1.05 * peaks["far", 8]
+    assert peaks["near", 40] > peaks["far", 40] + 30 * 4 * 94_186
+
+
 @pytest.mark.skipif(not REAL, reason="wants a real GPU")
 def test_a_capture_that_breaks_leaves_other_graphs_unharmed():
     def breaks(state, x):
