@@ -98,7 +98,7 @@ def pages():
 def test_methods_of_federation_that_texts_name_exist():
     texts = "\n".join(path.read_text() for path in (*HERE.glob("*.py"), *HERE.glob("*.md")))
     named = set(re.findall(r"\bFederation\.(\w+)", texts))
-    assert len(named) > 2 and all(hasattr(common.Federation, name) for name in named)
+    assert named and all(hasattr(common.Federation, name) for name in named)
 
 
 def commands():
@@ -177,7 +177,7 @@ def test_numbers_in_the_pages_are_those_of_the_committed_results():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|") or "---" in line:
             continue
-        link = re.search(r"\(([^)]*/result\.json)\)", line)
+        link = re.search(r"\(([^()]*/result\.json)\)", line)
         if not link:
             titles = cells
             continue
@@ -191,7 +191,7 @@ def test_numbers_in_the_pages_are_those_of_the_committed_results():
 
 def test_persfls_tables_are_those_of_their_records():
     """Means over users and runs: FedAvg, fine-tuned and PersFL in per cent, T, lambda; behind +- the spread over users."""
-    rows = re.findall(r"^\| \[[^]]*\]\((results/persfl-[^)]*)\) \|(.*)\|$", pages(), re.M)
+    rows = re.findall(r"^\| \[[^]]*\]\((results/(?:persfl-[23]/persfl-[\w-]+|persfl-normalize/mnist-DS-\d))\) \|(.*)\|$", pages(), re.M)
     assert len(rows) == 9
     for folder, numbers in rows:
         users = [json.loads(path.read_text())["final"]["users"] for path in (HERE / folder).rglob("result.json")]
