@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -225,6 +226,8 @@ def child(point, number, line):
     import common
     import records
 
+    if number == SIGNALS["the terminal is closed"]:
+        signal.signal(number, signal.SIG_DFL)  # which nohup, if this was started by it, has set aside
     module, *argv = shlex.split(line)
     module = importlib.import_module(module.removesuffix(".py"))
     now = {"round": 0, "sent": False}
@@ -234,27 +237,32 @@ def child(point, number, line):
             now["sent"] = True
             os.kill(os.getpid(), number)
 
-    def before(owner, name, put=lambda *_: None, after=False):
+    def before(owner, name, do):
         usual = getattr(owner, name)
 
         def watched(*args, **named):
-            put(*args)
-            if not after and name != "begin_round":
-                send()
-            result = usual(*args, **named)
-            if after:
-                send()
-            return result
+            do(*args)
+            return usual(*args, **named)
 
         setattr(owner, name, watched)
 
     before(records.Run, "begin_round", lambda run, t: now.update(round=t + 1))
     if point == "in training":
-        before(common.Federation, "batch")
+        before(common.Federation, "batch", lambda *_: send())
     elif point == "in evaluation":
-        before(common.Federation, "evaluate")
+        before(common.Federation, "evaluate", lambda *_: send())
     elif point == "while the state is written":
-        before(torch, "save", lambda saved, file: file.write(b"half"))
+        save = torch.save
+
+        def half_state(saved, file):
+            if now["round"] == 2:
+                file.write(b"half")
+                file.flush()
+                send()
+                file.seek(0)
+            save(saved, file)
+
+        torch.save = half_state
     else:
         usual = pathlib.Path.write_text
 
@@ -270,26 +278,31 @@ def child(point, number, line):
 
 def try_kills(folder, kinds=KINDS, signals=SIGNALS, points=POINTS):
     """[(kind, signal, place, what happens, whether nothing was lost)]"""
-    rows = []
-    for kind in kinds:
-        attempt(KINDS[kind], folder, folder / kind / "whole")
-        want = torch.load(folder / kind / "whole" / "state.pt", weights_only=True)["state"]
-        for name in signals:
-            for point in points:
-                out = folder / kind / f"{name} {point}".replace(" ", "-")
-                command = [sys.executable, __file__, "--child", point, str(int(SIGNALS[name])), f"{KINDS[kind]} --out {out}"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-                try:
-                    status = json.loads((out / "result.json").read_text())["status"]
-                    rounds = len(torch.load(out / "state.pt", weights_only=True)["history"])
-                    code, said, error = attempt(KINDS[kind] + " --resume", folder, out)
-                    have = torch.load(out / "state.pt", weights_only=True)["state"]
-                    same = all(torch.equal(z, have[key]) if torch.is_tensor(z) else z == have[key] for key, z in want.items())
-                    right = done.returncode != 0 and "Traceback" not in done.stderr and code == 0 and same and rounds >= 1
-                    left = f"record: {status}; resumed from round {rounds}; result {'the same' if same else 'ANOTHER'}"
-                except Exception as problem:
-                    right, left = False, f"LOST: {problem!r} {done.stderr[-300:]}"
-                rows.append((kind, name, point, f"exit code {done.returncode}; {left}", right))
+    cases = [(kind, name, point, folder / kind / f"{name} {point}".replace(" ", "-")) for kind in kinds for name in signals for point in points]
+
+    def start(case):
+        kind, name, point, out = case
+        command = [sys.executable, __file__, "--child", point, str(int(SIGNALS[name])), f"{KINDS[kind]} --out {out}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    with ThreadPoolExecutor(os.cpu_count()) as together:
+        ends = list(together.map(start, cases))
+    rows, want = [], {}
+    for (kind, name, point, out), done in zip(cases, ends):
+        if kind not in want:
+            attempt(KINDS[kind], folder, folder / kind / "whole")
+            want[kind] = torch.load(folder / kind / "whole" / "state.pt", weights_only=True)["state"]
+        try:
+            status = json.loads((out / "result.json").read_text())["status"]
+            rounds = len(torch.load(out / "state.pt", weights_only=True)["history"])
+            code, said, error = attempt(KINDS[kind] + " --resume", folder, out)
+            have = torch.load(out / "state.pt", weights_only=True)["state"]
+            same = all(torch.equal(z, have[key]) if torch.is_tensor(z) else z == have[key] for key, z in want[kind].items())
+            right = done.returncode != 0 and "Traceback" not in done.stderr and code == 0 and same and rounds >= 1
+            left = f"record: {status}; resumed from round {rounds}; result {'the same' if same else 'ANOTHER'}"
+        except Exception as problem:
+            right, left = False, f"LOST: {problem!r} {done.stderr[-300:]}"
+        rows.append((kind, name, point, f"exit code {done.returncode}; {left}", right))
     return rows
 
 
