@@ -33,6 +33,7 @@ def small_images(monkeypatch):
     labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
     images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
     monkeypatch.setattr(datasets, "shapes", lambda: (images[:400], labels[:400], images[400:], labels[400:]))
+    monkeypatch.setitem(datasets.DATASETS, "shapes", (8, 8, 3, 10))
 
 
 def federation(method, argv):

@@ -15,7 +15,7 @@ from torch import nn
 import baselines
 
 NAME, COMMITS = "ditto", ("26d9b29a62f3872dcdf071be08e897607c283bb4",)
-FLAGS = "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --method ditto".split()
+FLAGS = "--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --method ditto".split()
 SIZES = (15, 12, 14, 13)  # .8 are trained on: 12, 9, 11 and 10 images, 3 minibatches each: there all clients take as many steps
 
 

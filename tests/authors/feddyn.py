@@ -15,7 +15,7 @@ import torch
 import baselines
 
 NAME, COMMITS = "feddyn", ("48a19fac440ef079ce563da8e0c2896f8256fef9",)
-FLAGS = "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --lr-decay 0.9".split()
+FLAGS = "--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --lr-decay 0.9".split()
 SIZES = (15, 11, 15, 12)  # of these .8 are trained on: 12, 8, 12 and 9 images, 3, 2, 3 and 3 minibatches
 SAME_STEPS = (15, 12, 14, 13)  # 12, 9, 11 and 10 images, 3 minibatches each
 

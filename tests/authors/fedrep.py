@@ -14,7 +14,7 @@ import baselines
 
 NAME, COMMITS = "fedrep", ("d82e62982e107bb3322541604f059c0ff28bd289",)
 FLAGS = (
-    "--clients 4 --fraction 0.5 --rounds 4 --batch-size 4 --lr 0.1 --momentum 0.5 --weight-decay 0.0001 " "--personal 1"
+    "--fraction 0.5 --rounds 4 --batch-size 4 --lr 0.1 --momentum 0.5 --weight-decay 0.0001 " "--personal 1"
 ).split()
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 EQUAL = (15, 15, 15, 15)

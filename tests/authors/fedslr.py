@@ -17,7 +17,7 @@ import fedavg
 import fedslr
 
 NAME, COMMITS = "fedslr", ("35dc740caac562b212288c3bf58106f416a391fb",)
-FLAGS = "--clients 4 --fraction 0.5 --rounds 3 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --lr-decay 0.9".split()
+FLAGS = "--fraction 0.5 --rounds 3 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --lr-decay 0.9".split()
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 EQUAL = (14, 14, 14, 14)
 DECAY = ["--weight-decay", "0.001"]

@@ -17,7 +17,7 @@ import baselines
 
 NAME, COMMITS = "lgfedavg", ("7af0568b2cae88922ebeacc021b1679815092f4e",)
 FLAGS = (
-    "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0.5 " "--method lg-fedavg --personal 1"
+    "--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0.5 " "--method lg-fedavg --personal 1"
 ).split()
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 LAYERS = ["conv1", "fc1", "fc2"]

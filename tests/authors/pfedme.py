@@ -13,7 +13,7 @@ import torch
 import baselines
 
 NAME, COMMITS = "pfedme", ("caf24b1f954d4381bd9b4d104ee7eff389e1489b",)
-FLAGS = "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --momentum 0".split()
+FLAGS = "--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --momentum 0".split()
 SIZES = (15, 12, 14, 13)  # .8 are trained on: 12, 9, 11 and 10 images, 3 minibatches each: there all users take as many steps
 PFEDME = [*FLAGS, *"--method pfedme --lr 0.02 --pfedme-lambda 15 --theta-lr 0.03 --theta-steps 5 --pfedme-beta 1.5".split()]
 STUBS = "loaders; evaluation; h5py"

@@ -20,7 +20,7 @@ import superfed
 
 NAME = "superfed"
 COMMITS = "ae1803b73af3ce319b980b698c884833e6e7cb3e", "55064b966817c9e728b400394771d2d901bb3281"
-FLAGS = "--clients 4 --fraction 0.5 --epochs 2 --batch-size 4 --lr 0.05".split()
+FLAGS = "--fraction 0.5 --epochs 2 --batch-size 4 --lr 0.05".split()
 ONE_CLIENT = "--fraction 0 --rounds 1 --start 0 --as official --mix layer --mu 0 --weight-decay 0.0001".split()
 SIZES = (15, 10, 20, 15)  # .8 of each is a multiple of the minibatch: 12, 8, 16 and 12 images to train on
 MORE_TEST = (15, 10, 21, 16)  # 21: 16 to train on and 5 to test on

@@ -14,7 +14,7 @@ import fedavg
 import fedavgm
 
 NAME, COMMITS = "torch_sgd", ()
-FLAGS = "--clients 4 --fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.05 --client-test 0.2".split()
+FLAGS = "--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.05 --client-test 0.2".split()
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 
 
