@@ -367,8 +367,8 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
 
 
 def readme_lines(first):
-    """The README's block of code that begins with that line."""
-    text = (HERE / "README.md").read_text()
+    """The block of code that begins with that line, in README.md or the pages on runs and on own models."""
+    text = "".join((HERE / name).read_text() for name in ("README.md", "docs/run.md", "docs/extend.md"))
     return textwrap.dedent(text[text.index(f"    {first}\n") :].split("\n\n")[0])
 
 
