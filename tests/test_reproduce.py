@@ -4,7 +4,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import pathlib
 import random
 import re
 import shutil

@@ -19,7 +19,6 @@ drew (split, first weights, sampled clients, minibatches, its own draws) is writ
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import pathlib
 import subprocess

@@ -8,7 +8,6 @@ from collections import deque
 from unittest import mock
 
 import check
-import torch
 
 import baselines
 

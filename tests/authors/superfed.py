@@ -3,11 +3,9 @@
     python tests/authors/superfed.py CLONE
 """
 
-import contextlib
 import itertools
 import sys
 import types
-from collections import deque
 from unittest import mock
 
 import check
