@@ -474,11 +474,11 @@ def test_streams_are_independent():
 @pytest.mark.parametrize("model, shape, classes, d", [
     ("cnn", (1, 28, 28), 62, 109_022), ("cnn", (3, 32, 32), 10, 94_186), ("cnn", (3, 32, 32), 100, 140_356), ("cnn", (3, 64, 64), 200, 181_416),
     ("tfcnn", (3, 24, 24), 10, 1_068_298), ("tfcnn", (3, 32, 32), 10, 1_756_426), ("cifarnet", (3, 32, 32), 10, 62_006),
-    ("mnistnet", (1, 28, 28), 10, 79_510), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
+    ("mnistnet", (1, 28, 28), 10, 79_510), ("2nn", (1, 28, 28), 10, 199_210), ("mnistcnn", (1, 28, 28), 10, 1_663_370), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
     ("resnet18", (3, 64, 64), 200, 11_279_112), ("vgg9", (3, 32, 32), 10, 3_491_530),
 ])
 def test_parameter_counts(model, shape, classes, d):
-    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5."""
+    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5; fedavg-facts.md."""
     assert common.Net(model, shape, classes).d == d
 
 
