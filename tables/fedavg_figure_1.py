@@ -47,7 +47,7 @@ def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
             axis.plot(THETA, loss, marker="o", markersize=3)
             axis.axhline(min(parents), color="black", linestyle="--", label="the better of the two networks")
             axis.set(title=f"{name} initial weights", xlabel="θ", ylabel="loss on all training images")
-            axis.legend()
+            axis.legend(loc="upper right", fontsize=8)
     return record
 
 
