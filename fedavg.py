@@ -80,9 +80,9 @@ def main(argv=None):
 # Around it
 
 # Table 2, row E=5, B=10; Table 3, row FedAvg. eta: ours (D4)
-DEFAULTS = dict(split="iid", clients=100, client_test=0, fraction=0.1, rounds=1000, epochs=5, batch_size=10, lr=0.1, target=[])
+DEFAULTS = dict(split="iid", clients=100, client_test=0, fraction=0.1, rounds=200, epochs=5, batch_size=10, lr=0.1, target=[])
 BY_DATASET = {
-    "mnist": dict(model="mnistcnn", target=[0.99]),
+    "mnist": dict(rounds=1000, model="mnistcnn", target=[0.99]),
     "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn", transform="tensorflow", target=[0.8, 0.82, 0.85]),
     # ours, for a quick look
     "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, eval_every=3,

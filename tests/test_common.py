@@ -291,7 +291,7 @@ def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
         fedavg.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 200)"):
+    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 2000)"):
         assert words in text
 
 
@@ -390,7 +390,7 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     np.savez(tmp_path / "bytes.npz", **arrays(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
-    refused(capsys, "use --client-test 0 or more images", fedavg.main, argv)
+    refused(capsys, "use --client-test 0 or more images", fedavg.main, [*argv, "--client-test", "0.2"])
 
 
 def test_semantic_clusters_of_emnist():

@@ -152,6 +152,7 @@ def test_defaults_are_tables_2_and_3():
     for name, model, B, decay, target in (("mnist", "mnistcnn", 10, 1, [0.99]), ("cifar10", "tfcnn", 50, 0.99, [0.8, 0.82, 0.85])):
         args = arguments("--dataset", name)
         assert (args.model, args.batch_size, args.lr_decay, args.target) == (model, B, decay, target)
+        assert args.rounds == {"mnist": 1000, "cifar10": 2000}[name]
         assert (args.split, args.clients, args.fraction, args.epochs, args.momentum, args.client_test) == ("iid", 100, 0.1, 5, 0, 0)
         assert arguments("--dataset", name, "--target").target == []
     assert arguments("--dataset", "cifar10").transform == "tensorflow" and arguments("--dataset", "mnist").transform == "scale"
