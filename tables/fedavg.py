@@ -11,7 +11,7 @@ SETTINGS = {
 # For each cell the paper takes the best of 11 to 13 rates. Here it is the best of three in steps of 10^(1/3).
 FROM_02, FROM_05, FROM_1, FROM_2 = "0.0215 0.0464 0.1", "0.0464 0.1 0.215", "0.1 0.215 0.464", "0.215 0.464 1"
 ETA = {  # model, split, B
-    ("2nn", "iid", 10): FROM_05, ("2nn", "iid", 0): FROM_2, ("2nn", "shards", 10): FROM_02, ("2nn", "shards", 0): FROM_05,
+    ("2nn", "iid", 10): FROM_1, ("2nn", "iid", 0): FROM_2, ("2nn", "shards", 10): FROM_05, ("2nn", "shards", 0): FROM_05,
     ("cnn", "iid", 10): FROM_05, ("cnn", "iid", 50): FROM_1, ("cnn", "iid", 0): FROM_1,
     ("cnn", "shards", 10): FROM_02, ("cnn", "shards", 50): FROM_05, ("cnn", "shards", 0): FROM_05,
 }
