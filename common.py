@@ -996,7 +996,7 @@ class Federation:
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
         function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
-        shapes and types. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
+        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
         random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: numbers the passes within a round;
         equal numbers repeat the same minibatches. images: for each client the numbers of the images to train on, its own
         training images by default. net: the network that step trains, where it is not the federation's.
@@ -1015,7 +1015,7 @@ class Federation:
 
     def one_by_one(self, step, state, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
-        result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+        result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), state)
         alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
             tree_map(lambda a, b: a[i].copy_(b), result, client)
