@@ -546,7 +546,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
-        self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
+        self.name, self.model, self.classes, self.device, self.route = name, model or MODELS[name], classes, device, "conv"
         weights = weights or Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)
@@ -565,14 +565,18 @@ class Net:
         for name, where, _ in self.tensors:
             spans.setdefault(name.rsplit(".", 1)[0], []).append(where)
         self.layers = [(name, slice(parts[0].start, parts[-1].stop)) for name, parts in spans.items()]
-        number = torch.arange(len(self.layers))
-        self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
         self.decayed = self.per_weight([float(only is None or name in only) for name, _, _ in self.tensors])
 
+    @functools.cached_property
+    def layer_of(self):
+        """Made when it is asked for: it is twice as large as the model."""
+        sizes = torch.tensor([where.stop - where.start for _, where in self.layers])
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
+
     def per_weight(self, values):
         """[d]: a number for each tensor, repeated for all of its weights."""
-        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.layer_of.device)
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
@@ -597,7 +601,7 @@ class Net:
             else:
                 part = np.full(z, scale)
             parts.append(part)
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.layer_of.device)
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
 
 
 def cnn(m, x, classes):

@@ -349,11 +349,12 @@ def train_together(fed, step, state, plans, shared):
             state = runner(fed, step, state, these, shared)(state, these, shared)
             fed.slots += int(until - s) * m * size
             fed.filled += sum(int(plan.mask[s:until].sum()) for plan in plans[:m])
-        done.append(tree_map(lambda z: z[few:], state))
-        state = tree_map(lambda z: z[:few], state)
+        if until < steps[0]:
+            done.append(tree_map(lambda z: z[few:], state))
+            state = tree_map(lambda z: z[:few], state)
         s, m = until, few
-    return tree_map(lambda z, last, *parts: z if same(z[m : m + len(last)], last) else torch.cat(parts),
-                    start, done[-1], state, *done[::-1])
+    return tree_map(lambda z, *parts: z if same(z[: len(parts[0])], parts[0]) else torch.cat(parts) if done else parts[0],
+                    start, state, *done[::-1])
 
 
 def vmapped_step(fed, step, state, index, mask, uniform, draw, *shared):
@@ -586,8 +587,8 @@ def grad_under_vmap(function, argnums, has_aux, args):
 
 
 class Rows:
-    """What the clients of this process keep between rounds, a row each: rows[S] are those of the clients S, on the device;
-    rows[S] = x puts others in their place.
+    """What the clients of this process keep between rounds, a row each: rows[S] are copies of those of the clients S (or of one),
+    on the device; rows[S] = x puts others in their place.
 
     all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a quarter of the memory that
     is free there, else in the host's memory, page-locked so that rows travel fast. Until a round is complete, the rows that it
@@ -612,27 +613,23 @@ class Rows:
 
     def __getitem__(self, S):
         give_back_memory(self.all.nbytes)
-        if self.far:
-            return self.fetched(S)
-        return self.all[torch.from_numpy(S).to(self.device)]
+        x = torch.empty((*np.shape(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
+        for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
+            row.copy_(self.all[int(k)])
+        return x
 
     def __setitem__(self, S, x):
         if isinstance(x, Sampled):  # no step has changed them
             return
         give_back_memory(self.all.nbytes)
-        S = torch.from_numpy(S).to(self.all.device)
-        self.replaced.append((S, self.all[S], is_finite(x)))
-        self.all[S] = x.to(self.all.device, self.all.dtype)
+        index = torch.from_numpy(np.atleast_1d(S)).to(self.all.device)
+        self.replaced.append((index, self.all[index], is_finite(x)))
+        for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
+            self.all[int(k)].copy_(row)
 
     def of(self, S):
         """self[S] for Federation.train, which fetches a row when its client's turn comes."""
         return Sampled(self, S)
-
-    def fetched(self, S):
-        x = torch.empty((len(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
-        for row, k in zip(x, S):
-            row.copy_(self.all[int(k)])
-        return x
 
     def sum(self, dim=0):
         """Over this process's clients: [...]. dim: as a tensor's sum, so that federation.sum takes Rows, too."""
@@ -661,7 +658,7 @@ class Sampled:
 
     def __getitem__(self, these):
         S = self.S[these]
-        return self.rows[S] if np.ndim(S) else self.rows.all[int(S)].to(self.device)
+        return self.rows[S] if np.ndim(S) else self.rows.all[int(S)].to(self.device)  # which nobody changes
 
 
 FEW_ROWS = 2**28  # bytes that are looked at together
