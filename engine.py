@@ -41,6 +41,8 @@ def refuse(message, alone=False):
     """Ends the program because of its input: one line on stderr, exit code 2. alone: other processes don't say the same."""
     if is_main_process() or alone:
         print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    else:
+        time.sleep(10)  # torchrun ends all processes when one has ended: the one that says why must be the first
     raise SystemExit(2)
 
 
