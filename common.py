@@ -907,7 +907,6 @@ class Federation:
         self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
         self.replays = {}  # step function and shapes -> the CUDA graph for them
         self.shapes_seen = set()  # step functions and shapes that came before
-        self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.notes = []  # lines that `describe` prints below its own
         if self.data.classes == 1:

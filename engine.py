@@ -202,9 +202,7 @@ def fast(fed, step, state, plans, shared):
 
     def put(some):
         nonlocal results
-        start, new = work(some)
-        before = rows(range(some.start))
-        results = tree_map(lambda *z: merged(*z, rows(some), before), results, state, start, new)
+        results = tree_map(functools.partial(merged, rows(some)), results, state, *work(some))
 
     tuning = fed.tuning.setdefault(step, SimpleNamespace(found={}, seconds=0.0, minibatches=0, spent=0.0))
     steps = sum(len(plan.index) for plan in plans)
@@ -218,16 +216,14 @@ def fast(fed, step, state, plans, shared):
     return results
 
 
-def merged(result, state, start, new, these, before):
-    """result with the trained rows `new` in these places; the rows `before` are trained. What a step hands on as it got it (start)
-    is not copied: result is state as long as that is so."""
+def merged(these, result, state, start, new):
+    """result with new in these rows of it. What a step hands on as it got it, in start, is not copied: result stays state."""
     if result is state:
         if same(start, new):
             return state
         if these == slice(0, state.shape[0]):
             return new
         result = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-        result[before] = state[before]
     result[these] = new
     return result
 
@@ -282,7 +278,7 @@ def check(fed, step, state, plans, shared, work, order, way):
 
 def norms(tensors, function):
     """The norms in fp64 of what function makes of tensors of one shape, piece by piece: such a copy would be twice as large."""
-    pieces = (function(*(z.double() for z in some)) for some in zip(*(z.flatten().split(2**20) for z in tensors)))
+    pieces = (function(*(z.double() for z in some)) for some in zip(*(z.flatten().split(FEW_ROWS // 256) for z in tensors)))
     return sum(torch.stack([z.square().sum() for z in piece]) for piece in pieces).sqrt()
 
 
@@ -295,10 +291,6 @@ def out_of_memory(problem):
     words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED",
              "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine")  # the last: for so little memory
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in words)
-
-
-def say(most):
-    print(f"memory  the GPU's is too small: {most} clients at once from here on")
 
 
 def in_parts(fed, work, items, most, quiet=False):
@@ -317,7 +309,7 @@ def in_parts(fed, work, items, most, quiet=False):
         if full:
             most = -(-at_once // 2)
             if not quiet:
-                say(most)
+                print(f"memory  the GPU's is too small: {most} clients at once from here on")
             forget_graphs(fed)
             torch.cuda.empty_cache()  # nothing where there is no GPU
     return results, most
@@ -410,7 +402,7 @@ def runner(fed, step, state, inputs, shared):
     steps that it pays at once, else run_steps."""
     one_step = functools.partial(vmapped_step, fed, step)
     eager = functools.partial(run_steps, one_step)
-    if not fed.graphs or (step, fed.training.route) in fed.uncaptured:
+    if not fed.graphs:
         return eager
     key = step, fed.training.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
     if key in fed.replays:
@@ -422,15 +414,15 @@ def runner(fed, step, state, inputs, shared):
         oldest = next(iter(fed.replays))
         del fed.replays[oldest]
         fed.shapes_seen.discard(oldest)
-    # one graph runs at a time, so that they share memory, which a capture that failed may have left unusable
-    pool = None if fed.uncaptured else next((replay.pool for replay in fed.replays.values()), None)
+    pool = next((replay.pool for replay in fed.replays.values()), None)  # one graph runs at a time, so that they share memory
     try:
         fed.replays[key] = Replay(one_step, state, tuple(z[0] for z in inputs), shared, pool)
     except RuntimeError as problem:
         if out_of_memory(problem):
             raise
-        print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({first_line(problem)})")
-        fed.uncaptured.add((step, fed.training.route))
+        print(f"graphs  none from here on, slower: a step can't be captured as a CUDA graph ({first_line(problem)})")
+        fed.graphs = False
+        forget_graphs(fed)
         return eager
     return fed.replays[key]
 
