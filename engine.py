@@ -278,7 +278,7 @@ def check(fed, step, state, plans, shared, work, order, way):
 
 def norms(tensors, function):
     """The norms in fp64 of what function makes of tensors of one shape, piece by piece: such a copy would be twice as large."""
-    pieces = (function(*(z.double() for z in some)) for some in zip(*(z.flatten().split(FEW_ROWS // 256) for z in tensors)))
+    pieces = (function(*(z.double() for z in some)) for some in zip(*(z.flatten().split(FEW_ROWS // 32) for z in tensors)))
     return sum(torch.stack([z.square().sum() for z in piece]) for piece in pieces).sqrt()
 
 
@@ -655,7 +655,7 @@ class Sampled:
         return self.rows[S] if np.ndim(S) else self.rows.all[int(S)].to(self.device)  # which nobody changes
 
 
-FEW_ROWS = 2**28  # bytes that are looked at together
+FEW_ROWS = 2**25  # bytes that are looked at together: more clients than that has room for take no more memory
 
 
 def free_memory(device):

@@ -158,13 +158,12 @@ def test_a_thousand_clients_take_no_more_of_its_memory_than_a_hundred(tmp_path):
     np.savez(tmp_path / "random.npz", x_train=rng.integers(0, 256, (n, 32, 32, 3), np.uint8), y_train=np.arange(n) % 100,
              x_test=rng.integers(0, 256, (100, 32, 32, 3), np.uint8), y_test=np.arange(100))
     argv = ["--dataset", str(tmp_path / "random.npz"), "--mix", "layer", "--split", "iid", "--client-test", "0.5", "--epochs", "1", "--start", "0",
-            "--batch-size", "1", "--rounds", "2", "--unseen", "0", "--device", "cpu"]
+            "--batch-size", "1", "--rounds", "1", "--device", "cpu"]
     peaks = {}
-    for kind in ("far", "near"):
-        for K in (100, 1000):
-            few = [*argv, "--clients", str(K), "--fraction", str(10 / K)]
-            with gpu(kind + ", counted"):
-                peaks[kind, K] = pretend.MEMORY.of(lambda: run(superfed, few, tmp_path / f"{kind}-{K}"))
+    for kind, K in (("far", 100), ("far", 1000), ("near", 1000)):
+        few = [*argv, "--clients", str(K), "--fraction", str(10 / K)]
+        with gpu(kind + ", counted"):
+            peaks[kind, K] = pretend.MEMORY.of(lambda: run(superfed, few, tmp_path / f"{kind}-{K}"))
     assert peaks["far", 1000] < 1.05 * peaks["far", 100]
     assert peaks["near", 1000] > peaks["far", 1000] + 900 * 4 * 140_356
 
@@ -176,7 +175,7 @@ def test_what_a_round_of_fedslr_takes_of_its_memory(more, most, tmp_path):
     134 ResNet-18 are 6 GB; the [10, d] of w_i, ten more, count in both."""
     d = 300 * 3072 + 300 + 10 * 300 + 10
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "FEW_ROWS", 6 * 4 * d)  # as many as of a ResNet-18
+        patch.setattr(engine, "FEW_ROWS", 3 * d)  # less than a model, as with ResNet-18
         patch.setitem(common.MODELS, "wide", lambda m, x, classes: m.linear("b", m.linear("a", x.flatten(1), 300), classes))
         argv = ["--dataset", "shapes", "--limit", "100", "--model", "wide", "--clients", "20", "--fraction", "0.5", "--split", "iid", "--batch-size", "1",
                 "--rounds", "2", "--epochs", "1", "--client-test", "0.2", "--device", "cpu", *more]
