@@ -550,7 +550,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
-        self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
+        self.name, self.model, self.classes, self.device, self.route = name, model or MODELS[name], classes, device, "conv"
         weights = weights or Weights()
         try:
             self.model(weights, torch.zeros(1, *shape), classes)
@@ -569,14 +569,18 @@ class Net:
         for name, where, _ in self.tensors:
             spans.setdefault(name.rsplit(".", 1)[0], []).append(where)
         self.layers = [(name, slice(parts[0].start, parts[-1].stop)) for name, parts in spans.items()]
-        number = torch.arange(len(self.layers))
-        self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
         self.decayed = self.per_weight([float(only is None or name in only) for name, _, _ in self.tensors])
 
+    @functools.cached_property
+    def layer_of(self):
+        """Made when it is asked for: it is twice as large as the model."""
+        sizes = torch.tensor([where.stop - where.start for _, where in self.layers])
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
+
     def per_weight(self, values):
         """[d]: a number for each tensor, repeated for all of its weights."""
-        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.layer_of.device)
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
@@ -601,7 +605,7 @@ class Net:
             else:
                 part = np.full(z, scale)
             parts.append(part)
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.layer_of.device)
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
 
 
 def cnn(m, x, classes):
@@ -920,7 +924,6 @@ class Federation:
         self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
         self.replays = {}  # step function and shapes -> the CUDA graph for them
         self.shapes_seen = set()  # step functions and shapes that came before
-        self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.notes = []  # lines that `describe` prints below its own
         if self.data.classes == 1:
@@ -1013,7 +1016,7 @@ class Federation:
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
         function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
-        shapes and types. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
+        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
         random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: numbers the passes within a round;
         equal numbers repeat the same minibatches. images: for each client the numbers of the images to train on, its own
         training images by default. net: the network that step trains, where it is not the federation's.
@@ -1032,7 +1035,7 @@ class Federation:
 
     def one_by_one(self, step, state, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
-        result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+        result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), state)
         alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
             tree_map(lambda a, b: a[i].copy_(b), result, client)

@@ -129,7 +129,7 @@ def main(argv=None):
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
     run = common.Run(__file__, args, federation)
     step = client_step(federation.net, args)
-    first = first_round_of_phase_two(args)  # L*R (D4)
+    first = first_round_of_phase_two(federation)  # L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   W_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
@@ -218,11 +218,11 @@ def learning_rate(federation, t):
     return federation.eta(t + 1 if federation.args.as_ == "official" else t)
 
 
-def first_round_of_phase_two(args):
-    """Counted from 0, and printed from 1. L*R = 2.9999999999999996 counts as 3 here; officially it counts as 2 (D4)."""
-    LR = args.start * args.rounds
+def first_round_of_phase_two(federation):
+    """Counted from 0, and noted from 1. L*R = 2.9999999999999996 counts as 3 here; officially it counts as 2 (D4)."""
+    args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
-    print(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
+    federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
     return first
 
 

@@ -256,12 +256,12 @@ def test_phases_and_learning_rate(version, phases, decay, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("L, R, first, official", [
     (0.4, 200, 80, 79), (0.8, 200, 160, 159), (0.5, 5, 3, 1), (0.29, 100, 29, 27), (0, 5, 0, 0), (1, 5, 5, 4)])
-def test_the_first_round_of_phase_two(L, R, first, official, capsys):
+def test_the_first_round_of_phase_two(L, R, first, official):
     """ceil(L*R), from 0; officially int(L*R) - 1, and in float64 int(.29 * 100) is 28. With L = 1 the official last round is in Phase II."""
     for version, expected in (("paper", first), ("official", official)):
-        assert superfed.first_round_of_phase_two(SimpleNamespace(as_=version, start=L, rounds=R)) == expected
-        words = f"begins with round {expected + 1}" if expected < R else "no Phase II"
-        assert capsys.readouterr().out.strip().endswith(words)
+        fed = SimpleNamespace(args=SimpleNamespace(as_=version, start=L, rounds=R), notes=[])
+        assert superfed.first_round_of_phase_two(fed) == expected
+        assert fed.notes[0].endswith(f"begins with round {expected + 1}" if expected < R else "no Phase II")
 
 
 @pytest.mark.parametrize("own", [False, True])
