@@ -105,25 +105,15 @@ def sums_of_gradients(federation, gradient):
 
 def personal_layers(net, args):
     """The slice of w that a client keeps: its last N layers; for lg-fedavg its first N."""
-    starts, N = [where.start for _, where in net.layers] + [net.d], args.personal
-    if N is None:
-        N = max(first_linear_layer(net), 1) if args.method == "lg-fedavg" else 1
-    if N > len(net.layers):
-        common.refuse(f"--personal {N}: the model {net.name} has only {len(net.layers)} layers")
-    return slice(0, starts[N]) if args.method == "lg-fedavg" else slice(starts[-1 - N], net.d)
+    if args.method == "lg-fedavg":
+        return net.first_layers(max(first_linear_layer(net), 1) if args.personal is None else args.personal)
+    return net.last_layers(1 if args.personal is None else args.personal)
 
 
 def first_linear_layer(net):
     """The number of the first fully connected layer, from 0: of the first whose weights are a matrix."""
     shapes = {where.start: shape for _, where, shape in net.tensors}
     return next(i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2)
-
-
-def with_part(w, part, V):
-    """The model w [d] with each client's own weights V [m, ...] in the slice `part`: [m, d]."""
-    W = w.repeat(len(V), 1)
-    W[:, part] = V
-    return W
 
 
 def logits_of_parts(net, lower, upper, x):
@@ -423,7 +413,7 @@ def fedper(federation, run, args):
     state = State(w=w, V=federation.per_client(w[head]))  # l.1: [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D1)
         w = models(S)  # l.3: [m, d]
@@ -459,7 +449,7 @@ def fedrep(federation, run, args):
     state = State(w=w, V=federation.per_client(w[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D2)
         eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
@@ -493,7 +483,7 @@ def lg_fedavg(federation, run, args):
     state = State(w=w, V=federation.per_client(w[lower]))  # l.1: [d], whose own lower layers are not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
+        return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t, S in run.rounds(state):  # l.2
         w = models(S)  # l.3: [m, d]

@@ -19,7 +19,9 @@ client's own test images.
 import argparse
 import functools
 import hashlib
+import importlib.util
 import os
+import pathlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -95,7 +97,8 @@ def parser(doc, **defaults):
                    help="share of a client's images held out for validation; superfed.py and persfl.py alone use them")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
-    g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
+    g.add_argument("--model", default="cnn", type=known_model, metavar="NAME",
+                   help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
     g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
     g.add_argument("--rounds", type=positive_int, default=100, help="T or R, rounds of communication")
     g.add_argument("--epochs", type=positive_int, default=1, help="E, local epochs")
@@ -149,6 +152,21 @@ def parse(p, by_dataset, argv=None):
     if args.precision == "tf32" and not args.device.startswith("cuda"):
         p.error("--precision tf32 is for GPUs; use fp32 or bf16")
     return args
+
+
+@functools.cache
+def load_file(path):
+    """The module of a .py file anywhere; refuses what can't be loaded."""
+    path = pathlib.Path(path)
+    if path.suffix != ".py" or not path.is_file():
+        refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:  # whatever the file does
+        refuse(f"{path} can't be loaded: {type(problem).__name__}: {engine.first_line(problem)}")
+    return module
 
 
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
@@ -539,21 +557,24 @@ def he_normal(out, kernel):
 class Net:
     """logits = net(w, x): a model as a function of one flat vector w [d].
 
-    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side.
+    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side, and
+    so do layers: first_layers(N) and last_layers(N) are slices of w.
     layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
     MODELS[name]. weights: the Weights that the table is read by.
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
     def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
-        self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
+        self.name, self.model, self.classes, self.route = name, model or find_model(name), classes, "conv"
         weights = weights or Weights()
         try:
+            if getattr(self.model, "__module__", None) != __name__:
+                check_model(self.model, shape, classes)
             self.model(weights, torch.zeros(1, *shape), classes)
             if not weights.table:
                 raise RuntimeError("it asks for no weights; see the models in common.py")
-        except (RuntimeError, ValueError) as problem:
-            why = str(problem).splitlines()[0]
+        except (RuntimeError, ValueError, TypeError, AttributeError) as problem:
+            why = engine.first_line(problem)
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
         self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
         self.d = sum(self.sizes)
@@ -569,6 +590,20 @@ class Net:
         self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
         self.decayed = self.per_weight([float(only is None or name in only) for name, _, _ in self.tensors])
+
+    def first_layers(self, N):
+        """The slice of w with the first N layers; a normalisation counts as one."""
+        return slice(0, self.cut(N))
+
+    def last_layers(self, N):
+        """The slice of w with the last N layers."""
+        return slice(self.cut(len(self.layers) - N), self.d)
+
+    def cut(self, N):
+        """Where layer number N, from 0, begins in w."""
+        if not 0 <= N <= len(self.layers):
+            refuse(f"the model {self.name} has only {len(self.layers)} layers")
+        return [*(where.start for _, where in self.layers), self.d][N]
 
     def per_weight(self, values):
         """[d]: a number for each tensor, repeated for all of its weights."""
@@ -598,6 +633,13 @@ class Net:
                 part = np.full(z, scale)
             parts.append(part)
         return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.layer_of.device)
+
+
+def with_part(w, part, V):
+    """The model w [d] with each client's own weights V [m, ...] in the slice `part`: [m, d]."""
+    W = w.repeat(len(V), 1)
+    W[:, part] = V
+    return W
 
 
 def cnn(m, x, classes):
@@ -720,6 +762,47 @@ def mobilenet(m, x, classes):
 
 
 MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9, vgg16, mobilenet)}
+
+
+def find_model(name):
+    """The function that --model NAME means: of MODELS, or of a file, path/to/file.py:function."""
+    path, colon, function = name.rpartition(":")
+    if name in MODELS:
+        return MODELS[name]
+    if not colon:
+        refuse(f"--model {name} is unknown; use one of {', '.join(MODELS)}, or path/to/file.py:function")
+    if not hasattr(load_file(path), function):
+        refuse(f"--model {name}: {path} has no function {function}")
+    return getattr(load_file(path), function)
+
+
+def known_model(name):
+    """--model's argparse type: the name, if there is such a model."""
+    find_model(name)
+    return name
+
+
+def check_model(model, shape, classes):
+    """Raises what is wrong with a model from elsewhere: its logits must be those of its weights and of each image alone."""
+    if isinstance(model, torch.nn.Module) or not callable(model) or isinstance(model, type):
+        raise TypeError("it is an nn.Module, a class or no function; a model here is a function model(m, x, classes)")
+    table, rng = Weights(), np.random.default_rng(0)
+    model(table, torch.zeros(1, *shape), classes)
+    w = [torch.from_numpy(rng.normal(0, 0.1, tensor).astype(np.float32)) for _, tensor, _ in table.table]
+    x = torch.from_numpy(rng.normal(0, np.arange(1, 9)[:, None, None, None], (8, *shape)).astype(np.float32))
+    first, second, alone = (model(Weights(iter(w)), images, classes) for images in (x, x, x[:1]))
+
+    def differ(a, b):
+        return not (a - b).norm() <= 1e-4 * a.norm()
+
+    if first.shape != (8, classes):
+        raise ValueError(f"its logits have the shape {tuple(first.shape)} for 8 images and {classes} classes")
+    if first.requires_grad:
+        raise ValueError("it trains tensors of its own, as an nn.Module does; all weights must come from m")
+    if differ(first, second):
+        raise ValueError("two calls on one batch differ; leave out dropout and all that is random")
+    if differ(first[:1], alone):
+        raise ValueError("an image's logits depend on the others in its batch, as with BatchNorm; use m.groupnorm")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

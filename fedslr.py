@@ -357,7 +357,7 @@ class Factorised(common.Weights):
         self.file = torch.load(path, map_location=device, weights_only=True)
 
     def __call__(self, x):
-        return common.MODELS[self.file["model"]](self, x, self.file["classes"])
+        return common.find_model(self.file["model"])(self, x, self.file["classes"])
 
     def take(self, name, shape, init):
         part = self.file["tensors"][name]
