@@ -880,6 +880,11 @@ METHODS = {
     "ditto": ditto, "pfedme": pfedme, "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
 }
 
+FIXED_ROUNDS = {  # why --resume can't have more --rounds
+    "fedavg-ft": "clients fine-tune after the last round", "fedprox-ft": "clients fine-tune after the last round",
+    "fedspa": "the masks' pace depends on the number of rounds",
+}
+
 # As fedavg.py's: SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
 BY_DATASET = {
@@ -928,7 +933,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, FIXED_ROUNDS.get(args.method, ""))
     run.algorithm = args.method
     METHODS[args.method](federation, run, args)
 

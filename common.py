@@ -22,8 +22,10 @@ import hashlib
 import importlib.util
 import os
 import pathlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -82,7 +84,8 @@ def parser(doc, **defaults):
     g.add_argument("--augment-once", action="store_true",
                    help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
     g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
-                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
+                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train, and "
+                        "client_test for test images)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes and fedma, alpha per class for fedslr")
@@ -154,14 +157,30 @@ def parse(p, by_dataset, argv=None):
     return args
 
 
+def arguments_of(main, argv):
+    """The arguments that an algorithm's main(argv) hands to Federation; nothing is trained."""
+    class Parsed(Exception):
+        pass
+
+    def stop(args, *_):
+        raise Parsed(args)
+
+    with mock.patch.dict(globals(), Federation=stop):
+        try:
+            main(argv)
+        except Parsed as parsed:
+            return vars(parsed.args[0])
+
+
 @functools.cache
 def load_file(path):
-    """The module of a .py file anywhere; refuses what can't be loaded."""
+    """The module of a .py file anywhere, which may import what lies beside it; refuses what can't be loaded."""
     path = pathlib.Path(path)
     if path.suffix != ".py" or not path.is_file():
         refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as problem:  # whatever the file does
@@ -207,8 +226,8 @@ class Split(NamedTuple):
 def split_clients(data, args):
     """The Split that args.split, args.clients, args.client_test, args.client_val and args.split_seed ask for.
 
-    Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). Every
-    client gets at least one training image, and one validation or test image where those are asked for; otherwise the
+    Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). With the
+    split natural they are those that the data set's client_test names, where it has that array. Every client gets at least one training image, and one validation or test image where those are asked for; otherwise the
     split is refused.
     """
     rng = stream(args.split_seed, "split")
@@ -217,7 +236,10 @@ def split_clients(data, args):
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
-    own_test = 0 if args.split == "fedslr" else args.client_test  # fedslr gives images out twice: parts could share some
+    tests_of = data.test_owner if args.split == "natural" else None
+    own_test = args.client_test  # 0 with fedslr, which gives images out twice: parts could share some
+    if args.split == "fedslr" or tests_of is not None:
+        own_test = 0
     if args.split == "fedslr" and args.client_val:
         refuse("--split fedslr has no validation images; use --client-val 0")
     owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
@@ -232,7 +254,9 @@ def split_clients(data, args):
                 ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
-        if not own_test:
+        if tests_of is not None:
+            test = data.train + np.flatnonzero(tests_of == k)
+        elif not own_test:
             test = matched_test(labels[index], data, rng)
         if not len(test):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
@@ -989,6 +1013,8 @@ class Federation:
         self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.notes = []  # lines that `describe` prints below its own
+        if args.split == "natural" and self.data.test_owner is not None:
+            self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
         if self.data.classes == 1:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):

@@ -138,7 +138,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")
     step = client_step(federation.net, args)
 
     G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]

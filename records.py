@@ -58,7 +58,8 @@ class Run:
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
     """
 
-    def __init__(self, file, args, federation):
+    def __init__(self, file, args, federation, fixed_rounds=""):
+        """fixed_rounds: why a finished run can't go on with more --rounds, where the algorithm depends on their number."""
         self.algorithm = pathlib.Path(file).stem
         self.args, self.federation = args, federation
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
@@ -87,7 +88,7 @@ class Run:
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
         self.over = False  # whether there is a finished record, to which nothing comes
         self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
-        self.parameters = federation.net.d
+        self.parameters, self.fixed_rounds = federation.net.d, fixed_rounds
 
     # The loop
 
@@ -294,9 +295,10 @@ class Run:
             refuse(f"{path} was written by {next(iter(then['sources']), 'another file')}, not by {file}; use another --out")
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
-            if a != b and name not in FREE:
+            if a != b and name not in FREE and not (name == "rounds" and a < b and not self.fixed_rounds):
                 flag = "--" + name.strip("_").replace("_", "-")
-                refuse(f"{path} belongs to {flag} {a}, this run has {b}; use the same or another --out")
+                why = f": {self.fixed_rounds}" if name == "rounds" and a < b else ""
+                refuse(f"{path} belongs to {flag} {a}, this run has {b}{why}; use the same or another --out")
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:
                 refuse(f"{path} was made by another version of {name}; use that version or another --out")
@@ -435,7 +437,7 @@ def commit(sources):
 
 
 @contextlib.contextmanager
-def drawing(path, rows=1, columns=1, size=(6, 3.5)):
+def drawing(path, rows=1, columns=1, size=(6, 3.5), dpi=120):
     """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` afterwards. size: inches."""
     import matplotlib
 
@@ -445,7 +447,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5)):
     figure, axes = pyplot.subplots(rows, columns, figsize=size)
     yield axes
     if is_main_process():
-        figure.savefig(path, dpi=120, bbox_inches="tight")
+        figure.savefig(path, dpi=dpi, bbox_inches="tight")
         print(f"plot    {path}")
     pyplot.close(figure)
 

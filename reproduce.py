@@ -40,7 +40,6 @@ import sys
 import tempfile
 import time
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
@@ -116,18 +115,8 @@ def expand(command, out, /, **own):
 @functools.cache
 def arguments(command):
     """All arguments that a command means: what its file hands to common.Federation."""
-    class Parsed(Exception):
-        pass
-
-    def stop(args, *_):
-        raise Parsed(args)
-
     file, *flags = expand(command, ".")
-    with mock.patch.object(common, "Federation", stop):
-        try:
-            importlib.import_module(file.removesuffix(".py")).main(flags)
-        except Parsed as parsed:
-            return vars(parsed.args[0])
+    return common.arguments_of(importlib.import_module(file.removesuffix(".py")).main, flags)
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
     step = client_step(federation.net, args)
     first = first_round_of_phase_two(args)  # L*R (D4)
 

@@ -21,8 +21,10 @@ import baselines
 import common
 import fedavg
 import fedavgm
+import persfl
 import psinet
 import records
+import superfed
 from conftest import QUICK, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -67,6 +69,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp
     parts, resumed = run(module, [*argv, "--resume", "--parallel", "3"], tmp_path / "parts")
     assert set(state) == set(resumed) and all(torch.equal(state[name], resumed[name]) for name in state)
     assert same(whole, parts)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedma"])
+def test_a_finished_run_goes_on_with_more_rounds(method, tmp_path):
+    """2 rounds and then 2 more give the bits of 4. The second round, as the last of 2, was evaluated."""
+    module, own = (fedavg, []) if method == "fedavg" else (baselines, ["--method", method])
+    argv = [*QUICK, *own, "--eval-every", "4"]
+    whole, state = run(module, [*argv, "--rounds", "4"], tmp_path / "whole")
+    run(module, [*argv, "--rounds", "2"], tmp_path / "parts")
+    parts, longer = run(module, [*argv, "--rounds", "4", "--resume"], tmp_path / "parts")
+    assert set(state) == set(longer) and all(torch.equal(state[name], longer[name]) for name in state)
+    assert parts["args"]["rounds"] == 4 and parts["status"] == "finished"
+    for name in ("global", "personal"):
+        assert parts["rounds"][1].pop(name)
+    assert same(whole, {**parts, "best": whole["best"]})
+
+
+@pytest.mark.parametrize("module, own, why", [
+    (superfed, [], "Phase II begins at L*R"), (persfl, ["--fraction", "1", "--client-val", "0.2"], "Stage 2 follows the last round"),
+    (baselines, ["--method", "fedavg-ft"], "clients fine-tune after the last round"), (baselines, ["--method", "fedspa"], "the masks' pace")])
+def test_more_rounds_are_refused_where_their_number_matters(module, own, why, tmp_path, capsys):
+    argv = [*QUICK, *own, "--limit", "160", "--client-test", "0.2", "--rounds", "1", "--out", str(tmp_path)]
+    module.main(argv)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        module.main([*argv, "--rounds", "2", "--resume"])
+    error = capsys.readouterr().err
+    assert f"belongs to --rounds 1, this run has 2: {why}" in error and error.count("\n") == 1
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
@@ -116,7 +146,7 @@ def test_an_earlier_record_is_kept(tmp_path):
 
 @pytest.mark.parametrize("more, words", [
     (["--lr", "0.02"], "belongs to --lr 0.01, this run has 0.02"),
-    (["--rounds", "3"], "belongs to --rounds 2, this run has 3"),
+    (["--rounds", "1"], "belongs to --rounds 2, this run has 1"),
     (["--batch-size", "10"], "belongs to --batch-size 20, this run has 10"),
     (["--seed", "1"], "belongs to --seed 0, this run has 1"),
 ])
