@@ -103,7 +103,7 @@ def arguments(argv):
 
 def flags(settings):
     """{"batch_size": 20, "augment_once": True, "limit": None} -> ["--batch-size=20", "--augment-once"]"""
-    named = {name.replace("_", "-"): value for name, value in settings.items() if value not in (None, False)}
+    named = {name.replace("_", "-"): value for name, value in settings.items() if value is not None and value is not False}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in named.items()]
 
 
@@ -127,10 +127,10 @@ def plan(args, shared):
     for name in names:
         if name not in METHODS and not name.endswith(".py"):
             common.refuse(f"--methods: there is no method {name}; use all, a file.py, or some of {', '.join(METHODS)}")
-        file, *words = METHODS[name].split() if name in METHODS else [name]
-        file, name = (HERE / file if name in METHODS else pathlib.Path(file).resolve()), pathlib.Path(name).stem
-        if name in found or name in METHODS and file.name not in METHODS[name].split():
-            common.refuse(f"--methods: two methods are called {name}; give {file} another name")
+        own_file, (file, *words) = name.endswith(".py"), METHODS[name].split() if name in METHODS else [name]
+        file, name = pathlib.Path(file).resolve() if own_file else HERE / file, pathlib.Path(name).stem
+        if name in found or own_file and name in METHODS:
+            common.refuse(f"--methods: two methods are called {name}; give {file} another name" if own_file else f"--methods: {name} twice")
         main = getattr(common.load_file(file), "main", None)
         if not callable(main):
             common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
@@ -200,44 +200,44 @@ def changed(method, record):
             if not files[name].exists() or hashlib.sha256(files[name].read_bytes()).hexdigest() != digest]
 
 
+def train(argv, jobs, children):
+    """A run in a process of its own: its exit code and the last line of what it complained of."""
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    one = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
+    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * (jobs > 1)], env={**os.environ, "PYTHONPATH": path, **one},
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    children.append(child)
+    said = child.communicate()[1].strip().splitlines() or [f"exit code {child.returncode}"]
+    return child.returncode, said[-1].rpartition("error: ")[2]
+
+
 def train_all(methods, args):
     """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
-    folders = {(method.name, seed): pathlib.Path(args.out) / method.name / str(seed)
-               for seed in range(args.seeds) for method in methods}
-    by_name, todo, children = {method.name: method for method in methods}, [], []
-    for (name, seed), folder in folders.items():
-        found = record(by_name[name], folder)
-        stale = found and changed(by_name[name], found)
+    todo, children = {}, []
+    places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
+              for seed in range(args.seeds) for method in methods}
+    for (name, seed), (method, folder) in places.items():
+        found = record(method, folder)
+        stale = found and changed(method, found)
         if stale:
-            print(f"{name}, seed {seed}: {', '.join(stale)} changed; it is trained anew, its record becomes result.previous.json")
+            print(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record becomes result.previous.json")
         if stale or not found or found["status"] not in ("finished", "diverged"):
-            argv = [by_name[name].file, *by_name[name].argv, f"--seed={seed}", f"--out={folder}"]
-            todo.append((f"{name}, seed {seed}", [*map(str, argv), *["--resume"] * (not stale)]))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    if args.jobs > 1:
-        environment["OMP_NUM_THREADS"] = "1"
-
-    def train(name, argv):
-        one = ["--parallel=1"] if args.jobs > 1 else []
-        children.append(subprocess.Popen([sys.executable, *argv, *one], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-        child = children[-1]
-        said = child.communicate()[1].strip().splitlines()
-        return name, argv, child.returncode, said[-1] if said else ""
-
+            todo[name, seed] = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}", *["--resume"] * (not stale)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            for done in tqdm(as_completed([pool.submit(train, *run) for run in todo]), total=len(todo), unit="run", disable=None):
-                name, argv, code, said = done.result()
+            runs = {pool.submit(train, argv, args.jobs, children): run for run, argv in todo.items()}
+            for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
+                (name, seed), (code, said) = runs[done], done.result()
                 if code not in (0, 3):  # 3: diverged, which is a result
-                    common.refuse(f"{name}: {said.partition('error: ')[2] or said or f'exit code {code}'} (python {shlex.join(argv)})")
-                tqdm.write(name + ": diverged" * (code == 3))
+                    common.refuse(f"{name}, seed {seed}: {said} (python {shlex.join(todo[name, seed])})")
+                tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in children:
                 child.terminate()
             raise
-    return {method.name: [record(method, folders[method.name, seed]) for seed in range(args.seeds)] for method in methods}
+    return {method.name: [record(*places[method.name, seed]) for seed in range(args.seeds)] for method in methods}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ all rounds, by all clients and to them. Seconds: on {some['environment']['device
     if notes or own:
         text += "What is not shared:\n\n" + "\n".join([*notes, *own]) + "\n\n"
     text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
-    (out / "compare.md").write_text(text)
+    (out / "compare.md").write_text(text, encoding="utf-8")
     with open(out / "compare.csv", "w", newline="") as file:
         writer = csv.writer(file)
         titles = [title.replace(" ", "_") for title in MEASURES]
