@@ -4,18 +4,19 @@
     python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
-"global": w on the central test images. "gkr": w on each client's own. "personal": w + p_i, mixed, on each client's own.
-The paper's Algorithm 2, in our words. The paper's text names lines 6, 7, 14 and 20; the other numbers are ours. M clients;
-f_i: client i's loss; w (GKR): low rank; p_i: sparse; pi(w_l): layer l's kernel as a matrix; ||.||_*: its singular values' sum.
+w (GKR) has low rank and is common; p_i is sparse and client i's own. "global": w on the central test images; "gkr": w on each
+client's own; "personal": w + p_i, the mixed model, on each client's own. The paper's Algorithm 2, in our words. Its text names
+lines 6, 7, 14, 20; other numbers are ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*:
+the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0
      2  for each round t = 0, 1, ..., T-1:
-     3      S_t = C*M random clients
+     3      S_t = max(C*M, 1) random clients
      4      for each client i in S_t, in parallel:
      5          w_i = ClientUpdate(i, w^t)
      6          gamma_i = gamma_i + (w^t - w_i) / eta_g                                                      (5)
-     7      w^{t+1} = argmin over w of lambda*eta_g * sum over layers l of ||pi(w_l)||_* + ||w - v||^2 / 2   (6)
-                with v = mean over S_t of w_i - eta_g * mean over all M clients of gamma_i
+     7      v = mean over S_t of w_i - eta_g * mean over all M clients of gamma_i
+            w^{t+1} = argmin over w of lambda*eta_g * sum over layers l of ||pi(w_l)||_* + ||w - v||^2 / 2   (6)
      8  ClientUpdate(i, w^t):
      9      Phase I: w = w^t
     10      for each of E local epochs:
@@ -30,18 +31,17 @@ f_i: client i's loss; w (GKR): low rank; p_i: sparse; pi(w_l): layer l's kernel 
     19              g = gradient by p_i of f_i(w^t + p_i; b)
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
-Choices that change a number. docs/fedslr.md has each in full.
-
-    D1  Line 1: p_i starts at 0. In the authors' code p_i starts as a copy of w^0: --p-start copy.
+Choices that change a number, in full in docs/fedslr.md:
+    D1  Line 1: p_i starts at 0. In the authors' code p_i starts as a copy of w^0's kernels and matrices: --p-start copy.
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
-    D3  Lines 13 and 20 have weight decay: 1e-3 * w and 1e-3 * p_i are added to g. eta falls by .998 a round.
+    D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
     D5  Line 7 changes kernels and matrices alone, no biases, no GroupNorm. Line 20 shrinks all of p_i.
-    D6  A matrix counts as min(rows*columns, rank*(rows+columns)) numbers. What goes up is counted dense.
+    D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts as d.
     D7  Test images of a client: floor(100 * share) of each class. The paper says 100 images.
-    D8  --variant lpgd: line 7's argmin after each local step; gpgd: FedAvg, then line 7's argmin. Neither has gamma_i.
-    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. What is not 0 counts.
-    D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again.
+    D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: FedAvg, then line 7's argmin. No gamma_i.
+    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. Numbers that are not 0 count.
+    D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again, so that clients share images.
 """
 
 import os
