@@ -326,7 +326,8 @@ def finish(run, state):
         for part, label in (("gkr", "GKR"), ("personal", "mixed")):
             axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
         for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # from dark to light
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colormaps["viridis"](i / len(full)), label=name)
+            colour = colormaps["viridis"](i / len(full))
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colour, label=name)
         axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
         for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
             axis.set(xlabel="round", ylabel=label, ylim=(0, None))

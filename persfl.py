@@ -336,7 +336,7 @@ def show(rows, out, args):
                 axis.set(title=f"{name} {k + user}", xlabel=r"$\lambda$", ylabel="" if user % columns else "test accuracy")
         with common.drawing(out / f"teachers-{name.replace(' ', '-')}s.png") as axis:
             axis.bar(k + np.arange(len(students)), group["users"]["teacher's round"])
-            axis.set(xlabel=name, ylabel="round of the user's teacher", title=f"mean over {len(rows)} runs" if len(rows) > 1 else "")
+            axis.set(xlabel=name, ylabel="round of its teacher", title=f"mean over {len(rows)} runs" if len(rows) > 1 else "")
     return groups
 
 

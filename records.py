@@ -437,7 +437,7 @@ def commit(sources):
 # Plots
 
 STYLE = {  # one for all figures. The colours are Okabe and Ito's, which colour-blind readers tell apart
-    "axes.prop_cycle": "cycler('color', ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#8C6D31'])",
+    "axes.prop_cycle": "cycler('color', ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000'])",
     "font.size": 11, "axes.titlesize": 11, "figure.titlesize": 12, "mathtext.fontset": "stix", "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E4E4E4", "lines.linewidth": 1.8,
     "lines.markersize": 4, "legend.frameon": False, "savefig.dpi": 300, "svg.hashsalt": "equal files for equal figures",

@@ -1,7 +1,7 @@
 """Figures in the papers' forms.
 
-A function gets the path of the picture, its title, and a list of (cell, shown, note). shown: what reproduce.py says of the cell.
-Where a figure needs a whole run, it is that of the first seed. note: what is not as in the paper, for example fewer rounds.
+A function gets the path of the picture, its title, and a list of (cell, shown, note). shown: what reproduce.py says of the
+cell. Where a figure needs a whole run, it is that of the first seed. note: what is not as in the paper, as fewer rounds.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import numpy as np
 import common
 from tables import reading
 
-WORDS = {"MM": "Model Mixing", "LM": "Layer Mixing", "alpha": r"$\alpha$", "beta": r"$\beta$", "eta": r"$\eta$", "lambda": r"$\lambda$",
-         "mu": r"$\mu$", "nu": r"$\nu$", **{name: f"${name}$" for name in "BCEGL"}}
+WORDS = {"MM": "Model Mixing", "LM": "Layer Mixing", **{name: f"${name}$" for name in "BCEGL"},
+         **{name: rf"$\{name}$" for name in ("alpha", "beta", "eta", "lambda", "mu", "nu")}}
 
 
 def words(text):
@@ -23,7 +23,7 @@ def words(text):
 
 
 def figure(draw):
-    """What all have in common: the title names the data set and the split if there is one of each, and a note if all cells have it."""
+    """For all: the title names the data set and the split if there is one of each, and the note if all cells have it."""
     @functools.wraps(draw)
     def drawn(path, title, found):
         settings, notes = {common.setting(shown.results[0].record) for _, shown, _ in found}, {note for *_, note in found}
@@ -56,7 +56,8 @@ def lambdas(path, title, found):
             axis.fill_between(x, (mean - std).clip(0), (mean + std).clip(max=1), alpha=0.15, label="std over clients")
             if published := reading.number(cell.published):
                 axis.axhline(published / 100, color="black", linestyle="--", linewidth=1.2, label="the paper, best $\\lambda$")
-            axis.set(title=words(f"{cell.row}, {cell.column}") + note, xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylim=(0, 1))
+            axis.set(title=words(f"{cell.row}, {cell.column}") + note, ylim=(0, 1))
+            axis.set_xlabel(r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)")
         axes[0].set_ylabel("accuracy of personal models")
 
 
@@ -99,7 +100,8 @@ def columns(path, title, found):
         where.setdefault(panel, {}).setdefault(line, []).append((x, shown.mean / 100, note))
     if max(len(points) for lines in where.values() for points in lines.values()) == 1:
         return  # nothing to draw a line through
-    over = r"$\eta\,/\,(1-\beta)$" if "beta" in found[0][0].row else {"eta": r"$\eta$", "alpha": r"$\alpha$: alike to unlike clients"}[name]
+    over = r"$\alpha$: alike to unlike clients" if name == "alpha" else r"$\eta$"
+    over += r"$\,/\,(1-\beta)$" * found[0][0].row.startswith("beta")
     with panels(path, title, len(where), 3, (4.8, 4)) as axes:
         for axis, (panel, lines) in zip(axes, where.items()):
             for line, points in lines.items():
