@@ -521,8 +521,7 @@ def plot(record, federation, out):
     some = f"\n30 of the {K} clients, drawn at random" if K > 30 else ""
     with drawing(out / "split.png", size=(6, 7), title=setting(record) + some) as axis:
         for c in range(classes):
-            colour = colormaps["turbo"]((c + 0.5) / classes)
-            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], color=colour, height=0.9,
-                      label=f"class {c}" if classes <= 20 else None)
+            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], height=0.9, color=colormaps["viridis"](c / classes),
+                      edgecolor="white", linewidth=0.6, label=f"class {c}" if classes <= 20 else None)
         axis.set(xlabel="training images, coloured by class", ylabel="client")
         axis.set_yticks(range(len(shown)), shown, fontsize=8)

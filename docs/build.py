@@ -86,7 +86,7 @@ def sections(text, level):
 GREEK = dict(zip("alpha beta gamma delta eta theta lambda mu nu pi tau omega Omega infinity".split(), "αβγδηθλμνπτωΩ∞"))
 GREEK["dw"] = "Δw"
 SYMBOL = re.compile(rf"(?<![\w.'])(?<![A-Za-z]-)({'|'.join(GREEK)}|cos|[A-Za-z])('{{0,2}})"
-                    r"((?:[_^](?:{[^{}]*}|[*+]|[A-Za-z0-9]+'?))*)(?!\w|-[a-z]{2}|\.\w)")
+                    r"((?:[_^](?:{[^{}]*}|[*+]|[A-Za-z0-9]+'?))*)(?!\w|-[a-z]{2}|/[a-z]{3}|\.\w)")
 SCRIPT = re.compile(r"([_^])(?:{([^{}]*)}|([*+]|[A-Za-z0-9]+'?))")
 SIGNS = [(r"&lt;([^&]+?), ([^&]+?)&gt;", r"⟨\1, \2⟩"), ("&gt;=", "≥"), ("&lt;=", "≤"), (" -&gt; ", " → "), (r"\.\.\.", "…"),
          (r"\|\|", "‖"), (r" \* ", " · "), (r"\*", "·"), (" - ", " − "), (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
