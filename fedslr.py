@@ -9,7 +9,7 @@ client's own; "personal": w + p_i, the mixed model, on each client's own. The pa
 lines 6, 7, 14, 20; other numbers are ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*:
 the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
 
-     1  choose w^0; for each client i: gamma_i = 0, p_i = 0
+     1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
      3      S_t = max(C*M, 1) random clients
      4      for each client i in S_t, in parallel:
@@ -32,7 +32,7 @@ the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
 Choices that change a number, in full in docs/fedslr.md:
-    D1  Line 1: p_i starts at 0. In the authors' code p_i starts as a copy of w^0's kernels and matrices: --p-start copy.
+    D1  Line 1: p_i starts as a copy of w^0's kernels and matrices, as in the authors' code; without GroupNorm at 0 (--p-start).
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
@@ -165,12 +165,14 @@ def arguments(argv):
     own.add_argument("--mu", type=common.nonnegative, default=1e-3, help="mu, sparse penalty")
     own.add_argument("--eta-g", type=common.positive, default=10.0, help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
     own.add_argument("--fusion-epochs", type=common.nonnegative_int, default=1, help="epochs of Phase II")
-    own.add_argument("--p-start", choices=("zero", "copy"), default="zero", help="p_i of line 1: 0, or a copy of w^0 (D1)")
+    own.add_argument("--p-start", choices=("zero", "copy"),
+                     help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
                      help="lpgd: line 7 in every local step; gpgd: FedAvg, then line 7; s+s: a sparse w (D8, D9)")
     own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps the mean of gamma alone")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors; the last round also times it")
     args = common.parse(parser, BY_DATASET, argv)
+    args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")
     if args.export and not os.access(pathlib.Path(args.export).parent, os.W_OK):

@@ -547,7 +547,8 @@ def test_the_settings_are_the_papers(dataset):
     assert (args.rounds, args.clients, args.fraction, args.epochs, args.fusion_epochs, args.batch_size) == (1000, 100, 0.1, 2, 1, 20)
     assert (args.lr, args.lr_decay, args.weight_decay, args.momentum) == (0.1, 0.998, 1e-3, 0)
     assert (args.lambda_, args.mu, args.eta_g, args.alpha, args.client_test) == (1e-4, 1e-3, 10, 0.1, 0)
-    assert (args.model, args.transform, args.split, args.p_start) == ("resnet18", "fedslr", "fedslr", "zero")
+    assert (args.model, args.transform, args.split, args.p_start) == ("resnet18", "fedslr", "fedslr", "copy")
+    assert fedslr.arguments(["--dataset", dataset, "--model", "cnn"]).p_start == "zero"
 
 
 @pytest.mark.parametrize("argv", [["--momentum", "0.9"], ["--export", "/nowhere/w.pt"], ["--eta-g", "0"], ["--lambda", "-1"]])
