@@ -4,6 +4,7 @@
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
 # make reproduce-quick  who beats whom, on the embedded data set (22 minutes beside other work)
 # make authors CLONES=folder   our numbers beside those of the authors' own programs (two minutes; docs/authors.md)
+# make docs    docs/*.html: each paper's pseudocode beside its code, made from the files and docs/*.md
 # make test    all tests (no network but for the first set-up, no GPU needed)
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 
@@ -28,6 +29,9 @@ reproduce-quick: .venv/ready
 authors: .venv/ready
 	$(PYTHON) tests/authors/everything.py $(CLONES)
 
+docs: .venv/ready
+	$(PYTHON) docs/build.py
+
 test: .venv/ready
 	$(PYTHON) -m pytest -q tests
 
@@ -37,4 +41,4 @@ test: .venv/ready
 	$(PYTHON) -m pip install --quiet -r requirements.txt
 	touch .venv/ready
 
-.PHONY: demo bench compare reproduce reproduce-quick authors test
+.PHONY: demo bench compare reproduce reproduce-quick authors docs test

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 import engine
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import Run, drawing, finite, without_clients  # noqa: F401
+from records import Run, curves, drawing, finite, setting, without_clients  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams

@@ -8,8 +8,8 @@ A method is a name (see --methods), or a file of your own with main(argv): docs/
 in the folder OUT/METHOD/SEED. A run that is finished is not trained again, and one that was interrupted goes on. A run whose source
 files have changed since is trained anew; its record stays as result.previous.json.
 
-OUT then has compare.md and compare.csv, the table: mean and standard deviation over the seeds. curves is the figure of learning
-curves, clients that of all clients' accuracies; both are there as .png and .pdf.
+OUT then has the table as compare.md and compare.csv, and two figures as .png and .svg: the learning curves, and the clients'
+accuracies.
 """
 
 import argparse
@@ -308,8 +308,8 @@ all rounds, by all clients and to them. Seconds: on {some['environment']['device
             writer.writerow([row["method"], row["seeds"], row["diverged"], *("" if cell is None else cell for cell in cells)])
 
 
-def curve(runs, part, key, shared):
-    """Rounds [n], mean and std over the runs [n] of a measure. A round with more clients than the shared --fraction counts as more."""
+def curve(runs, part, key):
+    """Rounds [n], mean and std over the finished runs [n] of a measure; None where there is none."""
     runs = [[row for row in r["rounds"] if part in row] for r in runs if not r["diverged"]]
     if not runs or not runs[0]:
         return None
@@ -318,33 +318,29 @@ def curve(runs, part, key, shared):
 
 
 def draw(rows, records, shared, out):
-    """curves and clients, as .png and .pdf."""
-    names = [row["method"] for row in rows if row["personal"]]
-    title = f"{shared.dataset}, split {shared.split}, mean and standard deviation over {rows[0]['seeds']} seeds"
-    with common.drawing(out / "curves.png", 1, 2, (11, 4.5), dpi=300) as axes:
-        parts = (("global", "top1", "global accuracy, central test images"), ("personal", "mean", "mean accuracy of the clients' models"))
+    """curves.png and clients.png, and both as .svg."""
+    rows = [row for row in rows if row["personal"]]
+    some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
+    title = f"{common.setting(some)}, {rows[0]['seeds']} seeds"
+    parts = (("global", "top1", "global accuracy, central test images"), ("personal", "mean", "mean accuracy of the clients' models"))
+    with common.drawing(out / "curves.png", 1, 2, (11, 5.5), f"{title}: mean and standard deviation over the seeds") as axes:
         for axis, (part, key, label) in zip(axes, parts):
             for name, style in zip(names, itertools.cycle(STYLES)):
-                found = curve(records[name], part, key, shared)
+                found = curve(records[name], part, key)
                 if found:
-                    x, mean, std = found
+                    x, mean, std = found  # persfl's rounds have more clients, and so count as more
                     x = x * records[name][0]["args"]["fraction"] / shared.fraction
-                    axis.plot(x, mean, label=name, linewidth=1.2, **style)
-                    axis.fill_between(x, mean - std, mean + std, alpha=0.15, color=style["color"], linewidth=0)
+                    axis.plot(x, mean, label=name, **style)
+                    axis.fill_between(x, (mean - std).clip(0), (mean + std).clip(max=1), alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
-        axes[0].figure.suptitle(title)
-        axes[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1.02), fontsize=8, frameon=False)
-        axes[0].figure.savefig(out / "curves.pdf", bbox_inches="tight", metadata={"CreationDate": None})
-    with common.drawing(out / "clients.png", size=(7, 1.2 + 0.3 * len(names)), dpi=300) as axis:
-        found = [[a for r in records[name] if not r["diverged"] for a in r["final"]["personal"]["per_client"]] for name in names[::-1]]
-        axis.boxplot(found, orientation="horizontal", flierprops={"markersize": 2}, medianprops={"color": "black"}, patch_artist=True,
-                     boxprops={"facecolor": "#56B4E9"})
+    with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
+        clients = [[a for r in records[name] if not r["diverged"] for a in r["final"]["personal"]["per_client"]] for name in names[::-1]]
+        axis.boxplot(clients, orientation="horizontal", patch_artist=True, flierprops={"markersize": 2},
+                     boxprops={"facecolor": COLOURS[5]}, medianprops={"color": "black"})
         axis.set_yticks(range(1, len(names) + 1), names[::-1])
-        seen = [(row["global"][0], len(names) - i) for i, row in enumerate(r for r in rows if r["personal"]) if row["global"]]
-        axis.plot(*zip(*seen), "D", color="#D55E00", markersize=4, label="global model, central test images")
-        axis.set(xlabel="accuracy on a client's own test images; boxes over clients and seeds", xlim=(0, 1))
-        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, frameon=False)
-        axis.figure.savefig(out / "clients.pdf", bbox_inches="tight", metadata={"CreationDate": None})
+        seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
+        axis.plot(*zip(*seen, (None, None)), "D", color=COLOURS[1], label="the server's model, on the central test images")
+        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds", xlim=(0, 1))
 
 
 def main(argv=None):

@@ -388,7 +388,7 @@ def show(run):
         axis.bar(list(tv), list(tv.values()))
         axis.axhline(middle, color="black", linestyle="--", linewidth=1)
         axis.tick_params(axis="x", rotation=90)
-        axis.set(ylabel="TV", title=f"{run.federation.net.name}: suggests {depth}")
+        axis.set(ylabel="TV", title=f"{run.federation.net.name}, {run.federation.data.name}: suggests {depth}")
 
 
 if __name__ == "__main__":

@@ -532,7 +532,7 @@ def rebuild():
         found = [(cell, shown(cell)) for cell in cells(t.name)]
         found = [(cell, s, f" [{s.note}]" * bool(s.note)) for cell, s in found if s and s.mean is not None]
         if found:
-            t.draw(RESULTS / f"{t.name}.png", found)
+            t.draw(RESULTS / f"{t.name}.png", f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}", found)
     (RESULTS / "README.md").write_text(overview())
     for paper in PAPERS:
         for name, text in zip((paper, f"{paper}-runs"), pages(paper)):

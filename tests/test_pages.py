@@ -16,6 +16,7 @@ import common
 import compare
 import fedavg
 import reproduce
+from docs.build import choices, pseudocode, tags
 
 HERE = pathlib.Path(fedavg.__file__).parent
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
@@ -31,24 +32,11 @@ LISTINGS = {name: parts(name) for name in ALGORITHMS}
 LISTINGS |= {method.__name__: inspect.getsource(method).split('"""', 2)[1:] for method in baselines.METHODS.values()}
 
 
-def tags(text):
-    """The lines of the pseudocode that comments cite: l.7, l.7a, l.3-5."""
-    cited = set()
-    for comment in re.findall(r"#(.*)", text):
-        for first, last in re.findall(r"l\.(\d+[a-z]?)(?:-(\d+))?", comment):
-            cited |= set(map(str, range(int(first), int(last) + 1))) if last else {first}
-    return cited
-
-
 @pytest.mark.parametrize("name", LISTINGS)
 def test_every_line_of_the_pseudocode_is_cited_and_every_citation_exists(name):
     doc, code = LISTINGS[name]
-    lines = re.findall(r"^ {4,5}([1-9]\d?[a-z]?)  +[^\s.\d]", doc, re.M)
+    lines = [number for number, *_ in pseudocode(doc) if number]
     assert len(lines) == len(set(lines)) > 2 and tags(code) == set(lines)
-
-
-def choices(doc):
-    return re.findall(r"^    (D\d+)  ", doc, re.M)
 
 
 @pytest.mark.parametrize("name", LISTINGS)
