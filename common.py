@@ -84,8 +84,8 @@ def parser(doc, **defaults):
     g.add_argument("--augment-once", action="store_true",
                    help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
     g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
-                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train, and "
-                        "client_test for test images)")
+                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train; "
+                        "client_test, if it is there, gives out the test images)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes and fedma, alpha per class for fedslr")
@@ -227,8 +227,8 @@ def split_clients(data, args):
     """The Split that args.split, args.clients, args.client_test, args.client_val and args.split_seed ask for.
 
     Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). With the
-    split natural they are those that the data set's client_test names, where it has that array. Every client gets at least one training image, and one validation or test image where those are asked for; otherwise the
-    split is refused.
+    split natural they are those that the data set's array client_test names, where it has that array. Every client gets at
+    least one training image, and one validation or test image where those are asked for; otherwise the split is refused.
     """
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]

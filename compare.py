@@ -4,9 +4,9 @@
     python compare.py --methods all --jobs 2                        (make compare: the embedded images)
     python compare.py --methods fedavg,fedprox --set fedprox.mu=0.1 --dataset cifar10 --split dirichlet --alpha 0.3
 
-A method is a name (see --methods), or a file of your own with main(argv): docs/extend.md. Every seed of every method is a run of its own,
-in the folder OUT/METHOD/SEED. A run that is finished is not trained again, and one that was interrupted goes on. A run whose source
-files have changed since is trained anew; its record stays as result.previous.json.
+A method is a name (see --methods), or a file of your own with main(argv): docs/extend.md. Every seed of every method is a run,
+in the folder OUT/METHOD/SEED. A run that is finished is not trained again. A run that was interrupted goes on. A run whose
+source files have changed since then is trained anew, and its record stays as result.previous.json.
 
 OUT then has the table as compare.md and compare.csv, and two figures as .png and .svg: the learning curves, and the clients'
 accuracies.
@@ -41,33 +41,32 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 # What all methods share, where the command line does not say otherwise. All other flags of the groups "data" and "training" of
 # `python fedavg.py --help` are shared, too, with the defaults that stand there.
-SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, transform="normalize",
-              model="cnn", fraction=0.5, rounds=30, epochs=1, batch_size=20, lr=0.02, momentum=0.9, eval_every=3)
+SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
+              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=20, lr=0.02, momentum=0.9, eval_every=3)
 
 METHODS = {"fedavg": "fedavg.py", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
-           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py", "persfl": "persfl.py",
-           **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
+           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py",
+           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
 
 
-def without_momentum(shared):
-    """The rate that momentum comes to in the long run, since u = momentum * u + g grows to g / (1 - momentum)."""
-    return {"momentum": 0, "lr": shared.lr / max(1 - shared.momentum, 0.01)}
+def plain(shared):
+    """SGD without momentum, with a rate between eta and what momentum comes to in the long run, eta/(1 - momentum)."""
+    return {"momentum": 0, "lr": shared.lr * (2.5 if shared.momentum else 1)}
 
 
 def everybody(shared):
-    """All clients in fewer rounds: as many clients are trained in all."""
-    at_once = lambda rounds: max(1, round(rounds * shared.fraction))  # noqa: E731
-    return {"fraction": 1, "rounds": at_once(shared.rounds), "eval_every": at_once(shared.eval_every)}
+    """All clients in fewer rounds, so that as many clients are trained in all."""
+    rounds, every = (max(1, round(number * shared.fraction)) for number in (shared.rounds, shared.eval_every))
+    return {"fraction": 1, "rounds": rounds, "eval_every": every}
 
 
-# What a method has of its own although all others share it: the settings, and why.
+# What a method has of its own although the others share it: the settings, and why.
 OWN = {
-    "fedavgm": (lambda shared: {"momentum": 0, "beta": shared.momentum}, "momentum at the server in place of the clients'"),
-    **{name: (without_momentum, "the paper has no momentum; the rate is eta/(1 - momentum)")
-       for name in ("fedslr", "scaffold", "feddyn", "per-fedavg")},
-    "persfl": (everybody, "all clients take part in every round, so there are fewer rounds; distillation comes on top"),
-    "pfedme": (lambda shared: {"momentum": 0, "lr": 1 / 15, "theta-lr": shared.lr / max(1 - shared.momentum, 0.01)},
-               "--lr is not a rate of SGD here but of the way to theta_k; --theta-lr is eta/(1 - momentum)"),
+    **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "feddyn", "per-fedavg")},
+    "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
+    "pfedme": (lambda shared: plain(shared) | {"lr": 1 / 15, "theta_lr": plain(shared)["lr"]},
+               "theta_lr is the rate of SGD here; lr = 1/lambda moves w_k to theta_k"),
+    "persfl": (everybody, "all clients take part in every round; distillation comes on top, in the last one"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
 
@@ -85,14 +84,14 @@ class Method(NamedTuple):
 
 def arguments(argv):
     """This file's own arguments, and the shared settings."""
-    p = common.Parser(description=__doc__.partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                      epilog=f"Shared settings: {' '.join(flags(SHARED))}. All\nare flags, as are the others of the groups data and "
-                             "training of python fedavg.py --help.")
+    p = common.Parser(description=__doc__.partition("\n\n")[0], allow_abbrev=False,
+                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED))}. These are flags, as are the "
+                             "others of the groups data, training and running in python fedavg.py --help.")
     p.add_argument("--methods", required=True, metavar="A,B,...",
                    help=f"all, or some of {', '.join(METHODS)}, or files of your own (docs/extend.md)")
     p.add_argument("--seeds", type=common.positive_int, default=3, help="how many: 0, 1, 2, ... (default: 3); the split is one")
-    p.add_argument("--set", action="append", default=[], metavar="METHOD.PARAMETER=VALUE", help="fedprox.mu=0.1; may come often")
-    p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each (default: 1, with all)")
+    p.add_argument("--set", action="append", default=[], metavar="METHOD.PARAMETER=VALUE", help="as fedprox.mu=0.1")
+    p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each")
     p.add_argument("--out", default="runs/compare", help="folder of all that is written (default: runs/compare)")
     args, rest = p.parse_known_args(argv)
     for word in rest:
@@ -125,12 +124,15 @@ def plan(args, shared):
     found, own = {}, [word.partition(".")[::2] for word in args.set]
     settings = {name: value for name, value in vars(shared).items() if name not in ("seed", "out", "resume", "plot")}
     for name in names:
-        if name not in METHODS and not name.endswith(".py"):
+        if name in METHODS:
+            file, *words = METHODS[name].split()
+            file = HERE / file
+        elif name.endswith(".py"):
+            file, words, name = pathlib.Path(name).resolve(), [], pathlib.Path(name).stem
+        else:
             common.refuse(f"--methods: there is no method {name}; use all, a file.py, or some of {', '.join(METHODS)}")
-        own_file, (file, *words) = name.endswith(".py"), METHODS[name].split() if name in METHODS else [name]
-        file, name = pathlib.Path(file).resolve() if own_file else HERE / file, pathlib.Path(name).stem
-        if name in found or own_file and name in METHODS:
-            common.refuse(f"--methods: two methods are called {name}; give {file} another name" if own_file else f"--methods: {name} twice")
+        if name in found or name in METHODS and file.parent != HERE:
+            common.refuse(f"--methods: two methods are called {name}, one of them {file}")
         main = getattr(common.load_file(file), "main", None)
         if not callable(main):
             common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
@@ -142,7 +144,8 @@ def plan(args, shared):
         made = parsed(main, argv[: len(argv) - len(mine)], f"--methods: {name}")
         for key in settings:
             if made[key] != wanted[key]:
-                common.refuse(f"--methods: {file} makes {made[key]} of --{key.replace('_', '-')} {wanted[key]}, which all methods share")
+                flag = f"--{key.replace('_', '-')} {wanted[key]}"
+                common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
         found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}"))
     for method, word in own:
         if method not in found:
@@ -164,12 +167,10 @@ def refuse_foreign(name, word, words, settings):
 
 def check_folder(out):
     """Refuses to write among this repository's own files, but under results/."""
-    out, tracked = out.resolve(), ""
-    if HERE in [out, *out.parents] and HERE / "results" not in [out, *out.parents]:
-        done = subprocess.run(["git", "-C", HERE, "ls-files", "--", out], capture_output=True, text=True)
-        tracked = done.stdout
-    if tracked:
-        common.refuse(f"--out {out} holds files of this repository; use another folder, or results or one below it")
+    inside = [out.resolve(), *out.resolve().parents]
+    if HERE in inside and HERE / "results" not in inside:
+        if subprocess.run(["git", "-C", HERE, "ls-files", "--", inside[0]], capture_output=True).stdout:
+            common.refuse(f"--out {out} holds files of this repository; use another folder, or results or one below it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,8 +205,8 @@ def train(argv, jobs, children):
     """A run in a process of its own: its exit code and the last line of what it complained of."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     one = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
-    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * (jobs > 1)], env={**os.environ, "PYTHONPATH": path, **one},
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * (jobs > 1)], stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **one})
     children.append(child)
     said = child.communicate()[1].strip().splitlines() or [f"exit code {child.returncode}"]
     return child.returncode, said[-1].rpartition("error: ")[2]
@@ -222,7 +223,8 @@ def train_all(methods, args):
         if stale:
             print(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record becomes result.previous.json")
         if stale or not found or found["status"] not in ("finished", "diverged"):
-            todo[name, seed] = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}", *["--resume"] * (not stale)]
+            argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
+            todo[name, seed] = argv + ["--resume"] * (not stale)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
@@ -260,7 +262,8 @@ def table(records):
         row = {"method": name, "seeds": len(runs), "diverged": len(runs) - len(finished)}
         for title, measure in MEASURES.items():
             values = [value for value in map(measure, finished) if value is not None]
-            row[title] = (float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None) if values else None
+            std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+            row[title] = (float(np.mean(values)), std) if values else None
         rows.append(row)
     return sorted(rows, key=lambda row: -(row["personal"] or (-1,))[0])
 
@@ -287,11 +290,12 @@ def write_table(rows, methods, records, shared, args, out):
     own = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
-The settings that all share: `{' '.join(flags(settings))}`. Split {some['split']['fingerprint']}, {some['split']['clients']} clients.
+Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
 
-Means after the last round, over {args.seeds} seeds, ± standard deviation over the seeds. Global: the server's model, on the central test
-images. Personal: each client's model, on the client's own test images, mean over clients. Worst tenth: of the clients. MB sent: in
-all rounds, by all clients and to them. Seconds: on {some['environment']['device']}, {args.jobs} run{'s' * (args.jobs > 1)} at a time.
+After the last round, means over {args.seeds} seeds ± standard deviation over the seeds. Global: the server's model, on the
+central test images. Personal: each client's model, on the client's own test images; mean over clients. Worst tenth: mean over
+the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds. s a round: seconds of
+training on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"
@@ -322,7 +326,7 @@ def draw(rows, records, shared, out):
     rows = [row for row in rows if row["personal"]]
     some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
     title = f"{common.setting(some)}, {rows[0]['seeds']} seeds"
-    parts = (("global", "top1", "global accuracy, central test images"), ("personal", "mean", "mean accuracy of the clients' models"))
+    parts = (("global", "top1", "accuracy of the server's model"), ("personal", "mean", "mean accuracy of the clients' models"))
     with common.drawing(out / "curves.png", 1, 2, (11, 5.5), f"{title}: mean and standard deviation over the seeds") as axes:
         for axis, (part, key, label) in zip(axes, parts):
             for name, style in zip(names, itertools.cycle(STYLES)):
@@ -331,11 +335,13 @@ def draw(rows, records, shared, out):
                     x, mean, std = found  # persfl's rounds have more clients, and so count as more
                     x = x * records[name][0]["args"]["fraction"] / shared.fraction
                     axis.plot(x, mean, label=name, **style)
-                    axis.fill_between(x, (mean - std).clip(0), (mean + std).clip(max=1), alpha=0.15, color=style["color"], linewidth=0)
+                    band = (mean - std).clip(0), (mean + std).clip(max=1)
+                    axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
     with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
-        clients = [[a for r in records[name] if not r["diverged"] for a in r["final"]["personal"]["per_client"]] for name in names[::-1]]
-        axis.boxplot(clients, orientation="horizontal", patch_artist=True, flierprops={"markersize": 2},
+        finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
+        axis.boxplot([np.concatenate([r["final"]["personal"]["per_client"] for r in runs]) for runs in finished],
+                     orientation="horizontal", patch_artist=True, flierprops={"markersize": 2},
                      boxprops={"facecolor": COLOURS[5]}, medianprops={"color": "black"})
         axis.set_yticks(range(1, len(names) + 1), names[::-1])
         seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]

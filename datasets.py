@@ -98,8 +98,8 @@ def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None
         refuse(f"{source}: labels go up to {classes - 1}, but no training image has the label {gap}; number the classes from 0")
     for part, labels, client in (("train", y, client_train), ("test", v, client_test)):
         if client is not None and (client.dtype.kind not in "iu" or client.shape != labels.shape):
-            refuse(f"{source}: client_{part} is {client.dtype} of the shape {client.shape}; it must give an integer, its client, "
-                   f"for each of the {len(labels)} images of x_{part}")
+            refuse(f"{source}: client_{part} is {client.dtype} of the shape {client.shape}; it must give an integer, its "
+                   f"client, for each of the {len(labels)} images of x_{part}")
     if client_test is not None and client_train is None:
         refuse(f"{source} has client_test, but no client_train; it needs both, or neither")
     if client_train is not None and (client_train.min() or client_train.max() != len(np.unique(client_train)) - 1):

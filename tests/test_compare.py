@@ -24,7 +24,8 @@ def go(toy, tmp_path, monkeypatch):
     """Compares methods on the small data set. Runs are done in this process; go.trained has their folders, and "+" if resumed."""
     def train(argv, *_):
         file, *argv = argv
-        go.trained.append("/".join(pathlib.Path(argv[-2 if argv[-1] == "--resume" else -1].partition("=")[2]).parts[-2:]) + "+" * (argv[-1] == "--resume"))
+        out = next(word.removeprefix("--out=") for word in argv if word.startswith("--out="))
+        go.trained.append(str(pathlib.Path(out).relative_to(go.out)) + "+" * ("--resume" in argv))
         try:
             common.load_file(file).main(argv)
         except SystemExit as stop:
@@ -74,7 +75,7 @@ def test_all_share_what_is_shared(go):
     """But for what OWN says: the same arguments, and as many clients trained in all."""
     records = go("fedavg,persfl,scaffold", "--seeds", "1", "--lr", "0.03", "--momentum", "0.9")
     args = {name: r["args"] for name, r in records.items()}
-    assert (args["scaffold/0"]["lr"], args["scaffold/0"]["momentum"]) == (pytest.approx(0.3), 0)
+    assert (args["scaffold/0"]["lr"], args["scaffold/0"]["momentum"]) == (pytest.approx(0.075), 0)
     assert (args["persfl/0"]["fraction"], args["persfl/0"]["rounds"]) == (1, 1)
     apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "fraction", "rounds", "eval_every"}, "scaffold/0": {"out", "lr", "momentum"}}
     for name, keys in apart.items():
@@ -121,7 +122,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
 @pytest.mark.parametrize("methods, more, words", [
     ("fedavg,fedfoo", [], "there is no method fedfoo"),
     ("fedavg,nosuch.py", [], "there is no file"),
-    ("fedavg,fedavg", [], "--methods: fedavg twice"),
+    ("fedavg,fedavg", [], "two methods are called fedavg"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),
     ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
     ("fedavg", ["--set", "fedavg.mu=1"], "--set fedavg.mu=1: unrecognized arguments: --mu=1"),
