@@ -64,7 +64,7 @@ def everybody(shared):
 OWN = {
     **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "feddyn", "per-fedavg")},
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
-    "pfedme": (lambda shared: plain(shared) | {"lr": 1 / 15, "theta_lr": plain(shared)["lr"]},
+    "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
                "theta_lr is the rate of SGD here; lr = 1/lambda moves w_k to theta_k"),
     "persfl": (everybody, "all clients take part in every round; distillation comes on top, in the last one"),
 }

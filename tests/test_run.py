@@ -414,11 +414,48 @@ def test_the_readmes_lines_load_a_trained_model(tmp_path):
     assert right.mean() == pytest.approx(record["final"]["global"]["top1"])
 
 
-def test_the_readmes_own_model_trains(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(common, "MODELS", dict(common.MODELS))
-    exec(readme_lines("import common, fedavg, torch.nn.functional as F").replace('"shapes"', '"shapes", *quick'), {"quick": QUICK[2:]})
-    assert json.loads((tmp_path / "runs/mine/result.json").read_text())["args"]["model"] == "mine"
+def test_the_pages_own_model_trains(tmp_path):
+    """In every kind of file; the record names the model and the file."""
+    (tmp_path / "mymodels.py").write_text(readme_lines("import torch.nn.functional as F"))
+    model = f"{tmp_path}/mymodels.py:mine"
+    for module, more in ((fedavg, []), (psinet, ["--depth", "conv1"]), (baselines, ["--method", "fedper"])):
+        record, _ = run(module, [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1", "--model", model, *more],
+                        tmp_path / module.__name__)
+        assert record["args"]["model"] == model and "mymodels.py" in record["environment"]["sources"]
+
+
+OTHERS_MODELS = """
+import torch, torch.nn.functional as F
+norm, linear = torch.nn.BatchNorm2d(3, affine=False), torch.nn.Linear(12, 12)
+module = torch.nn.Sequential(linear)
+def end(m, x): return m.linear("fc", x.flatten(1), 3)
+def dropout(m, x, classes): return end(m, F.dropout(x, 0.1))
+def noise(m, x, classes): return end(m, x + 0.1 * torch.randn_like(x))
+def batchnorm(m, x, classes): return end(m, norm(m.conv("conv", x, 3, 1)))
+def functional(m, x, classes): return end(m, F.batch_norm(m.conv("conv", x, 3, 1), None, None, training=True))
+def inside(m, x, classes): return end(m, linear(x.flatten(1).repeat(1, 3)))
+def few(m, x, classes): return end(m, x)[:, :2]
+def typo(m, x, classes): return m.dense("fc", x.flatten(1), 3)
+def two(m, x): return end(m, x)
+"""
+
+
+@pytest.mark.parametrize("model, words", [
+    ("dropout", "two calls on one batch differ"), ("noise", "two calls on one batch differ"),
+    ("batchnorm", "depend on the others in its batch"), ("functional", "depend on the others in its batch"),
+    ("inside", "all weights must come from m"), ("module", "an nn.Module"), ("few", "the shape (8, 2)"), ("norm", "an nn.Module"),
+    ("typo", "has no attribute 'dense'"), ("two", "two() takes 2 positional arguments"), ("nosuch", "has no function nosuch"),
+])
+def test_models_that_are_not_functions_of_their_weights_are_refused(model, words, toy, tmp_path, capsys):
+    (tmp_path / "others.py").write_text(OTHERS_MODELS)
+    argv = ["--dataset", toy, "--clients", "4", "--split", "iid", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    refused(capsys, words, fedavg.main, [*argv, "--model", f"{tmp_path}/others.py:{model}"])
+
+
+@pytest.mark.parametrize("model, words", [("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "cnn is no .py file"),
+                                          ("cnnn", "--model cnnn is unknown")])
+def test_models_that_are_not_there_are_refused(model, words, capsys):
+    refused(capsys, words, fedavg.main, [*QUICK, "--model", model])
 
 
 def test_the_readmes_lines_draw_two_methods(tmp_path, monkeypatch):
