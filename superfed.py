@@ -157,7 +157,8 @@ BY_DATASET = {
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
     "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, start=0.5, eval_every=5),
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, transform="normalize", start=0.5,
+                   eval_every=5),
 }
 LAMBDAS = [i / 10 for i in range(11)]
 
@@ -311,6 +312,9 @@ def show(run, first):
                 axis.axvline(first + 0.5, color="black", linewidth=1, label="Phase II begins")
                 axis.legend()
             axis.set(xlabel="round", ylabel=f"global {name}", title=title)
+    if groups:
+        print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their own ones (lambda = 1). "
+              "phases.png: the global model, round by round.")
 
 
 if __name__ == "__main__":
