@@ -556,7 +556,7 @@ def rebuild():
 
 
 def quick(seeds):
-    """Trains what the claims need into runs/quick/, and prints who beats whom. Returns an exit code: 1 if a claim fails in a seed."""
+    """Trains what the claims need into runs/quick/, and prints who beats whom. Returns an exit code: 1 if a claim fails."""
     @functools.cache
     def record(command, seed):
         out = RUNS / "quick" / str(seed) / short(command)

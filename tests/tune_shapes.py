@@ -1,4 +1,4 @@
-"""How the quick defaults for `shapes` were chosen: each method with a few rates, and with a few values of a parameter of its own.
+"""How the quick defaults for `shapes` were chosen: each method with a few rates, or values of a parameter of its own.
 
     python tests/tune_shapes.py [NAME ...]     (all: about 45 minutes of one core; a run that is finished is not run again)
 
