@@ -313,7 +313,7 @@ def show(run, first):
                 axis.legend()
             axis.set(xlabel="round", ylabel=f"global {name}", title=title)
     if groups:
-        print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their own ones (lambda = 1). "
+        print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their local ones (1). "
               "phases.png: the global model, round by round.")
 
 
