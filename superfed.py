@@ -157,7 +157,8 @@ BY_DATASET = {
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
     "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, start=0.5, eval_every=5),
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, transform="normalize", start=0.5,
+                   eval_every=5),
 }
 LAMBDAS = [i / 10 for i in range(11)]
 
@@ -302,6 +303,8 @@ def show(run, first):
                 bars = np.minimum(std, [mean, 1 - mean])  # an accuracy is in [0, 1]
                 axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", label=f"{name} clients, best {max(mean):.3f}")
             axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1))
+        print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their local ones (1). "
+              "curves.png: accuracy and loss, round by round.")
 
 
 if __name__ == "__main__":
