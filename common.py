@@ -618,17 +618,17 @@ class Net:
 
     def first_layers(self, N):
         """The slice of w with the first N layers; a normalisation counts as one."""
-        return slice(0, self.cut(N))
+        return slice(0, self.borders(N)[N])
 
     def last_layers(self, N):
         """The slice of w with the last N layers."""
-        return slice(self.cut(len(self.layers) - N), self.d)
+        return slice(self.borders(N)[-1 - N], self.d)
 
-    def cut(self, N):
-        """Where layer number N, from 0, begins in w."""
-        if not 0 <= N <= len(self.layers):
-            refuse(f"the model {self.name} has only {len(self.layers)} layers")
-        return [*(where.start for _, where in self.layers), self.d][N]
+    def borders(self, N):
+        """Where the layers begin in w, and d, if there are at least N."""
+        if N > len(self.layers):
+            refuse(f"{N} layers are wanted of the model {self.name}, which has only {len(self.layers)}")
+        return [*(where.start for _, where in self.layers), self.d]
 
     def per_weight(self, values):
         """[d]: a number for each tensor, repeated for all of its weights."""
