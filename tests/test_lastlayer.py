@@ -13,8 +13,8 @@ lastlayer = common.load_file(pathlib.Path(fedavg.__file__).parent / "docs" / "la
 
 def test_two_rounds_by_hand(toy, tmp_path):
     """One full-batch step per client and round. The model has one layer, so all of it is interpolated: lambda = .25."""
-    argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4", "--fraction", "0.5", "--batch-size", "0", "--lr", "0.5",
-            "--rounds", "2", "--device", "cpu"]
+    argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4", "--fraction", "0.5",
+            "--batch-size", "0", "--lr", "0.5", "--rounds", "2", "--device", "cpu"]
     fed = federation(argv)
     w = fed.initial_weights().double().numpy()
     V = np.tile(w, (4, 1))
