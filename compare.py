@@ -212,6 +212,11 @@ def train(argv, jobs, children):
     return child.returncode, said[-1].rpartition("error: ")[2]
 
 
+def stop(number, _):
+    print("stopped; the same command goes on from here", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 def train_all(methods, args):
     """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
     todo, children = {}, []
@@ -225,7 +230,8 @@ def train_all(methods, args):
         if stale or not found or found["status"] not in ("finished", "diverged"):
             argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
             todo[name, seed] = argv + ["--resume"] * (not stale)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
             runs = {pool.submit(train, argv, args.jobs, children): run for run, argv in todo.items()}
