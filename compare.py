@@ -122,7 +122,11 @@ def plan(args, shared):
     """The Methods that --methods and --set name."""
     names = METHODS if args.methods == "all" else list(filter(None, args.methods.split(",")))
     found, own = {}, [word.partition(".")[::2] for word in args.set]
-    settings = {name: value for name, value in vars(shared).items() if name not in ("seed", "out", "resume", "plot")}
+    found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
+    settings = {name: value for name, value in vars(shared).items()
+                if name not in ("seed", "out", "resume", "plot", *found_by_split)}
+    if not names:
+        common.refuse("--methods is empty")
     for name in names:
         if name in METHODS:
             file, *words = METHODS[name].split()
@@ -148,6 +152,8 @@ def plan(args, shared):
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
         found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}"))
     for method, word in own:
+        if not word:
+            common.refuse(f"--set {method}: there is no parameter; say METHOD.PARAMETER=VALUE")
         if method not in found:
             common.refuse(f"--set {method}.{word}: --methods has no {method}")
     return list(found.values())

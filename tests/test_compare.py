@@ -122,6 +122,8 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
 @pytest.mark.parametrize("methods, more, words", [
     ("fedavg,fedfoo", [], "there is no method fedfoo"),
     ("fedavg,nosuch.py", [], "there is no file"),
+    ("", [], "--methods is empty"),
+    ("fedavg", ["--set", "mu=1"], "say METHOD.PARAMETER=VALUE"),
     ("fedavg,fedavg", [], "two methods are called fedavg"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),
     ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
@@ -158,6 +160,11 @@ def test_every_method_takes_the_shared_settings():
     for name in ("fedavg", "superfed-lm", "ditto", "psinet"):
         args = next(method.args for method in methods if method.name == name)
         assert {key: args[key] for key in compare.SHARED} == compare.SHARED
+
+
+def test_a_split_that_finds_its_own_clients():
+    methods = compare.plan(*compare.arguments(["--methods", "fedavg,persfl", "--dataset", "mine.npz", "--split", "natural"]))
+    assert not any(word.startswith("--clients") for method in methods for word in method.argv)
 
 
 def test_processes_of_their_own(toy, tmp_path):
