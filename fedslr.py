@@ -155,7 +155,8 @@ DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fractio
                 batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
     # ours, for a quick look
-    "shapes": dict(rounds=30, clients=20, fraction=0.5, model="cnn", transform="scale", eval_every=5, lambda_=5e-3),
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, model="cnn", transform="normalize", lr=0.05, eval_every=5,
+                   lambda_=2e-3),
 }
 
 
@@ -323,17 +324,17 @@ def finish(run, state):
         print(f"export  {run.args.export}; {times['dense_ms']} ms dense, {times['factorised_ms']} ms factorised, 20 images")
     if not run.args.plot:
         return
+    from matplotlib import colormaps
     rounds = [row["round"] for row in rows]
-    with common.drawing(run.out / "ranks.png", 1, 3, (15, 3.5)) as axes:
+    with common.drawing(run.out / "ranks.png", 1, 3, (15, 4.5), f"FedSLR, {common.setting(run.record())}") as axes:
         for part, label in (("gkr", "GKR"), ("personal", "mixed")):
             axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
-        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # the first layer is black
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=str(0.8 * i / len(full)), label=name)
+        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # from dark to light
+            colour = colormaps["viridis"](i / len(full))
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colour, label=name)
         axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
         for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
             axis.set(xlabel="round", ylabel=label, ylim=(0, None))
-        axes[0].legend()
-        axes[1].legend(fontsize=5)
 
 
 # The factorised model
@@ -360,7 +361,7 @@ class Factorised(common.Weights):
         self.file = torch.load(path, map_location=device, weights_only=True)
 
     def __call__(self, x):
-        return common.MODELS[self.file["model"]](self, x, self.file["classes"])
+        return common.find_model(self.file["model"])(self, x, self.file["classes"])
 
     def take(self, name, shape, init):
         part = self.file["tensors"][name]

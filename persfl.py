@@ -139,7 +139,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")
     step = client_step(federation.net, args)
 
     G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]
@@ -178,7 +178,7 @@ BY_DATASET = {
     ("mnist", "dirichlet-classes"): dict(rounds=25),
     ("mnist", "lognormal"): dict(rounds=100, per_client=2),
     # ours, for a quick look
-    "shapes": dict(rounds=10, epochs=2, distill_epochs=5),
+    "shapes": dict(transform="normalize", rounds=10, epochs=2, distill_epochs=5),
 }
 
 
@@ -328,14 +328,12 @@ def show(rows, out, args):
         columns, k = min(5, len(students)), first[name]
         lines = -(-len(students) // columns)
         path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * lines)
-        with common.drawing(path, lines, columns, size) as axes:
+        with common.drawing(path, lines, columns, size, "accuracy of the students, by $\\lambda$ and $T$") as axes:
             for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
                 for T in sorted({T for T, _ in GRID}):  # at lambda 0 and 1 one student stands for every T
                     points = sorted((lam, a) for (at, lam), a in zip(GRID, accuracy) if at == T or lam in (0, 1))
-                    axis.plot(*zip(*points), marker="o", markersize=3, label=f"T={T}")
-                axis.set(title=f"{name} {k + user}", xlabel="lambda", ylabel="" if user % columns else "test accuracy")
-            axis.legend()
-            axis.figure.tight_layout()
+                    axis.plot(*zip(*points), marker="o", label=f"$T$ = {T}")
+                axis.set(title=f"{name} {k + user}", xlabel=r"$\lambda$", ylabel="" if user % columns else "test accuracy")
         with common.drawing(out / f"teachers-{name.replace(' ', '-')}s.png") as axis:
             axis.bar(k + np.arange(len(students)), group["users"]["teacher's round"])
             axis.set(xlabel=name, ylabel="round of its teacher", title=f"mean over {len(rows)} runs" if len(rows) > 1 else "")

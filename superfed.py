@@ -127,7 +127,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
     step = client_step(federation.net, args)
     first = first_round_of_phase_two(federation)  # L*R (D4)
 
@@ -157,7 +157,8 @@ BY_DATASET = {
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
     "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, start=0.5, eval_every=5),
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, transform="normalize", start=0.5,
+                   eval_every=5),
 }
 LAMBDAS = [i / 10 for i in range(11)]
 
@@ -280,7 +281,7 @@ def measure_unseen(federation, step, seen, state):
 
 
 def show(run, first):
-    """Prints the last round's choices of lambda; with --plot draws lambdas.png (Fig. 2's form) and phases.png (Fig. 3's)."""
+    """Prints the last round's choices of lambda; with --plot draws lambdas.png and marks Phase II in curves.png."""
     history = run.record()["rounds"]
     row = history[-1]
     groups = [(name, part) for name, part in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
@@ -295,26 +296,17 @@ def show(run, first):
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
     if not run.args.plot:
         return
-    title = f"{run.args.mix} mixing, {run.federation.data.name}"
+    common.curves(run.record(), run.out / "curves.png", {first + 1: "Phase II begins"} if first < run.args.rounds else {})
     if groups:
-        with common.drawing(run.out / "lambdas.png", size=(5, 3.5)) as axis:
+        title = f"SuPerFed, {run.args.mix} mixing\n{common.setting(run.record())}"
+        with common.drawing(run.out / "lambdas.png", size=(6, 4.2), title=title) as axis:
             for name, part in groups:
                 mean, std = (np.array([at[key] for at in part["lambdas"]]) for key in ("mean", "std"))
                 bars = np.minimum(std, [mean, 1 - mean])  # an accuracy is in [0, 1]
-                label = f"{name} clients, best on test {max(mean):.4f}"
-                axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", markersize=3, label=label)
-            axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^l$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1.05),
-                     title=f"{title}, global top-1 {row['global']['top1']:.4f}")
-            axis.legend()
-
-    rows = [row for row in history if "global" in row]
-    with common.drawing(run.out / "phases.png", 1, 2, (10, 3.5)) as axes:
-        for axis, key, name in zip(axes, ("top1", "loss"), ("top-1 accuracy", "loss")):
-            axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows], marker=".")
-            if first < run.args.rounds:
-                axis.axvline(first + 0.5, color="black", linewidth=1, label="Phase II begins")
-                axis.legend()
-            axis.set(xlabel="round", ylabel=f"global {name}", title=title)
+                axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", label=f"{name} clients, best {max(mean):.3f}")
+            axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1))
+        print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their local ones (1). "
+              "curves.png: accuracy and loss, round by round.")
 
 
 if __name__ == "__main__":

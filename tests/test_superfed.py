@@ -412,26 +412,26 @@ def test_the_end_points_of_the_grid_are_the_two_models(version, tmp_path):
 
 
 def test_plots(tmp_path, monkeypatch):
-    """lambdas.png: 11 points with bars. phases.png: the line at the start of Phase II, and none without one."""
+    """lambdas.png: 11 points with bars. curves.png: the line at the start of Phase II, and none without one."""
     from matplotlib import pyplot
 
     figures, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", lambda figure: (figures.append(figure), close(figure)))
     run(superfed, [*SMALL, "--plot", "--eval-every", "1"], tmp_path / "a")
-    lambdas, phases = figures[-2:]
+    phases, lambdas = figures[-2:]
     record = json.loads((tmp_path / "a" / "result.json").read_text())
     x, y = lambdas.axes[0].containers[0].lines[0].get_data()
     assert np.allclose(x, np.arange(11) / 10) and np.allclose(y, [at["mean"] for at in record["final"]["lambdas"]])
-    assert "shapes" in lambdas.axes[0].get_title() and "$w^f$" in lambdas.axes[0].get_xlabel()
+    assert "shapes" in lambdas.get_suptitle() and "$w^f$" in lambdas.axes[0].get_xlabel()
     std = np.array([at["std"] for at in record["final"]["lambdas"]])
     bars = np.array(lambdas.axes[0].containers[0].lines[2][0].get_segments())[:, :, 1]  # cut where an accuracy would leave [0, 1]
     assert (y < std).any() and np.allclose(bars, np.stack([(y - std).clip(min=0), (y + std).clip(max=1)], 1))
     for axis, key in zip(phases.axes, ("top1", "loss")):
-        curve, start = axis.lines
+        curve, _, start = axis.lines  # global, personal
         assert np.allclose(curve.get_ydata(), [row["global"][key] for row in record["rounds"]])
         assert list(start.get_xdata()) == [2.5, 2.5]  # rounds 1 and 2 are Phase I
     run(superfed, [*SMALL, "--plot", "--start", "1"], tmp_path / "b")
-    assert all(len(axis.lines) == 1 for axis in figures[-1].axes) and (tmp_path / "b" / "phases.png").exists()
+    assert all(len(axis.lines) == 2 for axis in figures[-1].axes) and (tmp_path / "b" / "curves.svg").exists()
     assert not (tmp_path / "b" / "lambdas.png").exists()
 
 
