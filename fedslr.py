@@ -155,7 +155,7 @@ DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fractio
                 batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, model="cnn", transform="normalize", lr=0.05, eval_every=5,
+    "shapes": dict(rounds=20, epochs=1, clients=20, fraction=0.5, model="cnn", transform="normalize", lr=0.05, eval_every=5,
                    lambda_=2e-3),
 }
 

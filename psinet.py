@@ -205,7 +205,7 @@ DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_
 BY_DATASET = {
     "cifar100": dict(model="vgg16", per_client=50, rounds=200),
     # ours, for a quick look
-    "shapes": dict(model="cnn", transform="normalize", rounds=20, batch_size=20, lr=0.02, eval_every=2),
+    "shapes": dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2),
 }
 DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "mobilenet": "block6", "cnn": "conv3"}  # D3; cnn's is ours
 MISSING = -1e9  # the logit of a class that a pruned node doesn't have: its probability is 0 (D6)
