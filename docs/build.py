@@ -344,8 +344,8 @@ def index_page():
                     for name, title in PAPERS.items())
     title, text = (HERE / "docs" / "first-hour.md").read_text().split("\n", 1)
     others = [path.name for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
-    body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, the "
-            "choices that change a number, what was measured, and exercises.</p></header>\n"
+    body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "
+            "the choices that change a number, what was measured, and exercises.</p></header>\n"
             f'<div class="cards">{cards}</div>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>\n'
             "<p>More, as plain text: " + ", ".join(f'<a href="{name}">{name}</a>' for name in others) + "</p>")
     return page("index", "Federated learning, one file per paper", body)
