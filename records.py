@@ -466,7 +466,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
             if axis.get_xlabel().split(",")[0] in ("round", "user", "client") and isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
         if named:
-            across = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, named)))))
+            across = max(1, int(figure.get_figwidth() / (0.7 + 0.08 * max(map(len, named)))))
             figure.legend(named.values(), named, loc="outside lower center", ncols=min(across, len(named)))
         if is_main_process():
             path = pathlib.Path(path)
