@@ -497,8 +497,8 @@ def curves(record, path, marks={}):
                 axes[0].fill_between(x, (y - std).clip(0), (y + std).clip(max=1), alpha=0.15, color=line.get_color())
             axes[1].plot(x, [row[part]["loss"] for row in rows])
         for axis in axes:
-            for round, label in marks.items():
-                axis.axvline(round - 0.5, color="black", linestyle=":", label=label)
+            for first, label in marks.items():
+                axis.axvline(first - 0.5, color="black", linestyle=":", label=label)
         axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
         axes[1].set(xlabel="round", ylabel="loss")
 

@@ -173,7 +173,7 @@ def fold(title, body, opened=False):
 
 def paper_side(doc, key):
     rows, lines_of, out = pseudocode(doc), {}, []
-    first = min(column for number, column, _ in rows if number)
+    first, label = min(column for number, column, _ in rows if number), None
     for D, line in choices(doc).items():  # which lines it says it is of: Lines 9 to 22: line 9
         spans = re.match(r"Lines? ((?:\d+[a-z]?(?: to \d+[a-z]?)?(?:, | and )?)+)", line)
         for number in re.findall(r"(?<!to )\b\d+[a-z]?", spans[1]) if spans else ():
