@@ -324,15 +324,13 @@ def finish(run, state):
         print(f"export  {run.args.export}; {times['dense_ms']} ms dense, {times['factorised_ms']} ms factorised, 20 images")
     if not run.args.plot:
         return
-    from matplotlib import colormaps
     rounds = [row["round"] for row in rows]
     with common.drawing(run.out / "ranks.png", 1, 3, (15, 4.5), f"FedSLR, {common.setting(run.record())}") as axes:
-        for part, label in (("gkr", "GKR"), ("personal", "mixed")):
-            axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
-        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # from dark to light
-            colour = colormaps["viridis"](i / len(full))
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colour, label=name)
-        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
+        for part, label, style in (("gkr", "GKR", "k--"), ("personal", "mixed", "k-")):
+            axes[0].plot(rounds, [row[part]["mean"] for row in rows], style, label=label)
+        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # there are seven colours
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], ["-", "--", ":"][i // 7 % 3], label=name)
+        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history], "k-")
         for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
             axis.set(xlabel="round", ylabel=label, ylim=(0, None))
 

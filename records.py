@@ -498,7 +498,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
             if axis.get_xlabel().split(",")[0] in ("round", "user", "client") and isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
         if named:
-            across = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, named)))))
+            across = max(1, int(figure.get_figwidth() / (0.7 + 0.08 * max(map(len, named)))))
             figure.legend(named.values(), named, loc="outside lower center", ncols=min(across, len(named)))
         if is_main_process():
             path = pathlib.Path(path)
@@ -529,8 +529,8 @@ def curves(record, path, marks={}):
                 axes[0].fill_between(x, (y - std).clip(0), (y + std).clip(max=1), alpha=0.15, color=line.get_color())
             axes[1].plot(x, [row[part]["loss"] for row in rows])
         for axis in axes:
-            for round, label in marks.items():
-                axis.axvline(round - 0.5, color="black", linestyle=":", label=label)
+            for first, label in marks.items():
+                axis.axvline(first - 0.5, color="black", linestyle=":", label=label)
         axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
         axes[1].set(xlabel="round", ylabel="loss")
 
