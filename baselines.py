@@ -109,25 +109,15 @@ def sums_of_gradients(federation, gradient):
 
 def personal_layers(net, args):
     """The slice of w that a client keeps: its last N layers; for lg-fedavg its first N."""
-    starts, N = [where.start for _, where in net.layers] + [net.d], args.personal
-    if N is None:
-        N = max(first_linear_layer(net), 1) if args.method == "lg-fedavg" else 1
-    if N > len(net.layers):
-        common.refuse(f"--personal {N}: the model {net.name} has only {len(net.layers)} layers")
-    return slice(0, starts[N]) if args.method == "lg-fedavg" else slice(starts[-1 - N], net.d)
+    if args.method == "lg-fedavg":
+        return net.first_layers(max(first_linear_layer(net), 1) if args.personal is None else args.personal)
+    return net.last_layers(1 if args.personal is None else args.personal)
 
 
 def first_linear_layer(net):
     """The number of the first fully connected layer, from 0: of the first whose weights are a matrix."""
     shapes = {where.start: shape for _, where, shape in net.tensors}
     return next(i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2)
-
-
-def with_part(w, part, V):
-    """The model w [d] with each client's own weights V [m, ...] in the slice `part`: [m, d]."""
-    W = w.repeat(len(V), 1)
-    W[:, part] = V
-    return W
 
 
 def logits_of_parts(net, lower, upper, x):
@@ -430,7 +420,7 @@ def fedper(federation, run, args):
     state = State(w=w, V=federation.per_client(w[head]))  # l.1: [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D1)
         w = models(S)  # l.3: [m, d]
@@ -466,7 +456,7 @@ def fedrep(federation, run, args):
     state = State(w=w, V=federation.per_client(w[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D2)
         eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
@@ -500,7 +490,7 @@ def lg_fedavg(federation, run, args):
     state = State(w=w, V=federation.per_client(w[lower]))  # l.1: [d], whose own lower layers are not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
+        return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t, S in run.rounds(state):  # l.2
         w = models(S)  # l.3: [m, d]
@@ -907,14 +897,20 @@ METHODS = {
     "ditto": ditto, "pfedme": pfedme, "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
 }
 
-# As fedavg.py's: SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
+FIXED_ROUNDS = {  # why --resume can't have more --rounds
+    "fedavg-ft": "clients fine-tune after the last round", "fedprox-ft": "clients fine-tune after the last round",
+    "fedspa": "the masks' pace depends on the number of rounds",
+}
+
+# SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
 BY_DATASET = {
     "cifar100": dict(rounds=300),
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
     "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, eval_every=3),
+    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, theta_lr=0.02, transform="normalize",
+                   eval_every=3),
 }
 
 
@@ -955,7 +951,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, FIXED_ROUNDS.get(args.method, ""))
     run.algorithm = args.method
     METHODS[args.method](federation, run, args)
 

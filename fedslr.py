@@ -56,8 +56,8 @@ import common
 
 
 def soft(x, tau):
-    """sign(x) * max(|x| - tau, 0)."""
-    return x.sign() * (x.abs() - tau).clamp(min=0)
+    """sign(x) * max(|x| - tau, 0): x without what of it lies between -tau and tau."""
+    return x - x.clamp(-tau, tau)
 
 
 def pi(kernel):
@@ -129,17 +129,18 @@ def main(argv=None):
         #         for b in minibatches(shuffled(images), B):  l.11, l.18; phase=1: in another order
         #             client = step(client, b, eta, w_t)      l.12-14, l.19-20
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
-        w_i, gamma_i = federation.train(one, (w, state.gamma[S]), S, t, eta, w_t)  # l.5, l.8, l.15
-        state.p[S] = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
-        change = 1 / args.eta_g * (w_t - w_i)
-        state.gamma[S] = gamma_i + change  # l.6, l.16
+        w_i = federation.train(one, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
+        for row, i in enumerate(S):
+            state.gamma[i] += 1 / args.eta_g * (w_t - w_i[row])  # l.6, l.16
         if args.memory_efficient:  # l.6 of Algorithm 3
-            state.gamma_mean = state.gamma_mean + federation.sum(change) / M
+            state.gamma_mean = state.gamma_mean + federation.sum(1 / args.eta_g * (w_t - w_i)) / M
         else:
             state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
-        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
+        del w_i  # makes room for Phase II
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
+        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
+        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
         if run.evaluates():
             run.log(federation.evaluate(state.w), **measures(run, state, t))
@@ -154,7 +155,8 @@ DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fractio
                 batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
     # ours, for a quick look
-    "shapes": dict(rounds=30, clients=20, fraction=0.5, model="cnn", transform="scale", eval_every=5, lambda_=5e-3),
+    "shapes": dict(rounds=20, epochs=1, clients=20, fraction=0.5, model="cnn", transform="normalize", lr=0.05, eval_every=5,
+                   lambda_=2e-3),
 }
 
 
@@ -269,7 +271,7 @@ def appendix_a2(run):
     for t, S in run.rounds(state):
         eta, w_t = federation.eta(t), state.w
         w_i = federation.train(one, w_t.expand(len(S), -1), S, t, eta)
-        state.p[S] = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
+        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)
         state.w = federation.mean(w_i)
         if args.variant == "gpgd":
@@ -357,7 +359,7 @@ class Factorised(common.Weights):
         self.file = torch.load(path, map_location=device, weights_only=True)
 
     def __call__(self, x):
-        return common.MODELS[self.file["model"]](self, x, self.file["classes"])
+        return common.find_model(self.file["model"])(self, x, self.file["classes"])
 
     def take(self, name, shape, init):
         part = self.file["tensors"][name]

@@ -139,7 +139,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")
     step = client_step(federation.net, args)
 
     G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]
@@ -178,7 +178,7 @@ BY_DATASET = {
     ("mnist", "dirichlet-classes"): dict(rounds=25),
     ("mnist", "lognormal"): dict(rounds=100, per_client=2),
     # ours, for a quick look
-    "shapes": dict(rounds=10, epochs=2, distill_epochs=5),
+    "shapes": dict(transform="normalize", rounds=15, epochs=2, distill_epochs=5),
 }
 
 

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import shlex
+import textwrap
 
 import numpy as np
 import pytest
@@ -103,14 +104,22 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
         for work in ("show", "reproduce", "rebuild", "quick", "measure", "accept"):
             monkeypatch.setattr(reproduce, work, lambda *_: 0)
         assert reproduce.main(shlex.split(argv)) == 0
+    elif name == "compare":
+        monkeypatch.chdir(HERE)
+        assert compare.plan(*compare.arguments(shlex.split(argv)))
     else:
         assert reproduce.arguments(f"{name}.py {argv}")
+
+
+def complete(record):
+    whole = len(record["rounds"]) == record["args"]["rounds"] or reproduce.reading.on_target(record)
+    return whole and record["status"] == "finished"
 
 
 def quotable(path):
     """Accuracies that a docstring may quote from a result.json."""
     record = json.loads((HERE / path).read_text())
-    assert len(record["rounds"]) == record["args"]["rounds"] and record["status"] == "finished"
+    assert complete(record)
     known = set()
     for when in ("final", "best"):
         for part in (*record[when].values(), *record["rounds"][-1].values()):
@@ -155,7 +164,7 @@ def test_the_table_of_settings_is_that_of_the_defaults():
         assert {title: row[title] for title in columns} == {title: str(args[name]).removesuffix(".0")
                                                             for title, name in columns.items()}, row
         size = args["alpha"] if args["split"] in ("dirichlet", "fedslr") else args["per_client"]
-        assert row["split"] == f"{args['split']}, {size}" and int(row["in a round"]) == args["fraction"] * args["clients"]
+        assert row["split"] == ("iid" if args["split"] == "iid" else f"{args['split']}, {size}") and int(row["in a round"]) == args["fraction"] * args["clients"]
 
 
 def test_numbers_in_the_pages_are_those_of_the_committed_results():
@@ -170,7 +179,7 @@ def test_numbers_in_the_pages_are_those_of_the_committed_results():
             titles = cells
             continue
         record = json.loads((HERE / link.group(1)).read_text())
-        assert record["status"] == "finished" and len(record["rounds"]) == record["args"]["rounds"]
+        assert complete(record)
         checked = {title: cell for title, cell in zip(titles, cells, strict=True) if title in COLUMNS and cell}
         assert checked == {title: COLUMNS[title](record) for title in checked}, line
         found += [title for title in checked if "minutes" not in title]
@@ -191,16 +200,31 @@ def test_persfls_tables_are_those_of_their_records():
             assert cell == want[: len(cell)], (folder, name)
 
 
-def test_the_table_of_all_methods_is_that_of_its_record():
-    rows = json.loads((HERE / "results" / "compare.json").read_text())["rows"]
-    assert {row["method"].split()[0] for row in rows} == set(compare.METHODS)
-    assert "\n".join(compare.lines(rows)) in pages()
+def test_the_tables_of_comparisons_are_those_of_their_records():
+    """results/compare*/compare.md has the table of the records beside it, and docs/compare.md has it, too."""
+    pages = sorted(HERE.glob("results/compare*/compare.md"))
+    assert pages
+    for page in pages:
+        records = {}
+        for path in sorted(page.parent.glob("*/*/result.json")):
+            records.setdefault(path.parent.parent.name, []).append(json.loads(path.read_text()))
+        assert len({(r["data"]["fingerprint"], r["split"]["fingerprint"]) for runs in records.values() for r in runs}) == 1
+        wanted = "\n".join(compare.lines(compare.table(records)))
+        assert wanted in page.read_text() and wanted in (HERE / "docs" / "compare.md").read_text()
 
 
-@pytest.mark.parametrize("name", compare.METHODS)
-def test_the_commands_of_the_comparison_parse(name, monkeypatch):
-    file, *own = compare.METHODS[name].split()
-    test_commands_in_the_text_parse(file, " ".join([*own, compare.SAME, compare.MORE.get(name, "")]), monkeypatch)
+def test_the_page_on_extending_has_the_files_that_it_shows():
+    page = (HERE / "docs" / "extend.md").read_text()
+    for name in ("docs/lastlayer.py", "tests/test_lastlayer.py"):
+        assert textwrap.indent((HERE / name).read_text().strip("\n"), "    ") in page, name
+
+
+def test_what_methods_have_of_their_own_is_told():
+    """docs/compare.md has a row for each of compare.OWN, with its reason and its settings for the defaults."""
+    page = (HERE / "docs" / "compare.md").read_text()
+    shared = compare.arguments(["--methods", "all"])[1]
+    for name, (settings, why) in compare.OWN.items():
+        assert f"| {name} | `{' '.join(compare.flags(settings(shared)))}` | {why} |" in page, name
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
