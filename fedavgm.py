@@ -14,8 +14,7 @@ its most skewed setting.
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on test images drawn
 with each client's class shares.
 
-Section 4.2, written into FedAvg's algorithm, with the line numbers of fedavg.py. K clients; P_k are the training images of
-client k, n_k their number.
+Section 4.2, in FedAvg's algorithm and its line numbers. K clients; P_k are the training images of client k, n_k their number.
 
     Server
      1  choose w_0;  v = 0
