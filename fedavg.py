@@ -68,7 +68,7 @@ def main(argv=None):
         eta = federation.eta(t)
         w = state.w.expand(len(S), -1)  # [m, d]
         # federation.train does for each client k of S, at once or one after the other:
-        #     for epoch in range(E):                           l.9 (the code is common.Federation.plan and train_alone)
+        #     for epoch in range(E):                           l.9
         #         for b in minibatches(shuffled(P_k), B):      l.8, l.10 (D2)
         #             client = step(client, b, eta)            l.11
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
