@@ -1,11 +1,12 @@
 """Runs the exercises of docs/*.md with three seeds, and checks that their answers hold.
 
-    python tests/exercises.py               all of them; a few minutes on one core; writes results/exercises.json
+    python tests/exercises.py               all of them; five minutes on one core; writes results/exercises.json
     python tests/exercises.py superfed-1    exercise 1 of docs/superfed.md, or several; writes nothing
 
-The commands are read from the pages; --seed, --split-seed and --out are added. An exercise may change a line of a file: it says so
-in a block "diff", and the commands below that block run with the changed line. For each exercise there is a function here with its
-name. It gets what the commands left, and gives the numbers of the answer's table and whether the answer holds.
+The commands are read from the pages; --seed, --split-seed, --device cpu and --out are added. An exercise may change a line of a
+file: it says so in a block "diff", and the commands below that block run with the changed line. For each exercise with commands
+there is a function here with its name. It gets what the commands left. It gives the numbers of the answer's table, and whether the
+answer holds.
 """
 
 import contextlib
@@ -89,20 +90,17 @@ def top1(run):
     return run.record["final"]["global"]["top1"]
 
 
-def loss(run):
-    return run.record["final"]["global"]["loss"]
-
-
 def apart(x, y):
     """The largest difference between two models' weights."""
     return (x - y).abs().max().item()
 
 
-def w_0(run):
-    """The initial weights of a run, [d]."""
+def w_0(run, client=0):
+    """The initial weights of a run, [d]; client=1: SuPerFed's w^l_0."""
     args = SimpleNamespace(**run.record["args"])
-    net = psinet.PsiNet(args, (3, 32, 32), 10) if run.record["algorithm"] == "psinet" else common.Net(args.model, (3, 32, 32), 10)
-    return net.init(common.stream(args.seed, "initialisation"))
+    images = (3, 32, 32), 10  # of shapes
+    net = psinet.PsiNet(args, *images) if run.record["algorithm"] == "psinet" else common.Net(args.model, *images)
+    return net.init(common.stream(args.seed, "initialisation", 0, client))
 
 
 def yes(same):
@@ -116,10 +114,11 @@ def megabytes(run):
 # One function for each exercise: what its commands left -> the numbers of its table, and whether the answer holds
 
 
-def fedavg_1(together, alone, apart_):
-    accuracies = [top1(run) for run in (alone, together, apart_)]
+def fedavg_1(one_start, alone, two_starts):
+    accuracies = [top1(run) for run in (alone, one_start, two_starts)]
     names = ("one network alone", "average, one start", "average, two starts")
-    return dict(zip(names, map("{:.3f}".format, accuracies))), accuracies[2] < accuracies[0] < accuracies[1]
+    numbers = {name: f"{accuracy:.3f}" for name, accuracy in zip(names, accuracies)}
+    return numbers, accuracies[2] < accuracies[0] < accuracies[1]
 
 
 def fedavg_2(one, ten, one_5, ten_5):
@@ -142,26 +141,23 @@ def fedavgm_1(fedavg, plain, nesterov):
 def fedavgm_2(zero, plain, nesterov):
     steps = [(run.w - w_0(run)).norm() for run in (zero, plain, nesterov)]
     ratio, same = (steps[2] / steps[1]).item(), torch.equal(zero.w, plain.w)
-    return {"plain is as beta = 0": yes(same), "length of Nesterov's step / plain step": f"{ratio:.4f}"}, same and abs(ratio - 1.9) < 1e-4
+    numbers = {"plain is as beta = 0": yes(same), "length of Nesterov's step / plain step": f"{ratio:.4f}"}
+    return numbers, same and abs(ratio - 1.9) < 1e-4
 
 
 def fedavgm_3(*runs):
     alphas = [run.record["args"]["alpha"] for run in runs]
     found = [float(re.search(r"classes \d+/([\d.]+)", run.printed)[1]) for run in runs]
-    return {f"classes, alpha = {alpha:g}": f"{mean:g}" for alpha, mean in zip(alphas, found)}, found[0] == 1 and found == sorted(found)
+    numbers = {f"classes, alpha = {alpha:g}": f"{mean:g}" for alpha, mean in zip(alphas, found)}
+    return numbers, found[0] == 1 and found == sorted(found)
 
 
 def superfed_1(without, with_):
-    cos = []
+    cos = []  # of w^f and w^l_k, mean over the clients that have trained
     for run in (without, with_):
-        trained = (run.W_l != w_l_0(run)).any(1)
+        trained = (run.W_l != w_0(run, client=1)).any(1)
         cos.append(torch.cosine_similarity(run.W_l[trained].double(), run.w_f.double()[None]).mean().item())
     return {"cos, nu = 0": f"{cos[0]:.4f}", "cos, nu = 2": f"{cos[1]:.4f}"}, abs(cos[1]) < abs(cos[0]) / 2
-
-
-def w_l_0(run):
-    args = SimpleNamespace(**run.record["args"])
-    return common.Net(args.model, (3, 32, 32), 10).init(common.stream(args.seed, "initialisation", 0, 1))
 
 
 def superfed_2(fedavg, superfed, large_nu):
@@ -170,7 +166,7 @@ def superfed_2(fedavg, superfed, large_nu):
 
 
 def superfed_3(run):
-    untouched = (run.W_l == w_l_0(run)).all(1).sum().item()
+    untouched = (run.W_l == w_0(run, client=1)).all(1).sum().item()
     up = [row["bytes_up"] / 1e6 for row in run.record["rounds"]]
     numbers = {"unchanged w^l of 20": str(untouched), "MB up in Phase I": f"{up[0]:.2f}", "in Phase II": f"{up[-1]:.2f}"}
     return numbers, 10 <= untouched <= 15 and len(set(up)) == 1
@@ -181,21 +177,25 @@ def persfl_1(run):
     teacher = final["users"]["FedAvg"]
     same = {lam: sum(a[i] == o for a, o in zip(final["students"]["test"], teacher))
             for i, (T, lam) in enumerate(final["grid"]) if T == 1 and lam in (0, 1)}
-    return {"students as accurate as the teacher, of 10: lambda = 1": str(same[1]), "lambda = 0": str(same[0])}, same[1] == 10 > same[0]
+    numbers = {"students as accurate as the teacher, of 10: lambda = 1": str(same[1]), "lambda = 0": str(same[0])}
+    return numbers, same[1] == 10 > same[0]
 
 
 def persfl_2(kl, ce):
     between, moved = apart(kl.A, ce.A), apart(kl.A, kl.O)
-    agree = kl.record["final"]["students"]["test"] == ce.record["final"]["students"]["test"]
-    numbers = {"KL to CE": f"{between:.1e}", "student to teacher": f"{moved:.1e}", "all accuracies agree": yes(agree)}
-    return numbers, between < moved / 100
+    of_kl, of_ce = (run.record["final"] for run in (kl, ce))
+    listening = sum(lam > 0 for lam in of_kl["users"]["lambda"])
+    agree = of_kl["students"] == of_ce["students"]  # the accuracies of all 11 students of each user
+    numbers = {"users with lambda > 0": str(listening), "KL to CE": f"{between:g}", "student to teacher": f"{moved:.3f}"}
+    return numbers | {"all accuracies agree": yes(agree)}, listening > 0 and agree and between == 0 < moved
 
 
 def persfl_3(optimal, final):
     rounds = [set(run.record["final"]["users"]["teacher's round"]) for run in (optimal, final)]
     down = [run.record["bytes_down"] for run in (optimal, final)]
     teacher = torch.equal(optimal.O, w_0(optimal).expand_as(optimal.O))
-    numbers = {"teacher is G_1": yes(teacher), "MB down, optimal": f"{down[0] / 1e6:.2f}", "MB down, final": f"{down[1] / 1e6:.2f}"}
+    sent = {f"MB down, {name}": f"{number / 1e6:.2f}" for name, number in zip(("optimal", "final"), down)}
+    numbers = {"teacher is G_1": yes(teacher), **sent}
     return numbers, teacher and rounds == [{1}, {2}] and down == [4 * 62_006 * 10, 2 * 4 * 62_006 * 10]
 
 
@@ -267,7 +267,8 @@ def main(names):
             with tempfile.TemporaryDirectory() as folder:
                 left = [carry_out(*run, seed, pathlib.Path(folder) / str(i)) for i, run in enumerate(known[name].runs)]
             rows[seed], holds[seed] = check(name)(*left)
-        print(f"{name}: {known[name].title}\n\n{table({s: n | {'holds': yes(holds[s])} for s, n in rows.items()})}\n", flush=True)
+        shown = {seed: numbers | {"holds": yes(holds[seed])} for seed, numbers in rows.items()}
+        print(f"{name}: {known[name].title}\n\n{table(shown)}\n", flush=True)
         record[name] = {"runs": known[name].runs, "numbers": rows, "holds": holds}
     if not names:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
