@@ -186,7 +186,7 @@ def persfl_2(kl, ce):
     of_kl, of_ce = (run.record["final"] for run in (kl, ce))
     listening = sum(lam > 0 for lam in of_kl["users"]["lambda"])
     agree = of_kl["students"] == of_ce["students"]  # the accuracies of all 11 students of each user
-    numbers = {"users with lambda > 0": str(listening), "KL to CE": f"{between:g}", "student to teacher": f"{moved:.3f}"}
+    numbers = {"users with lambda > 0": str(listening), "difference, KL to CE": f"{between:g}", "student to teacher": f"{moved:.3f}"}
     return numbers | {"all accuracies agree": yes(agree)}, listening > 0 and agree and between == 0 < moved
 
 

@@ -22,11 +22,11 @@ def test_each_page_has_exercises_numbered_from_1():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_form(name):
-    """A task, a prediction, and the answer behind a fold, whose inside is Markdown: an empty line before and after it."""
+    """A task, a prediction, the commands, and the answer behind a fold, whose inside is Markdown: an empty line before and after it."""
     text = KNOWN[name].text
     assert text.count("\nPredict first: ") == 1
     assert re.search(r"\n\n<details><summary>Answer</summary>\n\n(?:.|\n)+\n\n</details>\n$", text)
-    assert text.index("Predict first") < text.index("<details>")
+    assert text.index("Predict first") < text.index("    python " if KNOWN[name].runs else "<details>")
 
 
 def test_those_with_commands_are_those_that_the_script_knows():
