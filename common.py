@@ -121,6 +121,9 @@ def parser(doc, **defaults):
                         "that gives what the loop gives, on the CPU the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
+    if "target" in defaults:  # of files that hand their global model to run.evaluates
+        g.add_argument("--target", type=positive_fraction, nargs="*", metavar="TOP1",
+                       help="measure the global model after every round; stop when its accuracy has reached all these")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
     g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
     g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
@@ -665,6 +668,19 @@ def mnistnet(m, x, classes):
     return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 100)), classes)
 
 
+def two_nn(m, x, classes):
+    """2nn, McMahan et al.'s for MNIST: two hidden layers of 200, 199,210 weights. Its initial values are PyTorch's."""
+    x = F.relu(m.linear("fc1", x.flatten(1), 200))
+    return m.linear("fc3", F.relu(m.linear("fc2", x, 200)), classes)
+
+
+def mnistcnn(m, x, classes):
+    """McMahan et al.'s CNN for MNIST: 1,663,370 weights. That number needs padding. Its initial values are PyTorch's."""
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5, padding=2), 2))
+    x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5, padding=2), 2))
+    return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 512)), classes)
+
+
 def resnet18(m, x, classes):
     """ResNet-18 with GroupNorm(2), as FedSLR's.
 
@@ -724,7 +740,7 @@ def mobilenet(m, x, classes):
     return m.linear("fc", x.mean((2, 3)), classes)
 
 
-MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9, vgg16, mobilenet)}
+MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, mnistcnn, resnet18, vgg9, vgg16, mobilenet)} | {"2nn": two_nn}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

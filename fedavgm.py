@@ -85,7 +85,7 @@ def main(argv=None):
         nesterov = args.server_momentum == "nesterov"
         state.w = state.w - (dw + args.beta * state.v if nesterov else state.v)  # l.7b (D7): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
-        if run.evaluates():
+        if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
 
@@ -95,7 +95,7 @@ def main(argv=None):
 # Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. B, eta, beta: Flower's reproduction
 DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05, rounds=10_000, epochs=1,  # D5
                 batch_size=64, lr=0.0003, beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D3, D4
-                eval_every=50)
+                eval_every=50, target=[])
 BY_DATASET = {
     # ours, for a quick look
     "shapes": dict(rounds=30, alpha=10.0, clients=20, fraction=0.5, batch_size=20, lr=0.01, beta=0.97, eval_every=3),

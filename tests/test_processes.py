@@ -27,6 +27,7 @@ SOME = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--client-val", 
 COMMANDS = {  # an algorithm joins by a line
     "fedavg": ["fedavg", *SOME],
     "fedavg, one client": ["fedavg", *SOME, "--fraction", "0.1"],  # one of the processes has nobody to train
+    "fedavg, target": ["fedavg", *SOME, "--target", "0.01"],  # stops after the first round of two
     "fedavgm": ["fedavgm", *SOME, "--model", "cnn", "--transform", "scale"],
     "superfed, model": ["superfed", *SOME, "--mix", "model", "--unseen", "1"],
     "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
