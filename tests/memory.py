@@ -81,12 +81,12 @@ def main():
     p.add_argument("--only", choices=("host", "device", "device_one", "clients"))
     args = p.parse_args()
     out = HERE / "results" / "memory.json"
-    result = json.loads(out.read_text()) if out.exists() else {}
     torch.set_num_threads(1)
     for part in (host, device, device_one, clients):
         if args.only in (None, part.__name__):
             with tempfile.TemporaryDirectory() as folder:
                 found = part(pathlib.Path(folder))
+            result = json.loads(out.read_text()) if out.exists() else {}
             result[part.__name__] = found
             result["measured"] = {"machine": engine.device_name(torch.device("cpu")), "torch": str(torch.__version__),
                                   "python": platform.python_version(), "date": str(date.today())}
