@@ -166,6 +166,7 @@ def refuse_foreign(name, word, words, settings):
         common.refuse(f"--set {name}.{word}: {key} is what makes the method {name}")
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
+    # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
     about = re.search(rf'"--{key}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
     if name in baselines.METHODS and about and not re.search(rf"(?<![\w-]){name}(?![\w-])", about.group(1)):
         common.refuse(f"--set {name}.{word}: {name} has no {key}; it is for {about.group(1).partition(':')[0]}")
@@ -187,7 +188,7 @@ def record(method, folder):
     """The record that a folder has of a method, or None. Refuses one of other settings."""
     try:
         found = json.loads((folder / "result.json").read_text())
-        then = found["args"]
+        then, _, _ = found["args"], found["status"], found["environment"]["sources"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -262,8 +263,7 @@ MEASURES = {  # title: of a finished run's record
     "worst tenth": lambda r: r["final"]["personal"]["worst_decile"],
     "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6, "s a round": lambda r: r["seconds_per_round"],
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's, for all eyes
-STYLES = [{"color": colour, "linestyle": style} for style in ("-", "--", ":", "-.") for colour in COLOURS]
+STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.") for i in range(7)]  # 7: of common.drawing
 
 
 def table(records):
@@ -294,7 +294,7 @@ def lines(rows):
         yield f"| {' | '.join(cells)} |"
 
 
-def write_table(rows, methods, records, shared, args, out):
+def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, "seed", "device")}
@@ -354,10 +354,10 @@ def draw(rows, records, shared, out):
         finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
         axis.boxplot([np.concatenate([r["final"]["personal"]["per_client"] for r in runs]) for runs in finished],
                      orientation="horizontal", patch_artist=True, flierprops={"markersize": 2},
-                     boxprops={"facecolor": COLOURS[5]}, medianprops={"color": "black"})
+                     boxprops={"facecolor": "C5"}, medianprops={"color": "black"})
         axis.set_yticks(range(1, len(names) + 1), names[::-1])
         seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
-        axis.plot(*zip(*seen, (None, None)), "D", color=COLOURS[1], label="the server's model, on the central test images")
+        axis.plot(*zip(*seen, (None, None)), "D", color="C1", label="the server's model, on the central test images")
         axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds", xlim=(0, 1))
 
 
@@ -373,8 +373,9 @@ def main(argv=None):
         one, other = list(splits.values())[:2]
         common.refuse(f"{one} and {other} do not have the same images or split: they can't be compared")
     rows = table(records)
-    write_table(rows, methods, records, shared, args, out)
-    draw(rows, records, shared, out)
+    write_table(rows, records, shared, args, out)
+    if any(row["personal"] for row in rows):
+        draw(rows, records, shared, out)
     print("\n".join(lines(rows)))
     print(f"table   {out}/compare.md, {out}/compare.csv")
 
