@@ -245,7 +245,8 @@ def train_all(methods, args):
             for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
                 (name, seed), (code, said) = runs[done], done.result()
                 if code not in (0, 3):  # 3: diverged, which is a result
-                    common.refuse(f"{name}, seed {seed}: {said} (python {shlex.join(todo[name, seed])})")
+                    command = "" if code == 2 else f" (python {shlex.join(todo[name, seed])})"
+                    common.refuse(f"{name}, seed {seed}: {said}{command}")
                 tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
