@@ -902,7 +902,7 @@ FIXED_ROUNDS = {  # why --resume can't have more --rounds
     "fedspa": "the masks' pace depends on the number of rounds",
 }
 
-# As fedavg.py's: SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
+# SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
 BY_DATASET = {
     "cifar100": dict(rounds=300),

@@ -127,6 +127,9 @@ def parser(doc, **defaults):
                         "that gives what the loop gives, on the CPU the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
+    if "target" in defaults:  # of files that hand their global model to run.evaluates
+        g.add_argument("--target", type=positive_fraction, nargs="*", metavar="TOP1",
+                       help="measure the global model after every round; stop when its accuracy has reached all these")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
     g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
     g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
@@ -590,7 +593,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
-        self.name, self.model, self.classes, self.route = name, model or find_model(name), classes, "conv"
+        self.name, self.model, self.classes, self.device, self.route = name, model or find_model(name), classes, device, "conv"
         weights = weights or Weights()
         try:
             if getattr(self.model, "__module__", None) != __name__:
@@ -611,10 +614,14 @@ class Net:
         for name, where, _ in self.tensors:
             spans.setdefault(name.rsplit(".", 1)[0], []).append(where)
         self.layers = [(name, slice(parts[0].start, parts[-1].stop)) for name, parts in spans.items()]
-        number = torch.arange(len(self.layers))
-        self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
         self.decayed = self.per_weight([float(only is None or name in only) for name, _, _ in self.tensors])
+
+    @functools.cached_property
+    def layer_of(self):
+        """Made when it is asked for: it is twice as large as the model."""
+        sizes = torch.tensor([where.stop - where.start for _, where in self.layers])
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
 
     def first_layers(self, N):
         """The slice of w with the first N layers; a normalisation counts as one."""
@@ -632,7 +639,7 @@ class Net:
 
     def per_weight(self, values):
         """[d]: a number for each tensor, repeated for all of its weights."""
-        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.layer_of.device)
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
@@ -657,7 +664,7 @@ class Net:
             else:
                 part = np.full(z, scale)
             parts.append(part)
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.layer_of.device)
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
 
 
 def with_part(w, part, V):
@@ -727,6 +734,19 @@ def mnistnet(m, x, classes):
     return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 100)), classes)
 
 
+def two_nn(m, x, classes):
+    """2nn, McMahan et al.'s for MNIST: two hidden layers of 200, 199,210 weights. Its initial values are PyTorch's."""
+    x = F.relu(m.linear("fc1", x.flatten(1), 200))
+    return m.linear("fc3", F.relu(m.linear("fc2", x, 200)), classes)
+
+
+def mnistcnn(m, x, classes):
+    """McMahan et al.'s CNN for MNIST: 1,663,370 weights. That number needs padding. Its initial values are PyTorch's."""
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5, padding=2), 2))
+    x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5, padding=2), 2))
+    return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 512)), classes)
+
+
 def resnet18(m, x, classes):
     """ResNet-18 with GroupNorm(2), as FedSLR's.
 
@@ -786,7 +806,7 @@ def mobilenet(m, x, classes):
     return m.linear("fc", x.mean((2, 3)), classes)
 
 
-MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9, vgg16, mobilenet)}
+MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, mnistcnn, resnet18, vgg9, vgg16, mobilenet)} | {"2nn": two_nn}
 
 
 def find_model(name):
@@ -1011,7 +1031,6 @@ class Federation:
         self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
         self.replays = {}  # step function and shapes -> the CUDA graph for them
         self.shapes_seen = set()  # step functions and shapes that came before
-        self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.notes = []  # lines that `describe` prints below its own
         if args.split == "natural" and self.data.test_owner is not None:
@@ -1106,7 +1125,7 @@ class Federation:
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
         function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
-        shapes and types. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
+        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
         random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: numbers the passes within a round;
         equal numbers repeat the same minibatches. images: for each client the numbers of the images to train on, its own
         training images by default. net: the network that step trains, where it is not the federation's.
@@ -1125,7 +1144,7 @@ class Federation:
 
     def one_by_one(self, step, state, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
-        result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+        result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), state)
         alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
             tree_map(lambda a, b: a[i].copy_(b), result, client)

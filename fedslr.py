@@ -56,8 +56,8 @@ import common
 
 
 def soft(x, tau):
-    """sign(x) * max(|x| - tau, 0)."""
-    return x.sign() * (x.abs() - tau).clamp(min=0)
+    """sign(x) * max(|x| - tau, 0): x without what of it lies between -tau and tau."""
+    return x - x.clamp(-tau, tau)
 
 
 def pi(kernel):
@@ -129,17 +129,18 @@ def main(argv=None):
         #         for b in minibatches(shuffled(images), B):  l.11, l.18; phase=1: in another order
         #             client = step(client, b, eta, w_t)      l.12-14, l.19-20
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
-        w_i, gamma_i = federation.train(one, (w, state.gamma[S]), S, t, eta, w_t)  # l.5, l.8, l.15
-        state.p[S] = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
-        change = 1 / args.eta_g * (w_t - w_i)
-        state.gamma[S] = gamma_i + change  # l.6, l.16
+        w_i = federation.train(one, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
+        for row, i in enumerate(S):
+            state.gamma[i] += 1 / args.eta_g * (w_t - w_i[row])  # l.6, l.16
         if args.memory_efficient:  # l.6 of Algorithm 3
-            state.gamma_mean = state.gamma_mean + federation.sum(change) / M
+            state.gamma_mean = state.gamma_mean + federation.sum(1 / args.eta_g * (w_t - w_i)) / M
         else:
             state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
-        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
+        del w_i  # makes room for Phase II
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
+        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
+        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
         if run.evaluates():
             run.log(federation.evaluate(state.w), **measures(run, state, t))
@@ -154,7 +155,7 @@ DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fractio
                 batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, model="cnn", transform="normalize", lr=0.05, eval_every=5,
+    "shapes": dict(rounds=20, epochs=1, clients=20, fraction=0.5, model="cnn", transform="normalize", lr=0.05, eval_every=5,
                    lambda_=2e-3),
 }
 
@@ -270,7 +271,7 @@ def appendix_a2(run):
     for t, S in run.rounds(state):
         eta, w_t = federation.eta(t), state.w
         w_i = federation.train(one, w_t.expand(len(S), -1), S, t, eta)
-        state.p[S] = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
+        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)
         state.w = federation.mean(w_i)
         if args.variant == "gpgd":
@@ -323,15 +324,13 @@ def finish(run, state):
         print(f"export  {run.args.export}; {times['dense_ms']} ms dense, {times['factorised_ms']} ms factorised, 20 images")
     if not run.args.plot:
         return
-    from matplotlib import colormaps
     rounds = [row["round"] for row in rows]
     with common.drawing(run.out / "ranks.png", 1, 3, (15, 4.5), f"FedSLR, {common.setting(run.record())}") as axes:
-        for part, label in (("gkr", "GKR"), ("personal", "mixed")):
-            axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
-        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # from dark to light
-            colour = colormaps["viridis"](i / len(full))
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=colour, label=name)
-        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
+        for part, label, style in (("gkr", "GKR", "k--"), ("personal", "mixed", "k-")):
+            axes[0].plot(rounds, [row[part]["mean"] for row in rows], style, label=label)
+        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # there are seven colours
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], ["-", "--", ":"][i // 7 % 3], label=name)
+        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history], "k-")
         for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
             axis.set(xlabel="round", ylabel=label, ylim=(0, None))
 

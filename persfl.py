@@ -178,7 +178,7 @@ BY_DATASET = {
     ("mnist", "dirichlet-classes"): dict(rounds=25),
     ("mnist", "lognormal"): dict(rounds=100, per_client=2),
     # ours, for a quick look
-    "shapes": dict(transform="normalize", rounds=10, epochs=2, distill_epochs=5),
+    "shapes": dict(transform="normalize", rounds=15, epochs=2, distill_epochs=5),
 }
 
 

@@ -205,7 +205,7 @@ DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_
 BY_DATASET = {
     "cifar100": dict(model="vgg16", per_client=50, rounds=200),
     # ours, for a quick look
-    "shapes": dict(model="cnn", transform="normalize", rounds=20, batch_size=20, lr=0.02, eval_every=2),
+    "shapes": dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2),
 }
 DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "mobilenet": "block6", "cnn": "conv3"}  # D3; cnn's is ours
 MISSING = -1e9  # the logit of a class that a pruned node doesn't have: its probability is 0 (D6)
@@ -302,17 +302,17 @@ def start_of_a_group(init, G):
 
 
 def networks_of_nodes(federation, args, has):
-    """For each number s of groups that a node has: s -> the network with s groups. Prints the whole network, layer by layer."""
+    """For each number s of groups that a node has: s -> the network with s groups. Notes the whole network, layer by layer."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of the nodes of all processes
     images = tuple(federation.transform(federation.images[:1]).shape[1:]), net.classes, federation.device
     networks = {s: net if s == net.s else PsiNet(args, *images, s) for s in set(counts)}
     if net.G:
-        print(f"groups  {'layer':<20}{'groups':<8}{'group sees':>10}{'gives':>7}   {'norm':<11}{'weights':>10}")
-        for row in table(net):
-            print("        {:<20}{:<8}{:>10}{:>7}   {:<11}{:>10,}".format(*row))
-        print("M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())))
-        print(f"nodes   {common.spread(counts)} of {net.G} groups, {common.spread([networks[s].d for s in counts])} weights "
-              "(least/mean/most)")
+        federation.notes += [
+            f"groups  {'layer':<20}{'groups':<8}{'group sees':>10}{'gives':>7}   {'norm':<11}{'weights':>10}",
+            *("        {:<20}{:<8}{:>10}{:>7}   {:<11}{:>10,}".format(*row) for row in table(net)),
+            "M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())),
+            f"nodes   {common.spread(counts)} of {net.G} groups, {common.spread([networks[s].d for s in counts])} weights "
+            "(least/mean/most)"]
     return networks
 
 

@@ -87,6 +87,7 @@ class Run:
         }
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
         self.over = False  # whether there is a finished record, to which nothing comes
+        self.targets = getattr(args, "target", None)  # accuracies
         self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
         self.parameters, self.fixed_rounds = federation.net.d, fixed_rounds
 
@@ -94,8 +95,8 @@ class Run:
 
     def rounds(self, state, among=None):
         """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. among: the numbers of the clients that S_t is drawn from."""
-        with self.open(state) as done:
-            for t in range(done, self.args.rounds):
+        with self.open(state):
+            while (t := len(self.kept.history)) < self.last:
                 self.begin_round(t)
                 yield t, self.federation.sample(t, among)
                 self.end_round()
@@ -103,7 +104,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, state):
-        """Gives the number of rounds that are done, after --resume. All that can be refused is, before anything is printed."""
+        """Begins, or goes on after --resume. All that can be refused is, before anything is printed."""
         self.state = state
         with locked(self.out, self.federation):
             saved = self.saved() if self.args.resume else None
@@ -112,12 +113,13 @@ class Run:
             if not history:
                 self.put_aside()
             self.keep(history, per_client)
+            self.last = len(history) if self.on_target(history) else self.args.rounds
             self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", leave=False,
                             dynamic_ncols=True, disable=None if is_main_process() else True)
             if threading.current_thread() is threading.main_thread():
                 self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
-                yield len(history)
+                yield
             finally:
                 for number, handler in self.handlers.items():
                     signal.signal(number, handler)
@@ -135,7 +137,7 @@ class Run:
             self.diverge()
         self.keep([*self.kept.history, self.row], self.per_client)
         self.bar.update()
-        if self.pending or "evaluation_seconds" in self.row and self.row["round"] < self.args.rounds:
+        if self.pending or self.row.keys() & {"global", "personal"} and self.row["round"] < self.last:
             self.save()
 
     def keep(self, history, per_client):
@@ -146,18 +148,32 @@ class Run:
         self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
 
     def stop_clock(self):
-        if self.row["seconds"] is None:
-            self.row["seconds"] = round(engine.now(self.federation.device) - self.clock, 4)
+        self.row["seconds"] = self.row["seconds"] or round(engine.now(self.federation.device) - self.clock, 4)
 
     def sent(self, up, down):
         """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
         self.row["bytes_up"] += 4 * up
         self.row["bytes_down"] += 4 * down
 
-    def evaluates(self):
-        """Stops the round's clock, and says whether this round is evaluated."""
+    def evaluates(self, w=None):
+        """Stops the round's clock, and says whether this round is evaluated. w [d]: the global model, for --target."""
         self.stop_clock()
-        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.args.rounds
+        self.last = self.measure(w) if self.targets else self.args.rounds
+        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.last
+
+    def measure(self, w):
+        """Measures the accuracy of w [d]. Gives the last round: this one, if all of --target are reached."""
+        top1 = torch.tensor([self.federation.evaluate(w)["top1"]], dtype=torch.double, device=self.federation.device)
+        self.row["top1"] = self.federation.mean(top1).item()  # one number for all processes
+        self.row["evaluation_seconds"] = self.evaluation_seconds()
+        return self.row["round"] if self.on_target([self.row]) else self.args.rounds
+
+    def on_target(self, history):
+        """Whether the accuracy has reached all of --target."""
+        return bool(self.targets) and any(row.get("top1", 0) >= max(self.targets) for row in history)
+
+    def evaluation_seconds(self):
+        return round(engine.now(self.federation.device) - self.clock - self.row["seconds"], 4)
 
     def log(self, global_=None, personal=None, **more):
         """Takes this round's measures (evaluate's, evaluate_clients', and others by name) and prints them."""
@@ -166,7 +182,7 @@ class Run:
         if personal:
             self.per_client = personal["per_client"]
             self.row["personal"] = without_clients(personal)
-        self.row.update(more, evaluation_seconds=round(engine.now(self.federation.device) - self.clock - self.row["seconds"], 4))
+        self.row.update(more, evaluation_seconds=self.evaluation_seconds())
         words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
         if global_:
             words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
@@ -184,7 +200,7 @@ class Run:
 
     def diverge(self):
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
-        for part in ("global", "personal", "evaluation_seconds"):
+        for part in ("global", "personal", "top1", "evaluation_seconds"):
             self.row.pop(part, None)
         self.finish("diverged", [{**self.row, "diverged": True}])
         raise SystemExit(3)
@@ -273,7 +289,7 @@ class Run:
         else:
             saved = self.read_state(path)
         rounds = len(saved["history"]) if saved else 0
-        self.over = status == "finished" and rounds == self.args.rounds
+        self.over = status == "finished" and (rounds == self.args.rounds or self.on_target(saved["history"]))
         if self.federation.all_reduce(torch.tensor(rounds, device=self.federation.device)) != rounds * self.federation.processes:
             refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
         return saved
@@ -318,7 +334,8 @@ class Run:
         past, now = saved["environment"], self.environment
         if past["torch"] != now["torch"]:
             print(f"resume  they were done by torch {past['torch']}; the last bits of the others may differ")
-        more = [now] if len(saved["history"]) < self.args.rounds and any(past[name] != now[name] for name in now) else []
+        left = len(saved["history"]) < self.args.rounds and not self.on_target(saved["history"])
+        more = [now] if left and any(past[name] != now[name] for name in now) else []
         self.environment = {**past, "resumed": past.get("resumed", []) + more} if more else past
         return saved["history"], saved["per_client"]
 
@@ -340,8 +357,8 @@ class Run:
                 final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
-        own = ("round", "seconds", "evaluation_seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
-        last = next((row for row in reversed(history) if "evaluation_seconds" in row), {})
+        own = ("round", "seconds", "evaluation_seconds", "top1", "bytes_up", "bytes_down", "padding", "global", "personal")
+        last = next((row for row in reversed(history) if row.keys() & {"global", "personal"}), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
@@ -358,6 +375,7 @@ class Run:
             "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
                       "sizes": [len(index) for index in federation.whole.train]},
             "parameters": self.parameters, "rounds": history, "final": final, "best": best,
+            **({"rounds_to": {f"{target:g}": rounds_to(target, history) for target in self.targets}} if self.targets else {}),
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
             "peak_memory_mb": peak and round(peak / 2**20, 1),
@@ -382,12 +400,24 @@ class Run:
                 for when in ("final", "best"):
                     measures = record[when][part]
                     print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
+        for target, rounds in record.get("rounds_to", {}).items():
+            print(f"target  {target}: " + (f"after {rounds:.1f} rounds" if rounds else "not reached"))
         if self.unwritten:
             path, why = next(iter(self.unwritten.items()))
             refuse(f"{path} can't be written: {why}; make room, and start again with --resume", alone=True)
         print(f"record  {self.out}/result.json")
         if self.args.plot and status == "finished" and is_main_process():
             plot(record, self.federation, self.out)
+
+
+def rounds_to(target, history):
+    """After how many rounds the accuracy, best so far, reaches the target: linear between two rounds. None if it does not."""
+    measured = [row for row in history if "top1" in row]
+    t, best = [row["round"] for row in measured], np.maximum.accumulate([row["top1"] for row in measured])
+    i = int(np.searchsorted(best, target))  # the first that is at least the target
+    if i == len(t):
+        return None
+    return float(t[i] - (best[i] - target) / (best[i] - best[i - 1]) * (t[i] - t[i - 1])) if i else float(t[0])
 
 
 def without_clients(measures):
@@ -468,7 +498,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
             if axis.get_xlabel().split(",")[0] in ("round", "user", "client") and isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
         if named:
-            across = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, named)))))
+            across = max(1, int(figure.get_figwidth() / (0.7 + 0.08 * max(map(len, named)))))
             figure.legend(named.values(), named, loc="outside lower center", ncols=min(across, len(named)))
         if is_main_process():
             path = pathlib.Path(path)
@@ -499,8 +529,8 @@ def curves(record, path, marks={}):
                 axes[0].fill_between(x, (y - std).clip(0), (y + std).clip(max=1), alpha=0.15, color=line.get_color())
             axes[1].plot(x, [row[part]["loss"] for row in rows])
         for axis in axes:
-            for round, label in marks.items():
-                axis.axvline(round - 0.5, color="black", linestyle=":", label=label)
+            for first, label in marks.items():
+                axis.axvline(first - 0.5, color="black", linestyle=":", label=label)
         axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
         axes[1].set(xlabel="round", ylabel="loss")
 

@@ -52,7 +52,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": lambda is one of 0, .1, ..., 1 for all clients, that of the least training loss l. In Phase I it is 0.
+    D12  "personal": one lambda of 0, .1, ..., 1 for all clients: least training loss; --client-val: best validation accuracy.
     D13  Line 5: C*K is rounded down.
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
@@ -129,7 +129,7 @@ def main(argv=None):
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
     run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
     step = client_step(federation.net, args)
-    first = first_round_of_phase_two(args)  # L*R (D4)
+    first = first_round_of_phase_two(federation)  # L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   W_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
@@ -219,11 +219,11 @@ def learning_rate(federation, t):
     return federation.eta(t + 1 if federation.args.as_ == "official" else t)
 
 
-def first_round_of_phase_two(args):
-    """Counted from 0, and printed from 1. L*R = 2.9999999999999996 counts as 3 here; officially it counts as 2 (D4)."""
-    LR = args.start * args.rounds
+def first_round_of_phase_two(federation):
+    """Counted from 0, and noted from 1. L*R = 2.9999999999999996 counts as 3 here; officially it counts as 2 (D4)."""
+    args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
-    print(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
+    federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
     return first
 
 
@@ -255,10 +255,12 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
         chosen_on = federation.evaluate_clients(W, images, clients)
         found.append({"lambda": lam, f"{part}_mean": chosen_on["mean"], f"{part}_loss": chosen_on["loss"],
                       **federation.evaluate_clients(W, among=clients)})  # D10
-    by_loss = min(found, key=lambda measures: measures[f"{part}_loss"])
-    by_accuracy, by_test = (max(found, key=lambda measures: measures[key]) for key in (f"{part}_mean", "mean"))
+    by = {"loss": min(found, key=lambda measures: measures[f"{part}_loss"]),
+          "accuracy": max(found, key=lambda measures: measures[f"{part}_mean"])}
+    first, second = ("accuracy", "loss") if args.client_val else ("loss", "accuracy")
+    by_test = max(found, key=lambda measures: measures["mean"])
     at, short = dict(zip(LAMBDAS, found)), common.without_clients
-    return {"personal": by_loss, f"personal@{part}-accuracy": short(by_accuracy), "personal@test": short(by_test),
+    return {"personal": by[first], f"personal@{part}-{second}": short(by[second]), "personal@test": short(by_test),
             "personal@lambda=0.5": short(at[0.5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, found)]}
 
 
@@ -285,10 +287,10 @@ def show(run, first):
     groups = [(name, part) for name, part in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
     for name, part in groups:
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
-        images = "validation" if run.args.client_val else "training"
-        accuracy = f"personal@{'val' if run.args.client_val else 'train'}-accuracy"
-        for choice, how in (("personal", f"smallest {images} loss"), (accuracy, f"best {images} accuracy"),
-                            ("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
+        choices = [("personal", "smallest training loss"), ("personal@train-accuracy", "best training accuracy")]
+        if run.args.client_val:
+            choices = [("personal", "best validation accuracy"), ("personal@val-loss", "smallest validation loss")]
+        for choice, how in (*choices, ("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
                             ("personal@lambda=0", "0: the global model")):
             values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")

@@ -21,19 +21,12 @@ PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psi
           "persfl": "PersFL", "baselines": "Baselines"}
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
-FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it)
-    "fedavg": [("superfed-1", "Global models over the rounds; dashed: the paper's values", TABLES)],
-    "fedavgm": [("fedavgm-figure-5", "Accuracy over alpha, from alike to unlike clients", TABLES),
-                ("fedavgm-figure-4", "Sensitivity to the rate eta", TABLES),
-                ("fedavgm-figure-6", "Sensitivity to eta/(1-beta)", TABLES)],
-    "superfed": [("superfed-figure-2", "The clients' accuracy over lambda; dashed: the paper's value", TABLES),
-                 ("superfed-figure-3", "The global model over the rounds; dotted: Phase II begins", TABLES),
-                 ("superfed-1", "Global models of SuPerFed and of the methods that it is compared with", TABLES)],
-    "psinet": [("psinet-norm", "Global models over the rounds; dashed: the paper's values", TABLES)],
+FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
+    "fedavg": [("superfed-1", "SuPerFed's Table 1: pathological non-IID", TABLES)],
     "fedslr": [(f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}", RANKS.format(data))
                for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))],
-    "persfl": [("persfl-figure-2", "The round that each user's teacher is from", TABLES)],
-    "baselines": [("compare", "All methods on one split of the embedded images", "make compare")],
+    "baselines": [(f"compare/{name}", "All methods on one split of the embedded images", "make compare")
+                  for name in ("curves", "clients")],
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +137,7 @@ def address(link):
 
 @functools.cache
 def parser():
-    md = MarkdownIt("commonmark", {"html": True}).enable("table")
+    md = MarkdownIt("commonmark", {"html": True, "xhtmlOut": False}).enable("table")
     md.add_render_rule("text", lambda _, tokens, i, *__: mathematics(tokens[i].content))
     md.add_render_rule("table_open", lambda *_: '<div class="wide"><table>')
     md.add_render_rule("table_close", lambda *_: "</table></div>")
@@ -181,7 +174,7 @@ def fold(title, body, opened=False):
 
 def paper_side(doc, key):
     rows, lines_of, out = pseudocode(doc), {}, []
-    first = min(column for number, column, _ in rows if number)
+    first, label = min(column for number, column, _ in rows if number), None
     for D, line in choices(doc).items():  # which lines it says it is of: Lines 9 to 22: line 9
         spans = re.match(r"Lines? ((?:\d+[a-z]?(?: to \d+[a-z]?)?(?:, | and )?)+)", line)
         for number in re.findall(r"(?<!to )\b\d+[a-z]?", spans[1]) if spans else ():
@@ -201,11 +194,15 @@ def paper_side(doc, key):
     return "\n".join(out)
 
 
+@functools.cache
+def coloured(text):
+    return highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
+
+
 def code_side(file, lines, key):
     """The lines (numbers from 1) of a file, each with the lines of the pseudocode that it carries out."""
     text = (HERE / file).read_text()
     source, together, seen, out = text.splitlines(), statements(ast.parse(text)), set(), []
-    coloured = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
 
     def to_pseudocode(match):
         new = sorted(tags("#" + match[0]) - seen, key=lambda number: (int(re.match(r"\d+", number)[0]), number))
@@ -221,7 +218,7 @@ def code_side(file, lines, key):
         if not source[n - 1].strip() and before and not source[before - 1].strip():
             continue  # of several empty lines one
         own = tags(source[n - 1]) or set().union(*(tags(source[i - 1]) for i in together.get(n, ())))
-        body = re.sub(r'^(?: |<span class="w"> *</span>)+', "", coloured[n - 1])
+        body = re.sub(r'^(?: |<span class="w"> *</span>)+', "", coloured(text)[n - 1])
         body = re.sub(r'<span class="(?:c1|sd)">.*?</span>', comment, body)
         body = re.sub(r'  (<span class="c1">.*)', r' <span class="tail"> \1</span>', body)
         labels = f' data-l="{" ".join(sorted(own))}"' if own else "" if body else " data-empty"
@@ -257,8 +254,9 @@ def page(name, title, body):
 
 
 def figures(name):
-    out = []
-    for picture, words, command in FIGURES[name]:
+    tables, out = HERE / "results" / f"{name}.md", []
+    drawn = re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(), re.M) if tables.exists() else ()
+    for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn), *FIGURES.get(name, ())]:
         there = [f"../results/{picture}.{kind}" for kind in ("svg", "png") if (HERE / "results" / f"{picture}.{kind}").exists()]
         out += [f'<figure><img src="{path}" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
                 f"<code>{html.escape(command)}</code></figcaption></figure>" for path in there[:1]]
@@ -298,9 +296,12 @@ def paper_page(name):
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
     run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>" if block.startswith("    ") else
                   paragraph(block) for block in before[:-1])
-    body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}</p>{HINT}</header>\n'
-            + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1]))
-            + fold("Run it, and what to expect", run, True) + below(name, parts))
+    rest = fold("Run it, and what to expect", run, True) + below(name, parts)
+    links = [title for title in (parts[0][0], "What was measured", "Figures", "Exercises") if f' id="{slug(title)}"' in rest]
+    links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in links)
+    body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}</p>{HINT}'
+            f'<p class="toc">{links}</p></header>\n'
+            + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1])) + rest)
     return page(name, f"{PAPERS[name]}: pseudocode beside code", body)
 
 
@@ -344,8 +345,8 @@ def index_page():
                     for name, title in PAPERS.items())
     title, text = (HERE / "docs" / "first-hour.md").read_text().split("\n", 1)
     others = [path.name for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
-    body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside the code that "
-            "carries it out, the choices that change a number, what was measured, and exercises.</p></header>\n"
+    body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "
+            "the choices that change a number, what was measured, and exercises.</p></header>\n"
             f'<div class="cards">{cards}</div>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>\n'
             "<p>More, as plain text: " + ", ".join(f'<a href="{name}">{name}</a>' for name in others) + "</p>")
     return page("index", "Federated learning, one file per paper", body)

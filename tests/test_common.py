@@ -295,7 +295,7 @@ def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
         fedavg.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 200)"):
+    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 2000)"):
         assert words in text
 
 
@@ -394,7 +394,7 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     np.savez(tmp_path / "bytes.npz", **arrays(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
-    refused(capsys, "use --client-test 0 or more images", fedavg.main, argv)
+    refused(capsys, "use --client-test 0 or more images", fedavg.main, [*argv, "--client-test", "0.2"])
 
 
 def test_natural_clients_test_on_their_own_images(tmp_path):
@@ -492,11 +492,11 @@ def test_streams_are_independent():
 @pytest.mark.parametrize("model, shape, classes, d", [
     ("cnn", (1, 28, 28), 62, 109_022), ("cnn", (3, 32, 32), 10, 94_186), ("cnn", (3, 32, 32), 100, 140_356), ("cnn", (3, 64, 64), 200, 181_416),
     ("tfcnn", (3, 24, 24), 10, 1_068_298), ("tfcnn", (3, 32, 32), 10, 1_756_426), ("cifarnet", (3, 32, 32), 10, 62_006),
-    ("mnistnet", (1, 28, 28), 10, 79_510), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
+    ("mnistnet", (1, 28, 28), 10, 79_510), ("2nn", (1, 28, 28), 10, 199_210), ("mnistcnn", (1, 28, 28), 10, 1_663_370), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
     ("resnet18", (3, 64, 64), 200, 11_279_112), ("vgg9", (3, 32, 32), 10, 3_491_530),
 ])
 def test_parameter_counts(model, shape, classes, d):
-    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5."""
+    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5; fedavg-facts.md."""
     assert common.Net(model, shape, classes).d == d
 
 

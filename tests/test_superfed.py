@@ -256,12 +256,12 @@ def test_phases_and_learning_rate(version, phases, decay, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("L, R, first, official", [
     (0.4, 200, 80, 79), (0.8, 200, 160, 159), (0.5, 5, 3, 1), (0.29, 100, 29, 27), (0, 5, 0, 0), (1, 5, 5, 4)])
-def test_the_first_round_of_phase_two(L, R, first, official, capsys):
+def test_the_first_round_of_phase_two(L, R, first, official):
     """ceil(L*R), from 0; officially int(L*R) - 1, and in float64 int(.29 * 100) is 28. With L = 1 the official last round is in Phase II."""
     for version, expected in (("paper", first), ("official", official)):
-        assert superfed.first_round_of_phase_two(SimpleNamespace(as_=version, start=L, rounds=R)) == expected
-        words = f"begins with round {expected + 1}" if expected < R else "no Phase II"
-        assert capsys.readouterr().out.strip().endswith(words)
+        fed = SimpleNamespace(args=SimpleNamespace(as_=version, start=L, rounds=R), notes=[])
+        assert superfed.first_round_of_phase_two(fed) == expected
+        assert fed.notes[0].endswith(f"begins with round {expected + 1}" if expected < R else "no Phase II")
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -366,9 +366,12 @@ def test_each_choice_of_lambda(share, part, monkeypatch):
     clients = Clients()
     clients.net = net
     found = superfed.measure_mixtures(clients, [0, 1], torch.zeros(3), lambda S: torch.ones(len(S), 3))
-    assert found["personal"] == {"lambda": 0.2, f"{part}_mean": 0.2, f"{part}_loss": 0.5, "mean": 0.1, "std": 0.2, "loss": 9.0,
-                                 "per_client": [0.2]}
-    assert found[f"personal@{part}-accuracy"]["lambda"] == 0.3 and found[f"personal@{part}-accuracy"][f"{part}_mean"] == 0.9
+    by_loss = {"lambda": 0.2, f"{part}_mean": 0.2, f"{part}_loss": 0.5, "mean": 0.1, "std": 0.2, "loss": 9.0}
+    by_accuracy = {"lambda": 0.3, f"{part}_mean": 0.9, f"{part}_loss": 2.0, "mean": 0.1, "std": 0.3, "loss": 9.0}
+    if part == "train":  # saturated accuracies decide nothing
+        assert found["personal"] == {**by_loss, "per_client": [0.2]} and found["personal@train-accuracy"] == by_accuracy
+    else:
+        assert found["personal"] == {**by_accuracy, "per_client": [0.3]} and found["personal@val-loss"] == by_loss
     assert found["personal@test"]["lambda"] == 0.6 and found["personal@test"]["mean"] == 0.8
     assert found["personal@lambda=0.5"]["std"] == 0.5 and found["personal@lambda=0"]["mean"] == 0.1
     assert [at["lambda"] for at in found["lambdas"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
