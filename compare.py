@@ -42,7 +42,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 # What all methods share, where the command line does not say otherwise. All other flags of the groups "data" and "training" of
 # `python fedavg.py --help` are shared, too, with the defaults that stand there.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
-              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=20, lr=0.02, momentum=0.9, eval_every=3)
+              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.03, lr_decay=0.95, momentum=0.9,
+              eval_every=3)
 
 METHODS = {"fedavg": "fedavg.py", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
            "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py",
@@ -51,7 +52,7 @@ METHODS = {"fedavg": "fedavg.py", "fedavgm": "fedavgm.py", "superfed-mm": "super
 
 def plain(shared):
     """SGD without momentum, with a rate between eta and what momentum comes to in the long run, eta/(1 - momentum)."""
-    return {"momentum": 0, "lr": shared.lr * (2.5 if shared.momentum else 1)}
+    return {"momentum": 0, "lr": round(shared.lr * (5 / 3 if shared.momentum else 1), 6)}
 
 
 def everybody(shared):
@@ -305,7 +306,7 @@ def write_table(rows, records, shared, args, out):
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
 
-After the last round, means over {args.seeds} seeds ± standard deviation over the seeds. Global: the server's model, on the
+After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the server's model, on the
 central test images. Personal: each client's model, on the client's own test images; mean over clients. Worst tenth: mean over
 the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds. s a round: seconds of
 training on {some['environment']['device']}.
@@ -326,10 +327,8 @@ training on {some['environment']['device']}.
 
 
 def curve(runs, part, key):
-    """Rounds [n], mean and std over the finished runs [n] of a measure; None where there is none."""
+    """Rounds [n], mean and std over the finished runs [n] of a measure; n is 0 where there is none."""
     runs = [[row for row in r["rounds"] if part in row] for r in runs if not r["diverged"]]
-    if not runs or not runs[0]:
-        return None
     y = np.array([[row[part][key] for row in rows] for rows in runs])
     return np.array([row["round"] for row in runs[0]]), y.mean(0), y.std(0, ddof=min(1, len(y) - 1))
 
@@ -338,18 +337,16 @@ def draw(rows, records, shared, out):
     """curves.png and clients.png, and both as .svg."""
     rows = [row for row in rows if row["personal"]]
     some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
-    title = f"{common.setting(some)}, {rows[0]['seeds']} seeds"
+    title = f"{common.setting(some)}, {rows[0]['seeds']} seed{'s' * (rows[0]['seeds'] > 1)}"
     parts = (("global", "top1", "accuracy of the server's model"), ("personal", "mean", "mean accuracy of the clients' models"))
     with common.drawing(out / "curves.png", 1, 2, (11, 5.5), f"{title}: mean and standard deviation over the seeds") as axes:
         for axis, (part, key, label) in zip(axes, parts):
             for name, style in zip(names, itertools.cycle(STYLES)):
-                found = curve(records[name], part, key)
-                if found:
-                    x, mean, std = found  # persfl's rounds have more clients, and so count as more
-                    x = x * records[name][0]["args"]["fraction"] / shared.fraction
-                    axis.plot(x, mean, label=name, **style)
-                    band = (mean - std).clip(0), (mean + std).clip(max=1)
-                    axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
+                x, mean, std = curve(records[name], part, key)
+                x = x * records[name][0]["args"]["fraction"] / shared.fraction  # persfl's rounds have more clients
+                axis.plot(x, mean, label=name, **style)
+                band = (mean - std).clip(0), (mean + std).clip(max=1)
+                axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
     with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
         finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
