@@ -98,7 +98,8 @@ DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, frac
                 eval_every=50, target=[])
 BY_DATASET = {
     # ours, for a quick look
-    "shapes": dict(rounds=30, alpha=10.0, clients=20, fraction=0.5, batch_size=20, lr=0.01, beta=0.97, eval_every=3),
+    "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, clients=20, fraction=0.5, batch_size=20, lr=0.05,
+                   beta=0.9, weight_decay=0.0, model="cnn", transform="normalize", eval_every=3),
 }
 
 

@@ -58,7 +58,8 @@ class Run:
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
     """
 
-    def __init__(self, file, args, federation):
+    def __init__(self, file, args, federation, fixed_rounds=""):
+        """fixed_rounds: why a finished run can't go on with more --rounds, where the algorithm depends on their number."""
         self.algorithm = pathlib.Path(file).stem
         self.args, self.federation = args, federation
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
@@ -88,7 +89,7 @@ class Run:
         self.over = False  # whether there is a finished record, to which nothing comes
         self.targets = getattr(args, "target", None)  # accuracies
         self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
-        self.parameters = federation.net.d
+        self.parameters, self.fixed_rounds = federation.net.d, fixed_rounds
 
     # The loop
 
@@ -310,9 +311,10 @@ class Run:
             refuse(f"{path} was written by {next(iter(then['sources']), 'another file')}, not by {file}; use another --out")
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
-            if a != b and name not in FREE:
+            if a != b and name not in FREE and not (name == "rounds" and a < b and not self.fixed_rounds):
                 flag = "--" + name.strip("_").replace("_", "-")
-                refuse(f"{path} belongs to {flag} {a}, this run has {b}; use the same or another --out")
+                why = f": {self.fixed_rounds}" if name == "rounds" and a < b else ""
+                refuse(f"{path} belongs to {flag} {a}, this run has {b}{why}; use the same or another --out")
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:
                 refuse(f"{path} was made by another version of {name}; use that version or another --out")
@@ -464,52 +466,94 @@ def commit(sources):
         return None
 
 
+# Plots
+
+STYLE = {  # one for all figures. The colours are Okabe and Ito's, which colour-blind readers tell apart
+    "axes.prop_cycle": "cycler('color', ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000'])",
+    "font.size": 11, "axes.titlesize": 11, "figure.titlesize": 12, "mathtext.fontset": "stix", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E4E4E4", "lines.linewidth": 1.8,
+    "lines.markersize": 4, "legend.frameon": False, "savefig.dpi": 300, "svg.hashsalt": "equal files for equal figures",
+}
+
+
 @contextlib.contextmanager
-def drawing(path, rows=1, columns=1, size=(6, 3.5)):
-    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` afterwards. size: inches."""
+def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
+    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` (.png, and beside it .svg) afterwards.
+
+    size: inches. What has a label is named in one legend below the axes. Rounds, users and clients are whole numbers.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
+    from PIL import Image
 
-    figure, axes = pyplot.subplots(rows, columns, figsize=size)
-    yield axes
-    if is_main_process():
-        figure.savefig(path, dpi=120, bbox_inches="tight")
-        print(f"plot    {path}")
-    pyplot.close(figure)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+        yield axes
+        figure.suptitle(title)
+        named = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels())}
+        for axis in figure.axes:
+            locator = axis.xaxis.get_major_locator()
+            if axis.get_xlabel().split(",")[0] in ("round", "user", "client") and isinstance(locator, ticker.MaxNLocator):
+                locator.set_params(integer=True)
+        if named:
+            across = max(1, int(figure.get_figwidth() / (0.7 + 0.08 * max(map(len, named)))))
+            figure.legend(named.values(), named, loc="outside lower center", ncols=min(across, len(named)))
+        if is_main_process():
+            path = pathlib.Path(path)
+            figure.savefig(path)
+            Image.open(path).convert("RGB").quantize(256).save(path, dpi=(300, 300), optimize=True)  # a third of the bytes
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+            print(f"plot    {path}, {path.with_suffix('.svg').name}")
+        pyplot.close(figure)
+
+
+def setting(record):
+    """The data set and the split of a record, for titles."""
+    args, split = record["args"], record["args"]["split"]
+    size = f", {args['per_client']} each" if split in ("shards", "classes", "lognormal") else ""
+    size = rf", $\alpha$ = {args['alpha']:g}" if split in ("dirichlet", "dirichlet-classes", "fedslr", "fedma") else size
+    return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
+
+
+def curves(record, path, marks={}):
+    """Draws accuracy and loss over the rounds. marks: a round -> what begins with it."""
+    with drawing(path, 1, 2, (10, 4), f"{record['algorithm']}, {setting(record)}, seed {record['args']['seed']}") as axes:
+        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
+            rows = [row for row in record["rounds"] if part in row]
+            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
+            line = axes[0].plot(x, y, label=f"{part}, {where}" if rows else None)[0]
+            if part == "personal":
+                std = np.array([row[part]["std"] for row in rows])
+                axes[0].fill_between(x, (y - std).clip(0), (y + std).clip(max=1), alpha=0.15, color=line.get_color())
+            axes[1].plot(x, [row[part]["loss"] for row in rows])
+        for axis in axes:
+            for first, label in marks.items():
+                axis.axvline(first - 0.5, color="black", linestyle=":", label=label)
+        axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
+        axes[1].set(xlabel="round", ylabel="loss")
 
 
 def plot(record, federation, out):
     """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
-    title = f"{record['algorithm']}, {record['data']['name']}, seed {record['args']['seed']}"
-    with drawing(out / "curves.png", 1, 2, (10, 3.5)) as (left, right):
-        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
-            rows = [row for row in record["rounds"] if part in row]
-            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
-            line = left.plot(x, y, label=f"{part}, {where}")[0]
-            if part == "personal":
-                std = np.array([row[part]["std"] for row in rows])
-                left.fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
-            right.plot(x, [row[part]["loss"] for row in rows], label=part)
-        left.set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
-        right.set(xlabel="round", ylabel="loss")
-        left.legend()
-
+    curves(record, out / "curves.png")
     accuracies = np.sort(record["final"]["personal"]["per_client"])
-    with drawing(out / "clients.png") as axis:
-        axis.bar(range(len(accuracies)), accuracies, width=1)
+    with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting(record)}") as axis:
+        axis.bar(range(1, len(accuracies) + 1), accuracies, width=1)
         axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
-        axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
-        axis.legend()
+        axis.set(xlabel="client, in the order of accuracy", ylabel="accuracy on the client's\nown test images", ylim=(0, 1))
 
-    classes, labels = federation.data.classes, federation.data.labels
-    shown = np.sort(np.random.default_rng(0).permutation(len(federation.whole.train))[:30])
+    from matplotlib import colormaps
+
+    classes, labels, K = federation.data.classes, federation.data.labels, len(federation.whole.train)
+    shown = np.sort(np.random.default_rng(0).permutation(K)[:30])
     counts = np.array([np.bincount(labels[federation.whole.train[k]], minlength=classes) for k in shown])
     start = counts.cumsum(1) - counts
-    with drawing(out / "split.png", size=(6, 6)) as axis:
+    some = f"\n30 of the {K} clients, drawn at random" if K > 30 else ""
+    with drawing(out / "split.png", size=(6, 7), title=setting(record) + some) as axis:
         for c in range(classes):
-            colour = f"C{c}" if classes <= 10 else None  # more than ten repeat
-            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], color=colour, height=0.9)
-        axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}")
-        axis.set_yticks(range(len(shown)), shown, fontsize=6)
+            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], height=0.9, color=colormaps["viridis"](c / classes),
+                      edgecolor="white", linewidth=0.6, label=f"class {c}" if classes <= 20 else None)
+        axis.set(xlabel="training images, coloured by class", ylabel="client")
+        axis.set_yticks(range(len(shown)), shown, fontsize=8)

@@ -40,7 +40,6 @@ import sys
 import tempfile
 import time
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
@@ -116,18 +115,8 @@ def expand(command, out, /, **own):
 @functools.cache
 def arguments(command):
     """All arguments that a command means: what its file hands to common.Federation."""
-    class Parsed(Exception):
-        pass
-
-    def stop(args, *_):
-        raise Parsed(args)
-
     file, *flags = expand(command, ".")
-    with mock.patch.object(common, "Federation", stop):
-        try:
-            importlib.import_module(file.removesuffix(".py")).main(flags)
-        except Parsed as parsed:
-            return vars(parsed.args[0])
+    return common.arguments_of(importlib.import_module(file.removesuffix(".py")).main, flags)
 
 
 @functools.cache
@@ -553,7 +542,7 @@ def rebuild():
         found = [(cell, shown(cell)) for cell in cells(t.name)]
         found = [(cell, s, f" [{s.note}]" * bool(s.note)) for cell, s in found if s and s.mean is not None]
         if found:
-            t.draw(RESULTS / f"{t.name}.png", found)
+            t.draw(RESULTS / f"{t.name}.png", f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}", found)
     (RESULTS / "README.md").write_text(overview())
     for paper in PAPERS:
         for name, text in zip((paper, f"{paper}-runs"), pages(paper)):
@@ -565,32 +554,34 @@ def rebuild():
 # 4. Who beats whom, quickly
 
 
-def quick():
+def quick(seeds):
     """Trains what the claims need into runs/quick/, and prints who beats whom. Returns an exit code: 1 if a claim fails."""
     @functools.cache
-    def record(command):
-        out = RUNS / "quick" / short(command)
-        words = expand(command, out, seed=0, split_seed=0)
+    def record(command, seed):
+        out = RUNS / "quick" / str(seed) / short(command)
+        words = expand(command, out, seed=seed, split_seed=seed)
         path, sources = out / "result.json", {name: digest(name) for name in (words[0], *SHARED)}
         kept = json.loads(path.read_text()) if path.exists() else None
         if kept and kept["status"] == "finished" and kept["environment"]["sources"] == sources:
             return kept
-        print(f"python {command}", flush=True)
+        print(f"python {command} (seed {seed})", flush=True)
         subprocess.run([sys.executable, *words], cwd=HERE, stdout=subprocess.DEVNULL, check=True)
         return json.loads(path.read_text())
 
-    def value(commands, measure):
+    def value(commands, measure, seed):
         commands = [commands] if isinstance(commands, str) else commands
-        return max(reading.combine([reading.last(record(command), measure)], measure)[0] for command in commands)
+        return max(reading.combine([reading.last(record(command, seed), measure)], measure)[0] for command in commands)
 
-    start = time.monotonic()
-    rows = [(c.paper, c.words, value(*c.more), value(*c.less)) for c in CLAIMS]
+    start, held = time.monotonic(), 0
+    table = [[(value(*c.more, seed), value(*c.less, seed)) for c in CLAIMS] for seed in range(seeds)]
     print()
-    for paper, words, more, less in rows:
-        print(f"{'pass' if more > less else 'FAIL'}  {more:>6.2f} {less:>6.2f}  {paper}: {words}")
-    held = sum(more > less for *_, more, less in rows)
-    print(f"\n{held} of {len(rows)} claims hold; seed 0, embedded data set, {time.monotonic() - start:.0f} s")
-    return 0 if held == len(rows) else 1
+    for claim, pairs in zip(CLAIMS, zip(*table)):
+        held += all(more > less for more, less in pairs)
+        numbers = "   ".join(f"{'pass' if more > less else 'FAIL'}  {more:>6.2f} {less:>6.2f}" for more, less in pairs)
+        print(f"{numbers}  {claim.paper}: {claim.words}")
+    which = "seed 0" if seeds == 1 else f"each of seeds 0 to {seeds - 1}"
+    print(f"\n{held} of {len(CLAIMS)} claims hold; {which}, embedded data set, {time.monotonic() - start:.0f} s")
+    return 0 if held == len(CLAIMS) else 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -618,7 +609,7 @@ def main(argv=None):
     p = common.Parser(description=about, epilog=f"{commands}\n\n{details}",
                       formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME", nargs="+", help="tables or runs, by the beginnings of their names")
-    p.add_argument("--seeds", type=common.positive_int, default=1, help="seeds 0 to N-1 of each run (1)")
+    p.add_argument("--seeds", type=common.positive_int, default=1, help="seeds 0 to N-1 of each run, with --quick too (1)")
     p.add_argument("--scale", type=common.positive_fraction, default=1.0,
                    help="this share of the rounds; results are kept apart (1)")
     p.add_argument("--budget", type=duration, help="stop after this time: 90s, 30m, 2h")
@@ -632,7 +623,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if args.quick:
-        return quick()
+        return quick(args.seeds)
     commands = chosen(args.only)
     if not commands:
         p.error(f"--only {' '.join(args.only)}: no such table or run; --list shows the tables")

@@ -160,9 +160,13 @@ def broken(**changes):
     (broken(y_test=np.arange(20) % 4 + 2), "the test set has the label 5"),
     (broken(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int)), "x_test is empty"),
     (broken(client_train=np.arange(40) / 2), "client_train is float64"),
-    (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 training images"),
+    (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 images of x_train"),
     (broken(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
     (broken(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
+    (broken(client_test=np.arange(20)), "has client_test, but no client_train"),
+    (broken(client_train=np.arange(40) % 4, client_test=np.arange(19) % 4), "for each of the 20 images of x_test"),
+    (broken(client_train=np.arange(40) % 4, client_test=np.arange(20) % 3), "must give each client of client_train test images"),
+    (broken(client_train=np.arange(40) % 4, client_test=np.arange(20) % 5), "must give each client of client_train test images"),
 ])
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
@@ -230,7 +234,7 @@ def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
     ([*SHAPES, "--client-test", "0.999"], "use fewer --clients, a smaller --client-test or more images"),
     ([*SHAPES, "--engine", "graph"], "--engine graph is for GPUs"),
     ([*SHAPES, "--seed", "-1"], "-1 must be at least 0"),
-    ([*SHAPES, "--model", "lstm"], "invalid choice: 'lstm'"),
+    ([*SHAPES, "--model", "lstm"], "--model lstm is unknown; use one of cnn, "),
     ([*SHAPES, "--optimiser", "adam"], "unrecognized arguments"),
     ([*SHAPES, "--device", "cuda:99"], "--device cuda:99 can't be used"),
     ([*SHAPES, "--device", "gpu"], "--device gpu can't be used"),
@@ -391,6 +395,20 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
     refused(capsys, "use --client-test 0 or more images", fedavg.main, [*argv, "--client-test", "0.2"])
+
+
+def test_natural_clients_test_on_their_own_images(tmp_path):
+    """client_test, as LEAF has it: nothing of a client's training images is held out, whatever --client-test says."""
+    owner, tester = np.repeat([2, 0, 1], [25, 10, 5]), np.array([0, 1, 1, 2] * 5)
+    np.savez(tmp_path / "leaf.npz", **arrays(), client_train=owner, client_test=tester)
+    argv = ["--dataset", str(tmp_path / "leaf.npz"), "--model", "mnistnet", *CPU]
+    fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--split", "natural", "--client-val", "0.2"]))
+    for k in range(3):
+        assert sorted([*fed.split.train[k], *fed.split.val[k]]) == np.flatnonzero(owner == k).tolist()
+        assert fed.split.test[k].tolist() == (40 + np.flatnonzero(tester == k)).tolist()
+    assert [len(val) for val in fed.split.val] == [2, 1, 5] and "client_test" in " ".join(fed.notes)
+    fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--split", "iid", "--clients", "4"]))
+    assert max(map(max, fed.split.test)) < 40 and not fed.notes
 
 
 def test_semantic_clusters_of_emnist():

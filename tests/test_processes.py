@@ -144,3 +144,13 @@ def test_more_processes_than_clients_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         common.Federation(common.parse(common.parser("test"), {}, QUICK))
     assert "9 processes for 8 clients" in capsys.readouterr().err
+
+
+def test_the_process_that_says_why_ends_before_the_others(monkeypatch, capsys):
+    """torchrun ends all processes when one has ended."""
+    monkeypatch.setenv("RANK", "1")
+    waits = []
+    monkeypatch.setattr(engine.time, "sleep", waits.append)
+    with pytest.raises(SystemExit):
+        engine.refuse("no")
+    assert waits and waits[0] >= 5 and not capsys.readouterr().err

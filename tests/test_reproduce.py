@@ -506,6 +506,10 @@ def test_quick_says_who_wins(small, monkeypatch, capsys):
     assert "pass   45.00  42.00  paper: five rounds beat two" in shown and "FAIL   42.00  45.00  paper: two beat five" in shown
     assert "1 of 2 claims hold" in shown
     assert len(log(small)) == 2
+    assert go("--quick --seeds 2") == 1
+    shown = capsys.readouterr().out
+    assert "pass   45.00  42.00   pass   46.00  43.00  paper: five" in shown and "1 of 2 claims hold; each of seeds 0 to 1" in shown
+    assert len(log(small)) == 4
 
 
 # What is committed

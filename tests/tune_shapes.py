@@ -1,0 +1,62 @@
+"""How the quick defaults for `shapes` were chosen: each method with a few rates, or values of a parameter of its own.
+
+    python tests/tune_shapes.py [NAME ...]     (all: about 45 minutes of one core; a run that is finished is not run again)
+
+No image of `shapes` is used. The runs see 12,000 images that datasets.shapes draws from another seed, split by another seed, in
+place of the data set. So the accuracies below are on validation images, whatever the records call them: global on 2,000 images,
+personal on those that each client held out. Prints the table of docs/run.md, "Quick defaults". Records: runs/tune/.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+import datasets  # noqa: E402
+
+RUNS = HERE / "runs" / "tune"
+GLOBAL, PERSONAL = "global", "personal"
+METHODS = {  # command, the measure that the method is for, the values that are tried
+    "fedavg": ("fedavg", GLOBAL, ["--lr .01", "--lr .02", "--lr .05"]),
+}
+
+
+def train(name, words):
+    """The record of one run; seeds and images are not those of any other page."""
+    out = RUNS / name / words.replace("--", "").replace(" ", "_")
+    if not (out / "result.json").exists():
+        file, *argv = METHODS[name][0].split()
+        argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1, "--split-seed", 1, "--out", out]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # a diverged run is a result, too
+            importlib.import_module(file).main([*map(str, argv)])
+    return json.loads((out / "result.json").read_text())
+
+
+def accuracy(row, measure):
+    return row[measure]["top1" if measure == GLOBAL else "mean"]
+
+
+def main(names):
+    RUNS.mkdir(parents=True, exist_ok=True)
+    arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
+    np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
+    print("| method | measure | tried: accuracy after half of the rounds, after all | best |\n|---|---|---|---|", flush=True)
+    for name in names or METHODS:
+        _, measure, grid = METHODS[name]
+        reached = {}
+        for words in grid:
+            rows = [row for row in train(name, words)["rounds"] if measure in row]
+            half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
+            reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
+        tried = "; ".join(f"`{words}` {half:.3f}, {last:.3f}" for words, (half, last) in reached.items())
+        print(f"| {name} | {measure} | {tried} | `{max(reached, key=lambda words: reached[words][1])}` |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
