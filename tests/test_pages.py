@@ -141,6 +141,7 @@ def measure(when, part, name):
 # What stands in a column of the pages' tables, by the column's title
 COLUMNS = {
     "minutes": training, "minutes of training": training, "s/round": lambda record: f"{record['seconds_per_round']:.1f} s",
+    "rounds until the target": lambda record: f"{max(record['rounds_to'].values()):.1f}",
     "rounds": lambda record: str(len(record["rounds"])), "global, last": measure("final", "global", "top1"),
     "global, best": measure("best", "global", "top1"), "by training loss": measure("final", "personal", "mean"),
     "by training accuracy": lambda record: measure(  # superfed.py's own choice until 2026-11-21
