@@ -156,6 +156,8 @@ def test_a_file_that_changes_what_is_shared_is_refused(go, tmp_path, capsys):
 
 
 def test_every_method_takes_the_shared_settings():
+    for method in compare.plan(*compare.arguments(["--methods", "all", "--dataset", "cifar10"])):
+        assert not method.args.get("target"), "a run must not end at an accuracy"
     methods = compare.plan(*compare.arguments(["--methods", "all"]))
     assert [method.name for method in methods] == list(compare.METHODS) and len(methods) == 23
     for name in ("fedavg", "superfed-lm", "ditto", "psinet"):
