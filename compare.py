@@ -307,10 +307,10 @@ def write_table(rows, records, shared, args, out):
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
 
-After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the server's model, on the
-central test images. Personal: each client's model, on the client's own test images; mean over clients. Worst tenth: mean over
-the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds. s a round: seconds of
-training on {some['environment']['device']}.
+After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the
+server's model, on the central test images. Personal: each client's model, on the client's own test images; mean over clients.
+Worst tenth: mean over the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds.
+s a round: seconds of training on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"
