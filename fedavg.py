@@ -12,9 +12,12 @@ which is `--batch-size 0`, is FedSGD: a gradient of all the client's images, one
     all  .464  1474   569.1  .9706  3    results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.464-rounds-2948/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on test images drawn
-with each client's class shares.
+with each client's class shares, mean over the clients.
 
-The paper's Algorithm 1, in our words. K clients; P_k are the images of client k, n_k their number.
+How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
+gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. So w_k and n_k have m rows.
+
+The paper's Algorithm 1, in our words. K clients; P_k are the training images of client k, n_k their number.
 
     Server
      1  choose w_0
@@ -33,7 +36,7 @@ The paper's Algorithm 1, in our words. K clients; P_k are the images of client k
 
 Choices that change a number. docs/fedavg.md has each in full.
 
-    D1  Line 7 is the corrected one (arXiv v4): the sum is over the sampled clients S_t, not over all K.
+    D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
     D4  Line 1, the scaling of pixels, the ranges of the augmentation, and eta: the paper does not say. These are ours.
@@ -47,7 +50,7 @@ import common
 
 
 def client_step(net, args):
-    """ClientUpdate's body, for one client and one minibatch b."""
+    """Line 11 of ClientUpdate, for one client and one minibatch b."""
 
     def step(client, b, eta):
         w, u = client  # [d] weights, [d] momentum
@@ -56,7 +59,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, with u = g
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, with u = g + momentum * u
 
     return step
 
@@ -68,7 +71,7 @@ def main(argv=None):
     step = client_step(federation.net, args)
 
     state = State(w=federation.initial_weights())  # l.1 (D4): [d]
-    for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D3)
+    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients (D3)
         eta = federation.eta(t)
         w = state.w.expand(len(S), -1)  # [m, d]
         # federation.train does for each client k of S, at once or one after the other:
@@ -77,7 +80,7 @@ def main(argv=None):
         #             client = step(client, b, eta)            l.11
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(w_k, n_k)  # l.7 (D1): [d]
+        state.w = federation.mean(w_k, n_k)  # l.7: weighted by n_k (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))

@@ -25,7 +25,8 @@ FIGURES = {  # a page: (the picture in results/, what it shows, the command that
     "fedavg": [("superfed-1", "SuPerFed's Table 1: pathological non-IID", TABLES)],
     "fedslr": [(f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}", RANKS.format(data))
                for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))],
-    "baselines": [("compare", "All methods on one split of the embedded images", "make compare")],
+    "baselines": [(f"compare/{name}", "All methods on one split of the embedded images", "make compare")
+                  for name in ("curves", "clients")],
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def address(link):
 
 @functools.cache
 def parser():
-    md = MarkdownIt("commonmark", {"html": True}).enable("table")
+    md = MarkdownIt("commonmark", {"html": True, "xhtmlOut": False}).enable("table")
     md.add_render_rule("text", lambda _, tokens, i, *__: mathematics(tokens[i].content))
     md.add_render_rule("table_open", lambda *_: '<div class="wide"><table>')
     md.add_render_rule("table_close", lambda *_: "</table></div>")

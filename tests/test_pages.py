@@ -93,7 +93,8 @@ def test_methods_of_federation_that_texts_name_exist():
 def commands():
     """Every `python NAME.py ...` in the pages and the docstrings."""
     texts = [pages()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
-    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", "\n".join(texts), re.M)
+    text = re.sub(r" \\\n +", " ", "\n".join(texts))  # a command may go on in the next line
+    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", text, re.M)
     return sorted({(name, " ".join(argv.split("  ")[0].split())) for name, argv in found})  # a remark stands behind two spaces
 
 
