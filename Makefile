@@ -1,9 +1,10 @@
 # make demo    two minutes of SuPerFed on the embedded data set, with tables and plots
 # make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (about ten minutes on two cores)
-# make compare all 23 methods for a short while on the embedded data set: one table, one plot (15 minutes on two cores)
+# make compare all 23 methods on the embedded data set, three seeds: a table and two figures, in runs/compare
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
 # make reproduce-quick  who beats whom, on the embedded data set (22 minutes beside other work)
 # make authors CLONES=folder   our numbers beside those of the authors' own programs (two minutes; docs/authors.md)
+# make docs    docs/*.html: each paper's pseudocode beside its code, made from the files and docs/*.md
 # make test    all tests (no network but for the first set-up, no GPU needed)
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 
@@ -17,7 +18,7 @@ bench: .venv/ready
 	$(PYTHON) tests/bench.py
 
 compare: .venv/ready
-	$(PYTHON) tests/compare.py
+	$(PYTHON) compare.py --methods all --jobs 2
 
 reproduce: .venv/ready
 	$(PYTHON) reproduce.py $(ARGS)
@@ -28,6 +29,9 @@ reproduce-quick: .venv/ready
 authors: .venv/ready
 	$(PYTHON) tests/authors/everything.py $(CLONES)
 
+docs: .venv/ready
+	$(PYTHON) docs/build.py
+
 test: .venv/ready
 	$(PYTHON) -m pytest -q tests
 
@@ -37,4 +41,4 @@ test: .venv/ready
 	$(PYTHON) -m pip install --quiet -r requirements.txt
 	touch .venv/ready
 
-.PHONY: demo bench compare reproduce reproduce-quick authors test
+.PHONY: demo bench compare reproduce reproduce-quick authors docs test

@@ -4,12 +4,12 @@
 
     --method     idea
     local        Every client trains for itself. Nothing is sent.
-    centralised  One model is trained on the images of all clients, in one place: the upper line of the plots.
-    fedavg-ft    FedAvg. After the last round every client trains the global model on, for itself.
+    centralised  One model is trained on the images of all clients, in one place: what federated methods are measured against.
+    fedavg-ft    FedAvg. After the last round every client continues to train the global model alone ("fine-tuning").
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
-    fedprox-ft   FedProx. After the last round every client trains the global model on, for itself.
-    scaffold     FedAvg, and each client's steps are corrected: its own mean gradient is taken out, that of all clients put in.
-    feddyn       A term in each client's loss makes all clients' minima meet at the minimum of the mean loss.
+    fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
+    scaffold     FedAvg, with corrected steps: minus the client's usual gradient, plus the mean of all clients' gradients.
+    feddyn       A term in each client's loss moves the client's own minimum towards the minimum of the mean loss.
     apfl         The personal model is a mixture of the global model and of a model of the client's own.
     fedper       The last layers are personal. The other layers are averaged.
     fedrep       As fedper, but a round trains the personal layers first and then the others.
@@ -28,10 +28,14 @@ w_0 are the initial weights. S_t are the m = max(C*K, 1) sampled clients of roun
 learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
 
 Models. "global" is the server's model, on the central test images. "personal" is the model that the function names, on each
-client's own test images. All clients are evaluated with the server's current model. What a client keeps for itself is as it was
-after the last round in which the client was sampled.
+client's own test images, mean over all clients. Where it contains the server's model, this is the current one. What a client
+keeps for itself is as it was after the last round in which the client was sampled.
 
-Local SGD has momentum and weight decay, as in fedavg.py. The momentum starts at 0 in every round. The decay is a part of f_k.
+Local SGD has momentum and weight decay. The momentum starts at 0 in every round. Weight decay is added to each gradient of f_k.
+
+federation.train(step, start, S, t, *shared) takes each client of S through "for each minibatch b: client = step(client, b,
+*shared)", and begins with the client's row of `start`. epochs=: instead of E. phase=: another order of the images. images=:
+instead of the client's own training images.
 
 Code that the choices cite. "Official" is code by the method's authors.
 
@@ -105,25 +109,15 @@ def sums_of_gradients(federation, gradient):
 
 def personal_layers(net, args):
     """The slice of w that a client keeps: its last N layers; for lg-fedavg its first N."""
-    starts, N = [where.start for _, where in net.layers] + [net.d], args.personal
-    if N is None:
-        N = max(first_linear_layer(net), 1) if args.method == "lg-fedavg" else 1
-    if N > len(net.layers):
-        common.refuse(f"--personal {N}: the model {net.name} has only {len(net.layers)} layers")
-    return slice(0, starts[N]) if args.method == "lg-fedavg" else slice(starts[-1 - N], net.d)
+    if args.method == "lg-fedavg":
+        return net.first_layers(max(first_linear_layer(net), 1) if args.personal is None else args.personal)
+    return net.last_layers(1 if args.personal is None else args.personal)
 
 
 def first_linear_layer(net):
     """The number of the first fully connected layer, from 0: of the first whose weights are a matrix."""
     shapes = {where.start: shape for _, where, shape in net.tensors}
     return next(i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2)
-
-
-def with_part(w, part, V):
-    """The model w [d] with each client's own weights V [m, ...] in the slice `part`: [m, d]."""
-    W = w.repeat(len(V), 1)
-    W[:, part] = V
-    return W
 
 
 def logits_of_parts(net, lower, upper, x):
@@ -262,16 +256,17 @@ def scaffold(federation, run, args):
 
     Personal is x. Twice FedAvg's bytes: c_k^+ - c_k goes up, too, and c goes down.
     D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as FedSLR has them.
-    D2  Line 6: `reach` replaces steps. It is how far y_k goes if eta and all brackets of line 4 are 1.
+    D2  Line 6: `reach` replaces steps: the sum over s = 1 to steps of (1 + beta + ... + beta^(s-1)), beta being the momentum.
         Without momentum it is the number of steps. The paper has no momentum (--momentum 0).
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
+    D4  Line 4: E epochs, so that clients with more images take more steps. The paper has one number of steps for all.
     """
     gradient, descend = local_sgd(federation.net, args)
     sums = sums_of_gradients(federation, gradient)
 
     def step(client, b, eta, c):
-        y, u, c_k, reach, pace = client  # [d] weights, momentum, control; numbers: D2's reach, and by how much it grows
-        y, u = descend(y, u, gradient(y, b) - c_k + c, eta)  # l.4
+        y, u, c_k, reach, pace = client  # [d] weights, momentum, control; numbers: D2's reach, and its last term
+        y, u = descend(y, u, gradient(y, b) - c_k + c, eta)  # l.4 (D4)
         pace = args.momentum * pace + 1  # D2
         return y, u, c_k, reach + pace, pace
 
@@ -355,10 +350,11 @@ def apfl(federation, run, args):
 
     Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay acts on the mixture.
-    D2  Line 4: once in a round, as in FedTorch, but before both steps. On MNIST alpha_k then ends at .84, accuracy at .98.
-        Moved in every step, after line 6, they end at .00 and .83. By default alpha_k is fixed, at FedSLR's .5 (.98).
+    D2  Line 4: once in a round, as in FedTorch, but before both steps; the paper could not be read again. By default alpha_k
+        is fixed, at FedSLR's .5.
     D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper, from memory, the gradient comes before w_k's step.
     D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line 9.
+    D5  Line 9: weighted by n_k. FedSLR's code has the plain mean.
     """
     gradient, descend = local_sgd(federation.net, args)
 
@@ -377,9 +373,9 @@ def apfl(federation, run, args):
         v, u_v = descend(v, u_v, alpha * g, eta)  # l.8
         return w, u_w, v, u_v, alpha
 
-    def first_minibatch(k, t):
-        """The numbers of the images in the first minibatch of round t, for the client in row k."""
-        order = common.stream(args.seed, "order", t, federation.clients[k]).permutation(federation.split.train[k])
+    def first_minibatch(row, t):
+        """The images of the first minibatch of round t, as Federation.plan draws them for the client in this row."""
+        order = common.stream(args.seed, "order", t, federation.clients[row]).permutation(federation.split.train[row])
         return order[: args.batch_size or len(order)]
 
     w, alpha = federation.initial_weights(), torch.tensor(args.apfl_alpha, device=federation.device)
@@ -391,12 +387,12 @@ def apfl(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         eta, w, v, alpha = federation.eta(t), state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # l.3: [m, d] and [m]
         if args.adaptive:
-            b = [first_minibatch(k, t) for k in S]
+            b = [first_minibatch(row, t) for row in S]
             alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=b)  # l.4 (D2)
         start = (w, torch.zeros_like(w), v, torch.zeros_like(v), alpha)
         w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, eta)  # l.5
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(w_k, n_k)  # l.9: [d]
+        state.w = federation.mean(w_k, n_k)  # l.9 (D5): [d]
         state.V[S], state.alpha[S] = v_k, alpha_k  # l.4, l.8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -417,19 +413,20 @@ def fedper(federation, run, args):
     D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper, from memory, heads start at
         random and all clients train in every round.
     D2  Personal is with the current base w. FedSLR's code takes the base of the round before.
+    D3  Line 5: weighted by n_k. FedSLR's code has the plain mean.
     """
     step, head = sgd_step(federation.net, args), personal_layers(federation.net, args)  # head: a slice of w (D1)
     w = federation.initial_weights()
     state = State(w=w, V=federation.per_client(w[head]))  # l.1: [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D1)
         w = models(S)  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w, state.V[S] = federation.mean(w_k, n_k), w_k[:, head]  # l.5
+        state.w, state.V[S] = federation.mean(w_k, n_k), w_k[:, head]  # l.5 (D3)
         sent = len(S) * (len(state.w) - state.V.all.shape[1])
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -459,7 +456,7 @@ def fedrep(federation, run, args):
     state = State(w=w, V=federation.per_client(w[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D2)
         eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
@@ -493,7 +490,7 @@ def lg_fedavg(federation, run, args):
     state = State(w=w, V=federation.per_client(w[lower]))  # l.1: [d], whose own lower layers are not used; [K, ...]
 
     def models(S):
-        return with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
+        return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t, S in run.rounds(state):  # l.2
         w = models(S)  # l.3: [m, d]
@@ -517,8 +514,9 @@ def ditto(federation, run, args):
 
     Personal is v_k. With lambda = 0 and s = E v_k is Local's model.
     D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. Officially E and s count minibatches, and the steps on w_k
-        and v_k alternate, which comes to the same.
+        and v_k alternate, which for s = E comes to the same.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The default lambda is FedSLR's.
+    D3  Line 6: plain, as officially, where clients are drawn with probabilities like n_k. Here all have the same probability.
     """
     step, (gradient, descend) = sgd_step(federation.net, args), local_sgd(federation.net, args)
 
@@ -533,7 +531,7 @@ def ditto(federation, run, args):
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.4: [m, d]
         v_k, _ = federation.train(personal_step, (v, torch.zeros_like(v)), S, t, eta, state.w,
                                   epochs=args.personal_epochs)  # l.5 (D1): [m, d]
-        state.w, state.V[S] = federation.mean(w_k), v_k  # l.6
+        state.w, state.V[S] = federation.mean(w_k), v_k  # l.6 (D3)
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.V))
@@ -545,18 +543,20 @@ def pfedme(federation, run, args):
      1  w = w_0
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = theta_k = w
-     4          for each minibatch b  (line 5 seeks theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2):
+     4          for each minibatch b:
      5              `steps` times:  theta_k = theta_k - eta_p * (gradient of f_k(theta_k; b) + lambda * (theta_k - w_k))
      6              w_k = w_k - eta * lambda * (w_k - theta_k)
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is the client's last theta_k; w_0 if it was never sampled. `steps` is the paper's K.
+    Line 5 seeks the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2. `steps` is the paper's K.
+    Personal is the client's last theta_k; w_0 if it was never sampled.
     D1  Lines 3 and 7: only S_t trains. In paper and official code all clients train, and S_t says whose w_k are averaged.
     D2  Line 4: an epoch is a pass over all images of a client. What the official code calls a local epoch is one minibatch.
-    D3  Line 5: theta_k goes on from minibatch to minibatch, as officially. Official weight decay: --weight-decay .001.
+    D3  Line 5: theta_k goes on from minibatch to minibatch, as officially. The official weight decay is --weight-decay .001.
     D4  Line 6: --momentum acts on w_k, not on theta_k. The paper has none (--momentum 0).
     D5  lambda, `steps`, beta and eta_p are by default PersFL's for DS-1 of CIFAR-10. eta_p decays as eta does.
     D6  Personal is theta_k, as in the paper. Official code and PFLlib evaluate w_k, by mistake: `personal@w_k` in the record.
+    D7  Line 7: weighted by n_k, as officially. In the paper, from memory, the mean is plain.
     """
     gradient, descend = local_sgd(federation.net, args)  # D3
     lam = args.pfedme_lambda  # D5
@@ -572,10 +572,11 @@ def pfedme(federation, run, args):
                   W=federation.per_client(w))  # [K, d] the last w_k, for D6 alone
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
-        eta_p = eta * (args.theta_lr / args.lr)
-        theta, w_k, _ = federation.train(step, (w, w, torch.zeros_like(w)), S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
+        eta_p = eta * (args.theta_lr / args.lr)  # D5
+        start = w, w, torch.zeros_like(w)  # l.3: theta_k = w_k = w
+        theta, w_k, _ = federation.train(step, start, S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
         n_k = federation.n[S]  # [m]
-        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, n_k)  # l.7
+        state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, n_k)  # l.7 (D7)
         state.theta[S], state.W[S] = theta, w_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -590,7 +591,7 @@ def per_fedavg(federation, run, args):
      1  w = w_0
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w
-     4          for each group of fresh minibatches D, D' and, if Hessian-free, D'':
+     4          for each group of the next minibatches D, D' and, if Hessian-free, D'':
      5              z = w_k - alpha * gradient of f_k(w_k; D)
      6              g = gradient of f_k(z; D')
      7              h = 0, or Hessian-free  (gradient of f_k(w_k + delta*g; D'') - that at w_k - delta*g) / (2*delta)
@@ -612,7 +613,13 @@ def per_fedavg(federation, run, args):
     refuse_small_clients(federation, args, last + 1)
 
     def step(client, b, beta, alpha):
-        """Minibatches come one at a time: in turn 0 b is D, in turn 1 D', in turn 2 D''. z and g wait for the next turns."""
+        """Minibatches come one at a time, so that a group takes two or three turns. z and g wait for the next turn.
+
+            turn  b    gradient at             gives
+            0     D    w                       z   (l.5)
+            1     D'   z                       g   (l.6)
+            2     D''  w + and - delta * g     h   (l.7), if Hessian-free
+        """
         w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
         here = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
         found = gradient(here, b)
@@ -739,9 +746,9 @@ def fedma(federation, run, args):
      1  w = w_0
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
-     4      for each layer l = 1, ..., L, for each client k in S_t:
-     5          for each minibatch b:  the layers l, ..., L of w_k = those - eta * gradient by them of f_k(w_k; b)
-     6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' close to the global units
+     4      for each layer l = 1, ..., L:
+     5          each k in S_t, for each minibatch b:  the layers l to L of w_k = those - eta * gradient by them of f_k(w_k; b)
+     6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
      9          if l = L:  the unit of each class in w = mean over S_t of those in w_k, by k's number of images of this class
@@ -753,8 +760,8 @@ def fedma(federation, run, args):
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.
     D3  Line 7: the plain mean. The paper's mean is pulled to the prior's.
-    D4  Line 5: SGD, as officially. For l = L the rate is eta/10, the weight decay 1e-4, and there are 3*E epochs. (Otherwise:
-        --last-lr 1 --last-decay 0 --last-epochs 1.)
+    D4  Line 5: SGD, as officially. For l = L the rate is eta/10, the weight decay 1e-4, and there are 3*E epochs. To train it
+        like the other layers: --last-lr 1 --last-decay 0 --last-epochs 1.
     D5  Line 9: a class of which no client of S_t has images takes the plain mean.
     D6  Line 3: own random weights, as officially. From w_0 with --common-start, as all other methods here.
     """
@@ -778,7 +785,7 @@ def fedma(federation, run, args):
             last, eta, epochs = l + 1 == L, federation.eta(t), args.epochs
             if last:
                 eta, epochs = eta * args.last_lr, epochs * args.last_epochs  # D4
-            matched, free = w_k[:, : layer.start], w_k[:, layer.start :]
+            matched, free = w_k[:, : layer.start], w_k[:, layer.start :]  # constant; trained: the layers l, ..., L
             step, start = train_last if last else train_upper, (free, torch.zeros_like(free), matched)
             free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, phase=l)  # l.5 (D4)
             w_k = torch.cat([matched, free], 1)
@@ -890,7 +897,12 @@ METHODS = {
     "ditto": ditto, "pfedme": pfedme, "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
 }
 
-# As fedavg.py's: SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
+FIXED_ROUNDS = {  # why --resume can't have more --rounds
+    "fedavg-ft": "clients fine-tune after the last round", "fedprox-ft": "clients fine-tune after the last round",
+    "fedspa": "the masks' pace depends on the number of rounds",
+}
+
+# SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9)
 BY_DATASET = {
     "cifar100": dict(rounds=300),
@@ -922,7 +934,7 @@ def arguments(argv):
     group.add_argument("--pfedme-lambda", type=common.positive, default=15.0, help="pfedme: of lambda/2 ||theta_k - w_k||^2")
     group.add_argument("--pfedme-beta", type=common.positive, default=1.0, help="pfedme: beta, the server's step to the mean")
     group.add_argument("--theta-lr", type=common.positive, default=0.001, help="pfedme: eta_p, theta_k's rate; decays as --lr")
-    group.add_argument("--theta-steps", type=common.positive_int, default=5, help="pfedme: K, steps on theta_k per minibatch")
+    group.add_argument("--theta-steps", type=common.positive_int, default=5, help="pfedme: `steps`, on theta_k per minibatch")
     group.add_argument("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="per-fedavg: alpha, step to z")
     group.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
     group.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
@@ -939,7 +951,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, FIXED_ROUNDS.get(args.method, ""))
     run.algorithm = args.method
     METHODS[args.method](federation, run, args)
 

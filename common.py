@@ -19,9 +19,13 @@ client's own test images.
 import argparse
 import functools
 import hashlib
+import importlib.util
 import os
+import pathlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,7 +37,7 @@ from torch.utils._pytree import tree_map
 import engine
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import Run, drawing, finite, without_clients  # noqa: F401
+from records import Run, curves, drawing, finite, setting, without_clients  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -80,7 +84,8 @@ def parser(doc, **defaults):
     g.add_argument("--augment-once", action="store_true",
                    help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
     g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
-                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train)")
+                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train; "
+                        "client_test, if it is there, gives out the test images)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes and fedma, alpha per class for fedslr")
@@ -95,7 +100,8 @@ def parser(doc, **defaults):
                    help="share of a client's images held out for validation; superfed.py and persfl.py alone use them")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
-    g.add_argument("--model", default="cnn", choices=MODELS, help="the network")
+    g.add_argument("--model", default="cnn", type=known_model, metavar="NAME",
+                   help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
     g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
     g.add_argument("--rounds", type=positive_int, default=100, help="T or R, rounds of communication")
     g.add_argument("--epochs", type=positive_int, default=1, help="E, local epochs")
@@ -121,6 +127,9 @@ def parser(doc, **defaults):
                         "that gives what the loop gives, on the CPU the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
+    if "target" in defaults:  # of files that hand their global model to run.evaluates
+        g.add_argument("--target", type=positive_fraction, nargs="*", metavar="TOP1",
+                       help="measure the global model after every round; stop when its accuracy has reached all these")
     g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
     g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
     g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
@@ -149,6 +158,37 @@ def parse(p, by_dataset, argv=None):
     if args.precision == "tf32" and not args.device.startswith("cuda"):
         p.error("--precision tf32 is for GPUs; use fp32 or bf16")
     return args
+
+
+def arguments_of(main, argv):
+    """The arguments that an algorithm's main(argv) hands to Federation; nothing is trained."""
+    class Parsed(Exception):
+        pass
+
+    def stop(args, *_):
+        raise Parsed(args)
+
+    with mock.patch.dict(globals(), Federation=stop):
+        try:
+            main(argv)
+        except Parsed as parsed:
+            return vars(parsed.args[0])
+
+
+@functools.cache
+def load_file(path):
+    """The module of a .py file anywhere, which may import what lies beside it; refuses what can't be loaded."""
+    path = pathlib.Path(path)
+    if path.suffix != ".py" or not path.is_file():
+        refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:  # whatever the file does
+        refuse(f"{path} can't be loaded: {type(problem).__name__}: {engine.first_line(problem)}")
+    return module
 
 
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
@@ -189,9 +229,9 @@ class Split(NamedTuple):
 def split_clients(data, args):
     """The Split that args.split, args.clients, args.client_test, args.client_val and args.split_seed ask for.
 
-    Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). Every
-    client gets at least one training image, and one validation or test image where those are asked for; otherwise the
-    split is refused.
+    Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). With the
+    split natural they are those that the data set's array client_test names, where it has that array. Every client gets at
+    least one training image, and one validation or test image where those are asked for; otherwise the split is refused.
     """
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]
@@ -199,7 +239,10 @@ def split_clients(data, args):
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
-    own_test = 0 if args.split == "fedslr" else args.client_test  # fedslr gives images out twice: parts could share some
+    tests_of = data.test_owner if args.split == "natural" else None
+    own_test = args.client_test  # 0 with fedslr, which gives images out twice: parts could share some
+    if args.split == "fedslr" or tests_of is not None:
+        own_test = 0
     if args.split == "fedslr" and args.client_val:
         refuse("--split fedslr has no validation images; use --client-val 0")
     owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
@@ -214,7 +257,9 @@ def split_clients(data, args):
                 ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
-        if not own_test:
+        if tests_of is not None:
+            test = data.train + np.flatnonzero(tests_of == k)
+        elif not own_test:
             test = matched_test(labels[index], data, rng)
         if not len(test):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
@@ -540,21 +585,24 @@ def he_normal(out, kernel):
 class Net:
     """logits = net(w, x): a model as a function of one flat vector w [d].
 
-    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side.
+    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side, and
+    so do layers: first_layers(N) and last_layers(N) are slices of w.
     layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
     MODELS[name]. weights: the Weights that the table is read by.
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
     def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
-        self.name, self.model, self.classes, self.route = name, model or MODELS[name], classes, "conv"
+        self.name, self.model, self.classes, self.device, self.route = name, model or find_model(name), classes, device, "conv"
         weights = weights or Weights()
         try:
+            if getattr(self.model, "__module__", None) != __name__:
+                check_model(self.model, shape, classes)
             self.model(weights, torch.zeros(1, *shape), classes)
             if not weights.table:
                 raise RuntimeError("it asks for no weights; see the models in common.py")
-        except (RuntimeError, ValueError) as problem:
-            why = str(problem).splitlines()[0]
+        except (RuntimeError, ValueError, TypeError, AttributeError) as problem:
+            why = engine.first_line(problem)
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
         self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
         self.d = sum(self.sizes)
@@ -566,14 +614,32 @@ class Net:
         for name, where, _ in self.tensors:
             spans.setdefault(name.rsplit(".", 1)[0], []).append(where)
         self.layers = [(name, slice(parts[0].start, parts[-1].stop)) for name, parts in spans.items()]
-        number = torch.arange(len(self.layers))
-        self.layer_of = number.repeat_interleave(torch.tensor([s.stop - s.start for _, s in self.layers])).to(device)
         only = getattr(self.model, "decayed", None)
         self.decayed = self.per_weight([float(only is None or name in only) for name, _, _ in self.tensors])
 
+    @functools.cached_property
+    def layer_of(self):
+        """Made when it is asked for: it is twice as large as the model."""
+        sizes = torch.tensor([where.stop - where.start for _, where in self.layers])
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
+
+    def first_layers(self, N):
+        """The slice of w with the first N layers; a normalisation counts as one."""
+        return slice(0, self.borders(N)[N])
+
+    def last_layers(self, N):
+        """The slice of w with the last N layers."""
+        return slice(self.borders(N)[-1 - N], self.d)
+
+    def borders(self, N):
+        """Where the layers begin in w, and d, if there are at least N."""
+        if N > len(self.layers):
+            refuse(f"{N} layers are wanted of the model {self.name}, which has only {len(self.layers)}")
+        return [*(where.start for _, where in self.layers), self.d]
+
     def per_weight(self, values):
         """[d]: a number for each tensor, repeated for all of its weights."""
-        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.layer_of.device)
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
@@ -598,7 +664,14 @@ class Net:
             else:
                 part = np.full(z, scale)
             parts.append(part)
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.layer_of.device)
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
+
+
+def with_part(w, part, V):
+    """The model w [d] with each client's own weights V [m, ...] in the slice `part`: [m, d]."""
+    W = w.repeat(len(V), 1)
+    W[:, part] = V
+    return W
 
 
 def cnn(m, x, classes):
@@ -661,6 +734,19 @@ def mnistnet(m, x, classes):
     return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 100)), classes)
 
 
+def two_nn(m, x, classes):
+    """2nn, McMahan et al.'s for MNIST: two hidden layers of 200, 199,210 weights. Its initial values are PyTorch's."""
+    x = F.relu(m.linear("fc1", x.flatten(1), 200))
+    return m.linear("fc3", F.relu(m.linear("fc2", x, 200)), classes)
+
+
+def mnistcnn(m, x, classes):
+    """McMahan et al.'s CNN for MNIST: 1,663,370 weights. That number needs padding. Its initial values are PyTorch's."""
+    x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5, padding=2), 2))
+    x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5, padding=2), 2))
+    return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 512)), classes)
+
+
 def resnet18(m, x, classes):
     """ResNet-18 with GroupNorm(2), as FedSLR's.
 
@@ -720,7 +806,48 @@ def mobilenet(m, x, classes):
     return m.linear("fc", x.mean((2, 3)), classes)
 
 
-MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, resnet18, vgg9, vgg16, mobilenet)}
+MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, mnistcnn, resnet18, vgg9, vgg16, mobilenet)} | {"2nn": two_nn}
+
+
+def find_model(name):
+    """The function that --model NAME means: of MODELS, or of a file, path/to/file.py:function."""
+    path, colon, function = name.rpartition(":")
+    if name in MODELS:
+        return MODELS[name]
+    if not colon:
+        refuse(f"--model {name} is unknown; use one of {', '.join(MODELS)}, or path/to/file.py:function")
+    if not hasattr(load_file(path), function):
+        refuse(f"--model {name}: {path} has no function {function}")
+    return getattr(load_file(path), function)
+
+
+def known_model(name):
+    """--model's argparse type: the name, if there is such a model."""
+    find_model(name)
+    return name
+
+
+def check_model(model, shape, classes):
+    """Raises what is wrong with a model from elsewhere: its logits must be those of its weights and of each image alone."""
+    if isinstance(model, torch.nn.Module) or not callable(model) or isinstance(model, type):
+        raise TypeError("it is an nn.Module, a class or no function; a model here is a function model(m, x, classes)")
+    table, rng = Weights(), np.random.default_rng(0)
+    model(table, torch.zeros(1, *shape), classes)
+    w = [torch.from_numpy(rng.normal(0, 0.1, tensor).astype(np.float32)) for _, tensor, _ in table.table]
+    x = torch.from_numpy(rng.normal(0, np.arange(1, 9)[:, None, None, None], (8, *shape)).astype(np.float32))
+    first, second, alone = (model(Weights(iter(w)), images, classes) for images in (x, x, x[:1]))
+
+    def differ(a, b):
+        return not (a - b).norm() <= 1e-4 * a.norm()
+
+    if first.shape != (8, classes):
+        raise ValueError(f"its logits have the shape {tuple(first.shape)} for 8 images and {classes} classes")
+    if first.requires_grad:
+        raise ValueError("it trains tensors of its own, as an nn.Module does; all weights must come from m")
+    if differ(first, second):
+        raise ValueError("two calls on one batch differ; leave out dropout and all that is random")
+    if differ(first[:1], alone):
+        raise ValueError("an image's logits depend on the others in its batch, as with BatchNorm; use m.groupnorm")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -904,9 +1031,10 @@ class Federation:
         self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
         self.replays = {}  # step function and shapes -> the CUDA graph for them
         self.shapes_seen = set()  # step functions and shapes that came before
-        self.uncaptured = set()  # step functions, with their way of convolutions, of which there can be no graph
         self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.notes = []  # lines that `describe` prints below its own
+        if args.split == "natural" and self.data.test_owner is not None:
+            self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
         if self.data.classes == 1:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
@@ -997,10 +1125,11 @@ class Federation:
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
         function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
-        shapes and types. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
-        random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: numbers the passes within a round;
-        equal numbers repeat the same minibatches. images: for each client the numbers of the images to train on, its own
-        training images by default. net: the network that step trains, where it is not the federation's.
+        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients
+        see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers, handed to step as batch.draw. epochs:
+        E, --epochs by default. phase: numbers the passes within a round; equal numbers repeat the same minibatches. images:
+        for each client the numbers of the images to train on, its own training images by default. net: the network that step
+        trains, where it is not the federation's.
 
         A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
@@ -1016,7 +1145,7 @@ class Federation:
 
     def one_by_one(self, step, state, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
-        result = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
+        result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), state)
         alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
             tree_map(lambda a, b: a[i].copy_(b), result, client)

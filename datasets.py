@@ -17,7 +17,8 @@ from engine import refuse
 class Data(NamedTuple):
     """images [N,H,W,C] uint8 and labels [N] int64; the first `train` are for training, the others the central test.
 
-    owner [train]: the client that each training image belongs to, where the data set says so.
+    owner [train]: the client that each training image belongs to, where the data set says so. test_owner [N - train]: the
+    client that each test image belongs to, where it says that, too.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Data(NamedTuple):
     train: int
     classes: int
     owner: np.ndarray | None = None
+    test_owner: np.ndarray | None = None
 
     def fingerprint(self):
         digest = hashlib.sha256(np.ascontiguousarray(self.images))
@@ -67,7 +69,7 @@ def load_data(name, folder="data"):
     return data
 
 
-def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None):
+def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None, client_test=None):
     """Joins the arrays to a Data; refuses shapes, types, labels and owners that can't be trained on."""
     joined = {}
     for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
@@ -94,25 +96,30 @@ def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None
     if len(used) < classes:
         gap = np.flatnonzero(used != np.arange(len(used)))[0]
         refuse(f"{source}: labels go up to {classes - 1}, but no training image has the label {gap}; number the classes from 0")
-    if client_train is not None:
-        if client_train.dtype.kind not in "iu" or client_train.shape != y.shape:
-            refuse(f"{source}: client_train is {client_train.dtype} of the shape {client_train.shape}; it must give an "
-                   f"integer, its client, for each of the {len(y)} training images")
-        if client_train.min() or client_train.max() != len(np.unique(client_train)) - 1:
-            refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps "
-                   "(numpy.unique(client_train, return_inverse=True)[1] does)")
-        client_train = client_train.astype(np.int64)
-    return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes, client_train)
+    for part, labels, client in (("train", y, client_train), ("test", v, client_test)):
+        if client is not None and (client.dtype.kind not in "iu" or client.shape != labels.shape):
+            refuse(f"{source}: client_{part} is {client.dtype} of the shape {client.shape}; it must give an integer, its "
+                   f"client, for each of the {len(labels)} images of x_{part}")
+    if client_test is not None and client_train is None:
+        refuse(f"{source} has client_test, but no client_train; it needs both, or neither")
+    if client_train is not None and (client_train.min() or client_train.max() != len(np.unique(client_train)) - 1):
+        refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps "
+               "(numpy.unique(client_train, return_inverse=True)[1] does)")
+    if client_test is not None and not np.array_equal(np.unique(client_test), np.unique(client_train)):
+        refuse(f"{source}: client_test must give each client of client_train test images, and nobody else")
+    owners = [None if client is None else client.astype(np.int64) for client in (client_train, client_test)]
+    return Data(name, np.concatenate([x, u]), np.concatenate([y, v]), len(x), classes, *owners)
 
 
 def read_npz(path):
-    """x_train, y_train, x_test, y_test and, if it is there, client_train of a .npz file."""
+    """x_train, y_train, x_test, y_test of a .npz file; then client_train and client_test, or None."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in file]
+            names = ("x_train", "y_train", "x_test", "y_test")
+            missing = [key for key in names if key not in file]
             if missing:
                 refuse(f"{path} has no array {missing[0]}; it needs x_train, y_train, x_test and y_test")
-            return [file[key] for key in ("x_train", "y_train", "x_test", "y_test", "client_train") if key in file]
+            return [file[key] if key in file else None for key in (*names, "client_train", "client_test")]
     except FileNotFoundError:
         refuse(f"there is no file {path}")
     except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file

@@ -41,6 +41,8 @@ def refuse(message, alone=False):
     """Ends the program because of its input: one line on stderr, exit code 2. alone: other processes don't say the same."""
     if is_main_process() or alone:
         print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    else:
+        time.sleep(10)  # torchrun ends all processes when one has ended: the one that says why must be the first
     raise SystemExit(2)
 
 
@@ -185,28 +187,50 @@ def guarded(fed, key, fast_way, plain_way):
 
 def fast(fed, step, state, plans, shared):
     # like with like: those who have most minibatches first
-    order = np.array(sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index))))
+    order = sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index)))
+    results, places = state, range(len(plans))
 
-    def work(these, steps=None):
-        few = [plans[i]._make(z[:steps] for z in plans[i]) for i in these]
-        return train_together(fed, step, tree_map(lambda z: z[these], state), few, shared)
+    def rows(some):
+        """The rows of the clients at these places of the order, as a slice if it can be one: then nothing is copied."""
+        return slice(some.start, some.stop) if order == list(places) else [order[i] for i in some]
 
-    def put(results, these):
-        """Their work's results, into their places: with all parts and a copy of them a state would be held three times."""
-        rows = torch.from_numpy(these).to(fed.device)
-        tree_map(lambda a, b: a.index_copy_(0, rows, b), results, work(these))
+    def work(some, steps=None):
+        """What some clients begin with, and what they come to."""
+        few = [plans[i]._make(z[:steps] for z in plans[i]) for i in order[some.start : some.stop]]
+        start = tree_map(lambda z: z[rows(some)], state)
+        return start, train_together(fed, step, start, few, shared)
+
+    def put(some):
+        nonlocal results
+        results = tree_map(functools.partial(merged, rows(some)), results, state, *work(some))
 
     tuning = fed.tuning.setdefault(step, SimpleNamespace(found={}, seconds=0.0, minibatches=0, spent=0.0))
     steps = sum(len(plan.index) for plan in plans)
     if fed.tunes:
-        tune(fed, step, tuning, work, order, steps, lambda way: check(fed, step, state, plans, shared, work, order, way))
+        tune(fed, step, tuning, work, places, steps, lambda way: check(fed, step, state, plans, shared, work, order, way))
     way = fed.ways.get(step, (fed.training.route, fed.parallel))
     fed.training.route, start = way[0], now(fed.device)
     check(fed, step, state, plans, shared, work, order, way)
-    results = tree_map(lambda z: torch.empty_like(z, memory_format=torch.contiguous_format), state)
-    fed.ways[step] = way[0], in_parts(fed, functools.partial(put, results), order, way[1])[1]
+    fed.ways[step] = way[0], in_parts(fed, put, places, way[1])[1]
     tuning.seconds, tuning.minibatches = tuning.seconds + now(fed.device) - start, tuning.minibatches + steps
     return results
+
+
+def merged(these, result, state, start, new):
+    """result with new in these rows of it. What a step hands on as it got it, in start, is not copied: result stays state."""
+    if result is state:
+        if same(start, new):
+            return state
+        if these == slice(0, state.shape[0]):
+            return new
+        result = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    result[these] = new
+    return result
+
+
+def same(a, b):
+    """Whether two tensors are the same memory, looked at in the same way."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 class Different(Exception):
@@ -224,30 +248,38 @@ def check(fed, step, state, plans, shared, work, order, way):
     if (step, way[0], way[1] == 1) in fed.checked:
         return
     counts, rng, u = (fed.slots, fed.filled), np.random.default_rng(0), ROUNDING[fed.args.precision]
-    some = order[: way[1] and max(2, way[1])]
+    some = range(len(order))[: way[1] and max(2, way[1])]
+    def ends(trained):
+        return [copied(tree_map(lambda z: z[place], trained)) for place in (0, -1)]
+
     for _ in range(1 + fed.graphs):  # with a graph from the second time on
-        parts, _ = in_parts(fed, lambda these: work(these, 1), some, way[1])
+        parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), some, way[1])
     fed.slots, fed.filled = counts
 
     def near(z):
         noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
         return z + u * z * noise.to(z.dtype) if z.is_floating_point() else z
 
-    for i, place in {some[0]: 0, some[-1]: -1}.items():
+    for i, trained in {order[some[0]]: parts[0][0], order[some[-1]]: parts[-1][-1]}.items():
         plan, start = plans[i]._make(z[:1] for z in plans[i]), tree_map(lambda z: z[i], state)
         start_near, shared_near = tree_map(near, (start, shared))
         leaves = zip(*map(tree_leaves, (
-            start, fed.train_alone(step, start, plan, shared), tree_map(lambda *z: torch.cat(z)[place], *parts),
+            start, fed.train_alone(step, start, plan, shared), trained,
             start_near, fed.train_alone(step, start_near, plan, shared_near))))
         for leaf in leaves:
-            old, want, got, old_near, want_near = (z.double() for z in leaf)
-            change, wrong = (want - old).norm(), (got - want).norm()
-            rounding = 16 * (want_near - old_near - want + old).norm()
-            bound = torch.minimum(rounding, change / 2) + 2**-22 * (old.norm() + change)
-            if want.isfinite().all() and not wrong <= bound:
+            size, change, wrong, near_change = norms(leaf, lambda old, want, got, old_near, want_near: (
+                old, want - old, got - want, want_near - old_near - want + old))
+            bound = torch.minimum(16 * near_change, change / 2) + 2**-22 * (size + change)
+            if change.isfinite() and not wrong <= bound:
                 raise Different(f"a minibatch's change is off by {float(wrong / change):.2g} of it; "
                                 f"rounding explains {float(bound / change):.2g}")
     fed.checked.add((step, way[0], way[1] == 1))
+
+
+def norms(tensors, function):
+    """The norms in fp64 of what function makes of tensors of one shape, piece by piece: such a copy would be twice as large."""
+    pieces = (function(*(z.double() for z in some)) for some in zip(*(z.flatten().split(FEW_ROWS // 32) for z in tensors)))
+    return sum(torch.stack([z.square().sum() for z in piece]) for piece in pieces).sqrt()
 
 
 def first_line(problem):
@@ -259,10 +291,6 @@ def out_of_memory(problem):
     words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED",
              "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine")  # the last: for so little memory
     return isinstance(problem, torch.cuda.OutOfMemoryError) or any(s in str(problem) for s in words)
-
-
-def say(most):
-    print(f"memory  the GPU's is too small: {most} clients at once from here on")
 
 
 def in_parts(fed, work, items, most, quiet=False):
@@ -281,7 +309,7 @@ def in_parts(fed, work, items, most, quiet=False):
         if full:
             most = -(-at_once // 2)
             if not quiet:
-                say(most)
+                print(f"memory  the GPU's is too small: {most} clients at once from here on")
             forget_graphs(fed)
             torch.cuda.empty_cache()  # nothing where there is no GPU
     return results, most
@@ -306,7 +334,7 @@ def train_together(fed, step, state, plans, shared):
     mask = stacked("mask", size)
     inputs = (stacked("index", size), mask.float(), stacked("uniform", size, plans[0].uniform.shape[2]),
               stacked("draw", *plans[0].draw.shape[1:]), mask.any(2))  # [steps, m, ...] each; the last: who trains
-    done, s, m = [], 0, len(plans)
+    start, done, s, m = state, [], 0, len(plans)
     while s < steps[0]:
         few = m * 3 // 4
         until = steps[few]  # behind it at most so few of the m clients have minibatches left
@@ -315,10 +343,12 @@ def train_together(fed, step, state, plans, shared):
             state = runner(fed, step, state, these, shared)(state, these, shared)
             fed.slots += int(until - s) * m * size
             fed.filled += sum(int(plan.mask[s:until].sum()) for plan in plans[:m])
-        done.append(tree_map(lambda z: z[few:], state))
-        state = tree_map(lambda z: z[:few], state)
+        if until < steps[0]:
+            done.append(tree_map(lambda z: z[few:], state))
+            state = tree_map(lambda z: z[:few], state)
         s, m = until, few
-    return tree_map(lambda *z: torch.cat(z), state, *done[::-1])
+    return tree_map(lambda z, *parts: z if same(z[: len(parts[0])], parts[0]) else torch.cat(parts) if done else parts[0],
+                    start, state, *done[::-1])
 
 
 def vmapped_step(fed, step, state, index, mask, uniform, draw, *shared):
@@ -331,7 +361,7 @@ def run_steps(function, state, inputs, shared):
     bool: where it is False, a client keeps its state."""
     for *minibatch, live in zip(*inputs):
         new = function(state, *minibatch, *shared)
-        state = tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
+        state = tree_map(lambda a, b: b if same(a, b) else torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b), new, state)
     return state
 
 
@@ -372,7 +402,7 @@ def runner(fed, step, state, inputs, shared):
     steps that it pays at once, else run_steps."""
     one_step = functools.partial(vmapped_step, fed, step)
     eager = functools.partial(run_steps, one_step)
-    if not fed.graphs or (step, fed.training.route) in fed.uncaptured:
+    if not fed.graphs:
         return eager
     key = step, fed.training.route, tuple((z.shape, z.dtype) for z in tree_leaves((state, [z[0] for z in inputs], shared)))
     if key in fed.replays:
@@ -384,15 +414,15 @@ def runner(fed, step, state, inputs, shared):
         oldest = next(iter(fed.replays))
         del fed.replays[oldest]
         fed.shapes_seen.discard(oldest)
-    # one graph runs at a time, so that they share memory, which a capture that failed may have left unusable
-    pool = None if fed.uncaptured else next((replay.pool for replay in fed.replays.values()), None)
+    pool = next((replay.pool for replay in fed.replays.values()), None)  # one graph runs at a time, so that they share memory
     try:
         fed.replays[key] = Replay(one_step, state, tuple(z[0] for z in inputs), shared, pool)
     except RuntimeError as problem:
         if out_of_memory(problem):
             raise
-        print(f"graphs  none for this step, slower: it can't be captured as a CUDA graph ({first_line(problem)})")
-        fed.uncaptured.add((step, fed.training.route))
+        print(f"graphs  none from here on, slower: a step can't be captured as a CUDA graph ({first_line(problem)})")
+        fed.graphs = False
+        forget_graphs(fed)
         return eager
     return fed.replays[key]
 
@@ -446,7 +476,9 @@ class Replay:
         old = {memory(z) for z in tree_leaves(self.state)}
         # a step may hand on a part of its state in another place, which must not be overwritten before it is read
         new = tree_map(lambda a, b: a.clone() if a.data_ptr() != b.data_ptr() and memory(a) in old else a, new, self.state)
-        tree_map(lambda a, b: torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state)
+        self.kept = tree_map(same, new, self.state)
+        tree_map(lambda a, b, kept: kept or torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b),
+                 new, self.state, self.kept)
 
     def __call__(self, state, inputs, shared):
         tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))
@@ -454,7 +486,7 @@ class Replay:
             for a, b in zip(self.inputs, of_step):
                 a.copy_(b)
             self.go()
-        return copied(self.state)
+        return tree_map(lambda a, b, kept: b if kept else copied(a), self.state, state, self.kept)
 
 
 def copied(tree):
@@ -550,8 +582,8 @@ def grad_under_vmap(function, argnums, has_aux, args):
 
 
 class Rows:
-    """What the clients of this process keep between rounds, a row each: rows[S] are those of the clients S, on the device;
-    rows[S] = x puts others in their place.
+    """What the clients of this process keep between rounds, a row each: rows[S] are copies of those of the clients S (or of one),
+    on the device; rows[S] = x puts others in their place.
 
     all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a quarter of the memory that
     is free there, else in the host's memory, page-locked so that rows travel fast. Until a round is complete, the rows that it
@@ -576,26 +608,23 @@ class Rows:
 
     def __getitem__(self, S):
         give_back_memory(self.all.nbytes)
-        if self.far:
-            return self.fetched(S)
-        return self.all[torch.from_numpy(S).to(self.device)]
-
-    def __setitem__(self, S, x):
-        give_back_memory(self.all.nbytes)
-        S = torch.from_numpy(S).to(self.all.device)
-        self.replaced.append((S, self.all[S], is_finite(x)))
-        self.all[S] = x.to(self.all.device, self.all.dtype)
-
-    def fetched(self, S):
-        x = torch.empty((len(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
-        for row, k in zip(x, S):
+        x = torch.empty((*np.shape(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
+        for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
             row.copy_(self.all[int(k)])
         return x
 
-    def map(self, function):
-        """function(rows) for a few rows [n, ...] at a time, on the device: one below the other."""
-        few = max(1, FEW_ROWS // max(1, self.all[:1].nbytes))
-        return torch.cat([function(rows.to(self.device)) for rows in self.all.split(few)])
+    def __setitem__(self, S, x):
+        if isinstance(x, Sampled):  # no step has changed them
+            return
+        give_back_memory(self.all.nbytes)
+        index = torch.from_numpy(np.atleast_1d(S)).to(self.all.device)
+        self.replaced.append((index, self.all[index], is_finite(x)))
+        for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
+            self.all[int(k)].copy_(row)
+
+    def of(self, S):
+        """self[S] for Federation.train, which fetches a row when its client's turn comes."""
+        return Sampled(self, S)
 
     def sum(self, dim=0):
         """Over this process's clients: [...]. dim: as a tensor's sum, so that federation.sum takes Rows, too."""
@@ -615,7 +644,19 @@ class Rows:
             self.all[S] = x
 
 
-FEW_ROWS = 2**28  # bytes that are looked at together
+class Sampled:
+    """Rows of the clients S: of shape [m, ...], but only what is asked for by its place among them is a tensor."""
+
+    def __init__(self, rows, S):
+        self.rows, self.S, self.dtype, self.device = rows, S, rows.all.dtype, rows.device
+        self.shape = (len(S), *rows.all.shape[1:])
+
+    def __getitem__(self, these):
+        S = self.S[these]
+        return self.rows[S] if np.ndim(S) else self.rows.all[int(S)].to(self.device)  # which nobody changes
+
+
+FEW_ROWS = 2**25  # bytes that are looked at together: more clients than that has room for take no more memory
 
 
 def free_memory(device):

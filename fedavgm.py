@@ -14,7 +14,7 @@ its most skewed setting.
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on test images drawn
 with each client's class shares.
 
-Section 4.2, written into FedAvg's algorithm with its line numbers. K clients; P_k are the images of client k, n_k their number.
+Section 4.2, in FedAvg's algorithm and its line numbers. K clients; P_k are the training images of client k, n_k their number.
 
     Server
      1  choose w_0;  v = 0
@@ -52,7 +52,7 @@ import common
 
 
 def client_step(net, args):
-    """ClientUpdate's body, for one client and one minibatch b."""
+    """Line 11 of ClientUpdate, for one client and one minibatch b."""
 
     def step(client, b, eta):
         w, u = client  # [d] weights, [d] momentum
@@ -61,7 +61,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, with u = g + decay * w (D2)
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, with u = g + momentum * u + decay * w (D2)
 
     return step
 
@@ -74,7 +74,7 @@ def main(argv=None):
 
     w_0 = federation.initial_weights()
     state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: [d] each
-    for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D6)
+    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients (D6)
         eta = federation.eta(t)
         w = state.w.expand(len(S), -1)  # [m, d]
         # federation.train's loops over epochs and minibatches are l.8-10 (D1), as in fedavg.py
@@ -85,7 +85,7 @@ def main(argv=None):
         nesterov = args.server_momentum == "nesterov"
         state.w = state.w - (dw + args.beta * state.v if nesterov else state.v)  # l.7b (D7): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
-        if run.evaluates():
+        if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
 
@@ -95,7 +95,7 @@ def main(argv=None):
 # Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. B, eta, beta: Flower's reproduction
 DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05, rounds=10_000, epochs=1,  # D5
                 batch_size=64, lr=0.0003, beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D3, D4
-                eval_every=50)
+                eval_every=50, target=[])
 BY_DATASET = {
     # ours, for a quick look
     "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, clients=20, fraction=0.5, batch_size=20, lr=0.05,

@@ -4,18 +4,19 @@
     python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
-"global": w on the central test images. "gkr": w on each client's own. "personal": w + p_i, mixed, on each client's own.
-The paper's Algorithm 2, in our words. The paper's text names lines 6, 7, 14 and 20; the other numbers are ours. M clients;
-f_i: client i's loss; w (GKR): low rank; p_i: sparse; pi(w_l): layer l's kernel as a matrix; ||.||_*: its singular values' sum.
+w (GKR) has low rank and is common; p_i is sparse and client i's own. "global": w on the central test images; "gkr": w on each
+client's own; "personal": w + p_i, the mixed model, on each client's own. The paper's Algorithm 2, in our words. Its text names
+lines 6, 7, 14, 20; other numbers are ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*:
+the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
 
-     1  choose w^0; for each client i: gamma_i = 0, p_i = 0
+     1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
-     3      S_t = C*M random clients
+     3      S_t = max(C*M, 1) random clients
      4      for each client i in S_t, in parallel:
      5          w_i = ClientUpdate(i, w^t)
      6          gamma_i = gamma_i + (w^t - w_i) / eta_g                                                      (5)
-     7      w^{t+1} = argmin over w of lambda*eta_g * sum over layers l of ||pi(w_l)||_* + ||w - v||^2 / 2   (6)
-                with v = mean over S_t of w_i - eta_g * mean over all M clients of gamma_i
+     7      v = mean over S_t of w_i - eta_g * mean over all M clients of gamma_i
+            w^{t+1} = argmin over w of lambda*eta_g * sum over layers l of ||pi(w_l)||_* + ||w - v||^2 / 2   (6)
      8  ClientUpdate(i, w^t):
      9      Phase I: w = w^t
     10      for each of E local epochs:
@@ -30,18 +31,17 @@ f_i: client i's loss; w (GKR): low rank; p_i: sparse; pi(w_l): layer l's kernel 
     19              g = gradient by p_i of f_i(w^t + p_i; b)
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
-Choices that change a number. docs/fedslr.md has each in full.
-
-    D1  Line 1: p_i starts at 0. In the authors' code p_i starts as a copy of w^0: --p-start copy.
+Choices that change a number, in full in docs/fedslr.md:
+    D1  Line 1: p_i starts as a copy of w^0's kernels and matrices, as in the authors' code; without GroupNorm at 0 (--p-start).
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
-    D3  Lines 13 and 20 have weight decay: 1e-3 * w and 1e-3 * p_i are added to g. eta falls by .998 a round.
+    D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
     D5  Line 7 changes kernels and matrices alone, no biases, no GroupNorm. Line 20 shrinks all of p_i.
-    D6  A matrix counts as min(rows*columns, rank*(rows+columns)) numbers. What goes up is counted dense.
+    D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts as d.
     D7  Test images of a client: floor(100 * share) of each class. The paper says 100 images.
-    D8  --variant lpgd: line 7's argmin after each local step; gpgd: FedAvg, then line 7's argmin. Neither has gamma_i.
-    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. What is not 0 counts.
-    D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again.
+    D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: FedAvg, then line 7's argmin. No gamma_i.
+    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. Numbers that are not 0 count.
+    D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again, so that clients share images.
 """
 
 import os
@@ -56,8 +56,8 @@ import common
 
 
 def soft(x, tau):
-    """sign(x) * max(|x| - tau, 0)."""
-    return x.sign() * (x.abs() - tau).clamp(min=0)
+    """sign(x) * max(|x| - tau, 0): x without what of it lies between -tau and tau."""
+    return x - x.clamp(-tau, tau)
 
 
 def pi(kernel):
@@ -128,18 +128,18 @@ def main(argv=None):
         #     for epoch in range(E):                          l.10, l.17
         #         for b in minibatches(shuffled(images), B):  l.11, l.18; phase=1: in another order
         #             client = step(client, b, eta, w_t)      l.12-14, l.19-20
-        w = w_t.expand(len(S), -1)  # l.9: [m, d]
-        w_i, gamma_i = federation.train(one, (w, state.gamma[S]), S, t, eta, w_t)  # l.5, l.8, l.15
-        state.p[S] = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
-        change = 1 / args.eta_g * (w_t - w_i)
-        state.gamma[S] = gamma_i + change  # l.6, l.16
+        w_i = federation.train(one, (w_t.expand(len(S), -1), state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.9, l.15
+        for row, i in enumerate(S):
+            state.gamma[i] += 1 / args.eta_g * (w_t - w_i[row])  # l.6, l.16
         if args.memory_efficient:  # l.6 of Algorithm 3
-            state.gamma_mean = state.gamma_mean + federation.sum(change) / M
+            state.gamma_mean = state.gamma_mean + federation.sum(1 / args.eta_g * (w_t - w_i)) / M
         else:
             state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
-        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
+        del w_i  # [m, d]: makes room for Phase II
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
+        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
+        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
         if run.evaluates():
             run.log(federation.evaluate(state.w), **measures(run, state, t))
@@ -166,12 +166,14 @@ def arguments(argv):
     own.add_argument("--mu", type=common.nonnegative, default=1e-3, help="mu, sparse penalty")
     own.add_argument("--eta-g", type=common.positive, default=10.0, help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
     own.add_argument("--fusion-epochs", type=common.nonnegative_int, default=1, help="epochs of Phase II")
-    own.add_argument("--p-start", choices=("zero", "copy"), default="zero", help="p_i of line 1: 0, or a copy of w^0 (D1)")
+    own.add_argument("--p-start", choices=("zero", "copy"),
+                     help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
                      help="lpgd: line 7 in every local step; gpgd: FedAvg, then line 7; s+s: a sparse w (D8, D9)")
     own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps the mean of gamma alone")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors; the last round also times it")
     args = common.parse(parser, BY_DATASET, argv)
+    args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")
     if args.export and not os.access(pathlib.Path(args.export).parent, os.W_OK):
@@ -268,7 +270,7 @@ def appendix_a2(run):
     for t, S in run.rounds(state):
         eta, w_t = federation.eta(t), state.w
         w_i = federation.train(one, w_t.expand(len(S), -1), S, t, eta)
-        state.p[S] = federation.train(two, state.p[S], S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
+        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)
         state.w = federation.mean(w_i)
         if args.variant == "gpgd":
@@ -322,16 +324,14 @@ def finish(run, state):
     if not run.args.plot:
         return
     rounds = [row["round"] for row in rows]
-    with common.drawing(run.out / "ranks.png", 1, 3, (15, 3.5)) as axes:
-        for part, label in (("gkr", "GKR"), ("personal", "mixed")):
-            axes[0].plot(rounds, [row[part]["mean"] for row in rows], label=label)
-        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # the first layer is black
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], color=str(0.8 * i / len(full)), label=name)
-        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history])
+    with common.drawing(run.out / "ranks.png", 1, 3, (15, 4.5), f"FedSLR, {common.setting(run.record())}") as axes:
+        for part, label, style in (("gkr", "GKR", "k--"), ("personal", "mixed", "k-")):
+            axes[0].plot(rounds, [row[part]["mean"] for row in rows], style, label=label)
+        for i, (name, most) in enumerate(zip(rows[-1]["ranks"], full)):  # there are seven colours
+            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows], ["-", "--", ":"][i // 7 % 3], label=name)
+        axes[2].plot([row["round"] for row in history], [row["bytes_down"] / 1e6 for row in history], "k-")
         for axis, label in zip(axes, ("accuracy, mean over clients", "rank / full rank", "MB down per round")):
             axis.set(xlabel="round", ylabel=label, ylim=(0, None))
-        axes[0].legend()
-        axes[1].legend(fontsize=5)
 
 
 # The factorised model
@@ -358,7 +358,7 @@ class Factorised(common.Weights):
         self.file = torch.load(path, map_location=device, weights_only=True)
 
     def __call__(self, x):
-        return common.MODELS[self.file["model"]](self, x, self.file["classes"])
+        return common.find_model(self.file["model"])(self, x, self.file["classes"])
 
     def take(self, name, shape, init):
         part = self.file["tensors"][name]

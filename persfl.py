@@ -6,19 +6,19 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: mean over 10 users, seed 0, two CPU cores.
+DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: mean over 10 users in the first of the five runs.
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
     DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
     DS-2    25       .5207    .4895        .5874    10        results/persfl-2/persfl-cifar10-split-dirichlet-classes/0
     DS-3    50       .3648    .9131        .9123    13        results/persfl-2/persfl-cifar10-split-lognormal/0
 
-G is FedAvg's global model. O_k, user k's teacher, is the G of one round. A_k, user k's own model, is a student of O_k. T and
-lambda say how it imitates O_k; at lambda = 0 it does not ("fine-tuned"). "global" is G on the central test images. "personal"
-is measured on each user's own test images: with A_k in the last row of the record, with G in the rows before.
+G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
+lambda weighs the teacher's answers against the labels (0, "fine-tuned": no teacher). The temperature T softens the answers.
+"global" is G on the central test images. "personal" is on each user's own test images: A_k in the last row, G in those before.
 
 The paper's Algorithm 1, in our words, with its line numbers. Lines 9 to 11 are ours: there the paper only closes loops. There
-are K users with n_k training images, n in all. A_k(b) and O_k(b) are logits, CE is the cross-entropy.
+are K users with n_k training images, n in all, and E_G rounds. A_k(b) and O_k(b) are logits, CE is the cross-entropy.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -32,7 +32,7 @@ are K users with n_k training images, n in all. A_k(b) and O_k(b) are logits, CE
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid: A_k = O_k, trained by lines 14 to 22; user k keeps the best of these students
+    13  for each pair (T, lambda) of the grid:  A_k = O_k, trained by lines 14 to 22. User k keeps the best of these students
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
@@ -41,18 +41,18 @@ are K users with n_k training images, n in all. A_k(b) and O_k(b) are logits, CE
     19              hard = CE(y_b, softmax(A_k(b)))
     20              soft = KL(s_b || softmax(A_k(b) / T));                              PersFL-GD: CE(s_b, softmax(A_k(b) / T))
     21              s_b = softmax(O_k(b) / T)
-    22              w = w - eta * gradient of loss, for the weights w of A_k
+    22              w = w - eta' * gradient of loss, for the weights w of A_k
 
 Choices that change a number. docs/persfl.md has each in full.
 
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. The last model, G_{E_G+1}, is none.
-    D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper does not say how FedAvg weighs users.
-    D3  Lines 9 to 22: B = 20, eta = .05, E_L = 1, E = 10 and no momentum are our choice. The paper names none of them.
+    D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
+    D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E = 10, no momentum are our choice. The paper's line 16 has E_L, too.
     D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
-    D6  Line 13: the best student is the most accurate one on validation images, of equals the first in GRID.
-    D7  Line 13: the grid is inferred from Table 5. Its 15 pairs are 11 students: T does not matter where lambda is 0 or 1.
-    D8  Line 11: the last G replaces the teacher, and so the students' start. The tables' column FedAvg is this G.
+    D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
+    D7  Line 13: each pair starts at O_k. The grid is inferred from Table 5. T does not matter where lambda is 0 or 1: 11 pairs.
+    D8  Line 11: the last G is everybody's teacher, and the students' start. The tables' column FedAvg is this G.
     D9  DS-1 to DS-3 are made of the training images alone, as the paper's words say. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
@@ -75,10 +75,10 @@ GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1) if T == 
 
 
 def client_step(net, args):
-    """FedAvg's ClientUpdate, for one user and one minibatch b."""
+    """A step of FedAvg's SGD, for one user and one minibatch b."""
 
-    def step(client, b, eta):
-        w, u = client  # [d] weights, [d] momentum
+    def step(user, b, eta):
+        w, u = user  # [d] weights, [d] momentum
 
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
@@ -99,14 +99,15 @@ def student_step(net, args, grid=GRID):
 
         def loss(A, T, lam):  # of one student
             A_b = net(A, b.x)  # A_k(b): [B, classes]
-            log_s, log_a = (O_b / T).log_softmax(1), (A_b / T).log_softmax(1)  # l.21: log s_b
+            log_s = (O_b / T).log_softmax(1)  # l.21: log s_b
+            log_a = (A_b / T).log_softmax(1)
             soft = log_s.exp() * (log_s - log_a if args.soft == "kl" else -log_a)  # l.20: KL or CE (D5)
             soft = (soft.sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4)
-            hard = common.cross_entropy(A_b, b)  # l.19
+            hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
 
-        g = vmap(common.grad(loss))(A, T, lam)  # l.22: for all students at once, [11, d]
-        A, u = common.sgd(args, A, u, g, eta, net.decayed)  # l.22: A - eta * u
+        g = vmap(common.grad(loss))(A, T, lam)  # l.22: of each student with its own T and lambda, [11, d]
+        A, u = common.sgd(args, A, u, g, eta, net.decayed)  # l.22: A - eta' * u
         return A, u, O
 
     return step
@@ -127,7 +128,7 @@ def stage_2(federation, run, O, args):
     #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
     #             A, u, O = step((A, u, O), b, eta)                               l.18-22
     A, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, args.rounds, eta, epochs=args.distill_epochs)
-    accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on validation images: [K, 11]
+    accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on --select's images, validation: [K, 11]
     best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K] (D6)
     return A, A[torch.arange(len(O)), torch.from_numpy(best)]
 
@@ -138,13 +139,13 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")
     step = client_step(federation.net, args)
 
     G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]
     state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
                   round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: O [K, d], l' [K]
-    for t, S in run.rounds(state, among=seen):  # l.1, l.3-4: Stage 1; S are all users, [m]
+    for t, S in run.rounds(state, among=seen):  # l.1, l.3-4: Stage 1; S are all users that train, [m]
         e = t + 1
         l_k = validation_losses(federation, state.G)  # l.5: [K] (D1)
         better = l_k < state.l_prime  # l.6: [K]
@@ -189,8 +190,8 @@ def arguments(argv):
                        help="O_k: each user's best G, or the last one for all (Table 4)")
     group.add_argument("--select", choices=("val", "test"), default="val", help="images by which a user chooses (T, lambda)")
     group.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E, local epochs of Stage 2")  # D3
-    group.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta of Stage 2")  # D3
-    group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users k' that join only after the last round")
+    group.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta', the rate of Stage 2")  # D3
+    group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users that join only after the last round")
     group.add_argument("--runs", type=common.positive_int, default=1, help="runs to average; run r adds r to both seeds")
     args = common.parse(parser, BY_DATASET, argv)
     if args.fraction < 1:
@@ -245,8 +246,8 @@ def accuracies(federation, students, images):
 
 
 def with_progress(step, federation, run):
-    """Stage 2's step, which counts its minibatches in the run's bar. On a GPU, where a captured step is replayed, the line
-    printed here is all."""
+    """Stage 2's step, which counts its minibatches in the run's bar. Where many users train in one step, as on a GPU, nothing
+    can be counted, and the line printed here is all."""
     args = federation.args
     minibatches = args.distill_epochs * sum(-(-len(i) // (args.batch_size or len(i))) for i in federation.split.train)
     run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs: "
@@ -274,7 +275,7 @@ def measure(federation, state, students, args):
         models[part] = students[torch.arange(len(students)), torch.from_numpy(best[part][federation.clients])]
     rounds = federation.gather(state.round_of_O).cpu().numpy()
     if args.teacher == "final":
-        rounds = np.full(federation.K, args.rounds + 1)  # that a further round would begin with G
+        rounds = np.full(federation.K, args.rounds + 1)  # a further round would begin with this G
 
     def of(users):
         """The measures of the users with these numbers."""
@@ -327,14 +328,12 @@ def show(rows, out, args):
         columns, k = min(5, len(students)), first[name]
         lines = -(-len(students) // columns)
         path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * lines)
-        with common.drawing(path, lines, columns, size) as axes:
+        with common.drawing(path, lines, columns, size, "accuracy of the students, by $\\lambda$ and $T$") as axes:
             for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
                 for T in sorted({T for T, _ in GRID}):  # at lambda 0 and 1 one student stands for every T
                     points = sorted((lam, a) for (at, lam), a in zip(GRID, accuracy) if at == T or lam in (0, 1))
-                    axis.plot(*zip(*points), marker="o", markersize=3, label=f"T={T}")
-                axis.set(title=f"{name} {k + user}", xlabel="lambda", ylabel="" if user % columns else "test accuracy")
-            axis.legend()
-            axis.figure.tight_layout()
+                    axis.plot(*zip(*points), marker="o", label=f"$T$ = {T}")
+                axis.set(title=f"{name} {k + user}", xlabel=r"$\lambda$", ylabel="" if user % columns else "test accuracy")
         with common.drawing(out / f"teachers-{name.replace(' ', '-')}s.png") as axis:
             axis.bar(k + np.arange(len(students)), group["users"]["teacher's round"])
             axis.set(xlabel=name, ylabel="round of its teacher", title=f"mean over {len(rows)} runs" if len(rows) > 1 else "")

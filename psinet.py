@@ -23,8 +23,8 @@ is Omega on the central test images, "personal" is Omega on central test images 
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
      6  G_i = the groups of node i: all; in the extreme non-IID case those for which node i has images of a class in M(g)
-     7  for each round t = 0, 1, ..., T-1, for each node i in parallel:
-     8      omega^i = LocalUpdate(i, Omega_shared and Omega_g for g in G_i)
+     7  for each round t = 0, 1, ..., T-1:
+     8      for each node i in parallel:  omega^i = LocalUpdate(i, Omega_shared and Omega_g for g in G_i)
      9      Omega_shared = average of omega^i_shared over all nodes i, BatchNorm's running statistics included
     10      Omega_g = average of omega^i_g over the nodes i with g in G_i
     LocalUpdate(i, omega)
@@ -33,15 +33,15 @@ is Omega on the central test images, "personal" is Omega on central test images 
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: in the first layer with groups, each group sees all shared channels. --enter slice: a slice of them.
-    D2  Lines 3 and 4: widths are the ungrouped network's, rounded up to a multiple of G. VGG-9 is FedMA's, without dropout.
-    D3  Line 1: G = 10, the depth is conv5 (VGG-9) or conv3-2 (VGG-16), and M(g) are consecutive labels.
+    D1  Line 3: in the first layer with groups, each group sees all shared channels. --enter slice: a slice, as usual elsewhere.
+    D2  Lines 3 to 5: the ungrouped network's widths, rounded up to multiples of G. A group starts like a layer of its own size.
+    D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
-    D5  Lines 9 and 10: averages weigh node i by its images n_i. A group that no node of the round has stays as it is.
-    D6  Line 6: if a node has no image of a group's classes, that is the extreme case. --no-prune: all nodes have all groups.
-    D7  Lines 11 and 12: eta, B, momentum and weight decay are FedMA's, flip and crop FedSLR's. T and E are from Fed2's figures.
+    D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
+    D6  Line 6: a node without images of a group's classes is the extreme case: our reading. --no-prune: all have all groups.
+    D7  Line 12: eta, B, momentum, decay are those of FedMA's runs of FedAvg, flip and crop FedSLR's. T, E: from Fed2's figures.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
-    D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range over all layers.
+    D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range. Sums are over classes.
 """
 
 import argparse
@@ -69,9 +69,10 @@ import common
 class Layers(common.Weights):
     """Hands a model its layers: shared ones below the depth, and from there on layers cut into s groups.
 
-    Where common.vgg9 asks for m.conv("conv6", x, 256, 3, padding=1), it gets a convolution with 260 outputs in 10 groups.
-    G_i [s]: which of the G groups they are. parts, b: what gives the next tensor of w, and the next BatchNorm's running
-    statistics. mask: see Weights.batchnorm. seen: a list that gets (name, input) of each layer.
+    s: the groups of this node, at most G. Where common.vgg9 asks for m.conv("conv6", x, 256, 3, padding=1), a node with all 10
+    groups gets a convolution with 260 outputs in 10 groups. G_i [s]: which of the G groups they are. parts, b: iterators over
+    the tensors of w, and over the BatchNorms' running statistics. mask: see Weights.batchnorm. seen: a list that gets (name,
+    input) of each layer.
     """
 
     def __init__(self, net, G_i, parts=None, b=None, mask=None, seen=None):
@@ -81,7 +82,8 @@ class Layers(common.Weights):
         self.new_b = {}  # the next running statistics of each BatchNorm: [2, its channels]
 
     def cut(self, name, x, out, groups, init):
-        """(x, out, groups, init) of a layer: as the model asks for it below the depth, in s groups from there on."""
+        """(x, out, groups, init) of a layer: as the model asks for it below the depth, in s groups from there on. In the first
+        layer with groups an output sees all shared channels, or a slice of them (D1)."""
         net, dense = self.net, groups == 1  # not dense: MobileNet's layers in which an output sees one channel
         if self.seen is not None:
             self.seen.append((name, x))
@@ -94,7 +96,7 @@ class Layers(common.Weights):
             return x, out, 1, init  # D1: every output sees the whole of x
         if name == self.first:
             x = slices(x, self.G_i, net.G)  # D1
-        return x, out, net.s, init and start_of_a_group(init, net.G)
+        return x, out, net.s, start_of_a_group(init, net.G) if init else None  # l.3-4
 
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
         x, out, groups, init = self.cut(name, x, out, groups, init)
@@ -110,14 +112,15 @@ class Layers(common.Weights):
             return x
         if self.net.norm == "gn" and (self.first or not self.net.G):
             return super().groupnorm(name, x, self.net.s if self.first else groups)  # l.3 (D4)
-        x, self.new_b[name] = self.batchnorm(name, x, self.b and next(self.b), self.mask)  # l.2
+        b = next(self.b) if self.b else None
+        x, self.new_b[name] = self.batchnorm(name, x, b, self.mask)  # l.2
         return x
 
     groupnorm = norm  # --norm's in the place of a model's own (D4)
 
 
 def client_step(net, args):
-    """LocalUpdate's body, for one node i and one minibatch. net: a PsiNet (below) with as many groups as node i has."""
+    """Line 12 of LocalUpdate, for one node i and one minibatch. net: a PsiNet (below) with as many groups as node i has."""
 
     def step(node, batch, eta):
         w, b, u, G_i = node  # [d] weights, [d_b] running statistics, [d] momentum, [s] groups
@@ -141,9 +144,10 @@ def groups_of_nodes(federation, args):
 
 
 def local_updates(federation, networks, has, w, b, S, t):
-    """w_i [m, d] and b_i [m, d_b] of the m nodes i in S after round t; in groups that node i lacks, the server's w and b."""
+    """w_i [m, d] and b_i [m, d_b] of the m nodes i in S after round t. Where node i lacks a group, its row has the server's
+    numbers."""
     w_i, b_i, has = w.repeat(len(S), 1), b.repeat(len(S), 1), has[S]
-    for s in has.sum(1).unique().tolist():  # nodes with equally many groups have networks of one shape
+    for s in has.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
         rows = (has.sum(1) == s).nonzero()[:, 0]  # their places in S
         G_i = has[rows].nonzero()[:, 1].view(len(rows), s)
         own_w, own_b = federation.net.own(has[rows])  # which numbers of w and b they have
@@ -160,24 +164,24 @@ def local_updates(federation, networks, has, w, b, S, t):
     return w_i, b_i
 
 
-def aligned_average(federation, omega_i, own, n_i, omega):
-    """For each number of omega, which is w or b, the average over the nodes that have it; or the number, if none has it.
+def aligned_average(federation, x_i, own, n_i, x):
+    """For each number of the server's x, which is w or b, the average over the nodes that have it; or x's, if none has it.
 
-    omega_i [m, d], own [m, d]: whether node i has the number, n_i [m], omega [d] -> [d].
+    x_i [m, d]: the nodes' numbers, own [m, d]: whether node i has the number, n_i [m], x [d] -> [d].
     """
-    n = federation.sum(own.to(omega_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
-    return torch.where(n > 0, federation.sum(omega_i * own, n_i) / n.clamp(min=1), omega)
+    n = federation.sum(own.to(x_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
+    return torch.where(n > 0, federation.sum(x_i * own, n_i) / n.clamp(min=1), x)
 
 
 def main(argv=None):
     args = arguments(argv)
-    federation = common.Federation(args, lambda _, *images: PsiNet(args, *images))  # l.1-4
+    federation = common.Federation(args, lambda _, *about: PsiNet(args, *about))  # l.1-4; about: shape, classes, device
     run = common.Run(__file__, args, federation)
     has = groups_of_nodes(federation, args)  # l.6: [K, G]
     networks = {s: (net, client_step(net, args)) for s, net in networks_of_nodes(federation, args, has).items()}
     macs = multiplications(federation, networks, has)  # [K]
 
-    state = State(w=federation.initial_weights(), b=federation.net.b_0, macs=0.0)  # l.5: Omega, as [d] and [d_b]
+    state = State(w=federation.initial_weights(), b=federation.net.b_0, macs=0.0)  # l.5: Omega, [d] and [d_b] (D2)
     for t, S in run.rounds(state):  # l.7 (D8)
         w_i, b_i = local_updates(federation, networks, has, state.w, state.b, S, t)  # l.8: [m, d], [m, d_b]
         own_w, own_b = federation.net.own(has[S])  # which numbers node i has, [m, d], [m, d_b]
@@ -214,16 +218,17 @@ def arguments(argv):
     own.add_argument("--depth", help="the layer where grouping starts (unless given: "
                                      + ", ".join(f"{layer} of {model}" for model, layer in DEPTH.items()) + ")")
     own.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
-                     help="gn: BatchNorm below the depth, GroupNorm from there on (with --groups 0 everywhere); bn: BatchNorm "
-                          "everywhere")
-    own.add_argument("--enter", choices=("all", "slice"), default="all", help="the shared channels that a group sees")
+                     help="gn: GroupNorm in layers with groups, BatchNorm below them (with --groups 0: GroupNorm everywhere); "
+                          "bn: BatchNorm everywhere")
+    own.add_argument("--enter", choices=("all", "slice"), default="all",
+                     help="which shared channels a group sees in the first layer with groups")
     own.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
                      help="G_i: nodes do without the groups of whose classes they have no image; --no-prune: all have all")
     own.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance TV, and tv.png")
     args = common.parse(parser, BY_DATASET, argv)
     args.prune = args.prune and args.groups > 0
     if args.tv and args.groups:
-        common.refuse("--tv chooses where to group a network without groups (D9); use --groups 0")
+        common.refuse("--tv needs a network without groups (D9); use --groups 0")
     if args.groups and not args.depth and args.model not in DEPTH:
         common.refuse(f"--model {args.model} has no default depth; give --depth LAYER")
     if (args.groups or args.tv) and args.model in ("resnet18", "tfcnn"):  # shortcuts or normalisation join groups
@@ -242,7 +247,8 @@ class PsiNet(common.Net):
     """
 
     def __init__(self, args, shape, classes, device="cpu", s=None):
-        self.G, self.depth, self.norm, self.enter = args.groups, args.depth or DEPTH.get(args.model), args.norm, args.enter
+        self.G, self.norm, self.enter = args.groups, args.norm, args.enter
+        self.depth = args.depth or DEPTH.get(args.model)  # l.1 (D3)
         if self.G and classes % self.G:
             common.refuse(f"--groups {self.G} can't have equally many of the {classes} classes; use a divisor of {classes}")
         self.M = torch.arange(classes, device=device).view(max(self.G, 1), -1)  # l.1 (D3)
@@ -264,7 +270,8 @@ class PsiNet(common.Net):
         self.group_b = torch.cat([self.group[:0], *(self.group[where[name]] for name in self.batchnorms)])
 
     def own(self, has):
-        """Which numbers of w and b nodes have: shared ones, and those of their groups. has [m, G] -> [m, d], [m, d_b]."""
+        """Which numbers of w and b nodes have: those of their groups, and all shared ones, whose group is -1. has [m, G] ->
+        [m, d], [m, d_b]."""
         return tuple(has[:, group.clamp(min=0)] | (group < 0) for group in (self.group, self.group_b))
 
     def forward(self, w, b, x, G_i, mask=None, seen=None):
@@ -295,17 +302,17 @@ def start_of_a_group(init, G):
 
 
 def networks_of_nodes(federation, args, has):
-    """For each number s of groups that a node has: s -> the network with s groups. Prints the whole network, layer by layer."""
+    """For each number s of groups that a node has: s -> the network with s groups. Notes the whole network, layer by layer."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of the nodes of all processes
     images = tuple(federation.transform(federation.images[:1]).shape[1:]), net.classes, federation.device
     networks = {s: net if s == net.s else PsiNet(args, *images, s) for s in set(counts)}
     if net.G:
-        print(f"groups  {'layer':<20}{'groups':<8}{'group sees':>10}{'gives':>7}   {'norm':<11}{'weights':>10}")
-        for row in table(net):
-            print("        {:<20}{:<8}{:>10}{:>7}   {:<11}{:>10,}".format(*row))
-        print("M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())))
-        print(f"nodes   {common.spread(counts)} of {net.G} groups, {common.spread([networks[s].d for s in counts])} weights "
-              "(least/mean/most)")
+        federation.notes += [
+            f"groups  {'layer':<20}{'groups':<8}{'group sees':>10}{'gives':>7}   {'norm':<11}{'weights':>10}",
+            *("        {:<20}{:<8}{:>10}{:>7}   {:<11}{:>10,}".format(*row) for row in table(net)),
+            "M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())),
+            f"nodes   {common.spread(counts)} of {net.G} groups, {common.spread([networks[s].d for s in counts])} weights "
+            "(least/mean/most)"]
     return networks
 
 
@@ -381,7 +388,7 @@ def show(run):
         axis.bar(list(tv), list(tv.values()))
         axis.axhline(middle, color="black", linestyle="--", linewidth=1)
         axis.tick_params(axis="x", rotation=90)
-        axis.set(ylabel="TV", title=f"{run.federation.net.name}: suggests {depth}")
+        axis.set(ylabel="TV", title=f"{run.federation.net.name}, {run.federation.data.name}: suggests {depth}")
 
 
 if __name__ == "__main__":

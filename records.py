@@ -58,7 +58,8 @@ class Run:
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
     """
 
-    def __init__(self, file, args, federation):
+    def __init__(self, file, args, federation, fixed_rounds=""):
+        """fixed_rounds: why a finished run can't go on with more --rounds, where the algorithm depends on their number."""
         self.algorithm = pathlib.Path(file).stem
         self.args, self.federation = args, federation
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
@@ -86,15 +87,16 @@ class Run:
         }
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
         self.over = False  # whether there is a finished record, to which nothing comes
+        self.targets = getattr(args, "target", None)  # accuracies
         self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
-        self.parameters = federation.net.d
+        self.parameters, self.fixed_rounds = federation.net.d, fixed_rounds
 
     # The loop
 
     def rounds(self, state, among=None):
         """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. among: the numbers of the clients that S_t is drawn from."""
-        with self.open(state) as done:
-            for t in range(done, self.args.rounds):
+        with self.open(state):
+            while (t := len(self.kept.history)) < self.last:
                 self.begin_round(t)
                 yield t, self.federation.sample(t, among)
                 self.end_round()
@@ -102,7 +104,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, state):
-        """Gives the number of rounds that are done, after --resume. All that can be refused is, before anything is printed."""
+        """Begins, or goes on after --resume. All that can be refused is, before anything is printed."""
         self.state = state
         with locked(self.out, self.federation):
             saved = self.saved() if self.args.resume else None
@@ -111,12 +113,13 @@ class Run:
             if not history:
                 self.put_aside()
             self.keep(history, per_client)
+            self.last = len(history) if self.on_target(history) else self.args.rounds
             self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm, unit="round", leave=False,
                             dynamic_ncols=True, disable=None if is_main_process() else True)
             if threading.current_thread() is threading.main_thread():
                 self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
-                yield len(history)
+                yield
             finally:
                 for number, handler in self.handlers.items():
                     signal.signal(number, handler)
@@ -134,7 +137,7 @@ class Run:
             self.diverge()
         self.keep([*self.kept.history, self.row], self.per_client)
         self.bar.update()
-        if self.pending or "evaluation_seconds" in self.row and self.row["round"] < self.args.rounds:
+        if self.pending or self.row.keys() & {"global", "personal"} and self.row["round"] < self.last:
             self.save()
 
     def keep(self, history, per_client):
@@ -145,18 +148,32 @@ class Run:
         self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
 
     def stop_clock(self):
-        if self.row["seconds"] is None:
-            self.row["seconds"] = round(engine.now(self.federation.device) - self.clock, 4)
+        self.row["seconds"] = self.row["seconds"] or round(engine.now(self.federation.device) - self.clock, 4)
 
     def sent(self, up, down):
         """Counts what this round sent: numbers from clients to the server and back, 4 bytes each."""
         self.row["bytes_up"] += 4 * up
         self.row["bytes_down"] += 4 * down
 
-    def evaluates(self):
-        """Stops the round's clock, and says whether this round is evaluated."""
+    def evaluates(self, w=None):
+        """Stops the round's clock, and says whether this round is evaluated. w [d]: the global model, for --target."""
         self.stop_clock()
-        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.args.rounds
+        self.last = self.measure(w) if self.targets else self.args.rounds
+        return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.last
+
+    def measure(self, w):
+        """Measures the accuracy of w [d]. Gives the last round: this one, if all of --target are reached."""
+        top1 = torch.tensor([self.federation.evaluate(w)["top1"]], dtype=torch.double, device=self.federation.device)
+        self.row["top1"] = self.federation.mean(top1).item()  # one number for all processes
+        self.row["evaluation_seconds"] = self.evaluation_seconds()
+        return self.row["round"] if self.on_target([self.row]) else self.args.rounds
+
+    def on_target(self, history):
+        """Whether the accuracy has reached all of --target."""
+        return bool(self.targets) and any(row.get("top1", 0) >= max(self.targets) for row in history)
+
+    def evaluation_seconds(self):
+        return round(engine.now(self.federation.device) - self.clock - self.row["seconds"], 4)
 
     def log(self, global_=None, personal=None, **more):
         """Takes this round's measures (evaluate's, evaluate_clients', and others by name) and prints them."""
@@ -165,7 +182,7 @@ class Run:
         if personal:
             self.per_client = personal["per_client"]
             self.row["personal"] = without_clients(personal)
-        self.row.update(more, evaluation_seconds=round(engine.now(self.federation.device) - self.clock - self.row["seconds"], 4))
+        self.row.update(more, evaluation_seconds=self.evaluation_seconds())
         words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
         if global_:
             words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
@@ -183,7 +200,7 @@ class Run:
 
     def diverge(self):
         self.bar.write(f"round {self.row['round']}: diverged, a weight or a loss is not finite; the state before it is kept")
-        for part in ("global", "personal", "evaluation_seconds"):
+        for part in ("global", "personal", "top1", "evaluation_seconds"):
             self.row.pop(part, None)
         self.finish("diverged", [{**self.row, "diverged": True}])
         raise SystemExit(3)
@@ -272,7 +289,7 @@ class Run:
         else:
             saved = self.read_state(path)
         rounds = len(saved["history"]) if saved else 0
-        self.over = status == "finished" and rounds == self.args.rounds
+        self.over = status == "finished" and (rounds == self.args.rounds or self.on_target(saved["history"]))
         if self.federation.all_reduce(torch.tensor(rounds, device=self.federation.device)) != rounds * self.federation.processes:
             refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
         return saved
@@ -294,9 +311,10 @@ class Run:
             refuse(f"{path} was written by {next(iter(then['sources']), 'another file')}, not by {file}; use another --out")
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
-            if a != b and name not in FREE:
+            if a != b and name not in FREE and not (name == "rounds" and a < b and not self.fixed_rounds):
                 flag = "--" + name.strip("_").replace("_", "-")
-                refuse(f"{path} belongs to {flag} {a}, this run has {b}; use the same or another --out")
+                why = f": {self.fixed_rounds}" if name == "rounds" and a < b else ""
+                refuse(f"{path} belongs to {flag} {a}, this run has {b}{why}; use the same or another --out")
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:
                 refuse(f"{path} was made by another version of {name}; use that version or another --out")
@@ -316,7 +334,8 @@ class Run:
         past, now = saved["environment"], self.environment
         if past["torch"] != now["torch"]:
             print(f"resume  they were done by torch {past['torch']}; the last bits of the others may differ")
-        more = [now] if len(saved["history"]) < self.args.rounds and any(past[name] != now[name] for name in now) else []
+        left = len(saved["history"]) < self.args.rounds and not self.on_target(saved["history"])
+        more = [now] if left and any(past[name] != now[name] for name in now) else []
         self.environment = {**past, "resumed": past.get("resumed", []) + more} if more else past
         return saved["history"], saved["per_client"]
 
@@ -338,8 +357,8 @@ class Run:
                 final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
-        own = ("round", "seconds", "evaluation_seconds", "bytes_up", "bytes_down", "padding", "global", "personal")
-        last = next((row for row in reversed(history) if "evaluation_seconds" in row), {})
+        own = ("round", "seconds", "evaluation_seconds", "top1", "bytes_up", "bytes_down", "padding", "global", "personal")
+        last = next((row for row in reversed(history) if row.keys() & {"global", "personal"}), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
@@ -356,6 +375,7 @@ class Run:
             "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
                       "sizes": [len(index) for index in federation.whole.train]},
             "parameters": self.parameters, "rounds": history, "final": final, "best": best,
+            **({"rounds_to": {f"{target:g}": rounds_to(target, history) for target in self.targets}} if self.targets else {}),
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,
             "peak_memory_mb": peak and round(peak / 2**20, 1),
@@ -380,12 +400,24 @@ class Run:
                 for when in ("final", "best"):
                     measures = record[when][part]
                     print(f"{when:>10}{measures['round']:>14}" + "".join(f"{measures[name]:>14.4f}" for name in columns))
+        for target, rounds in record.get("rounds_to", {}).items():
+            print(f"target  {target}: " + (f"after {rounds:.1f} rounds" if rounds else "not reached"))
         if self.unwritten:
             path, why = next(iter(self.unwritten.items()))
             refuse(f"{path} can't be written: {why}; make room, and start again with --resume", alone=True)
         print(f"record  {self.out}/result.json")
         if self.args.plot and status == "finished" and is_main_process():
             plot(record, self.federation, self.out)
+
+
+def rounds_to(target, history):
+    """After how many rounds the accuracy, best so far, reaches the target: linear between two rounds. None if it does not."""
+    measured = [row for row in history if "top1" in row]
+    t, best = [row["round"] for row in measured], np.maximum.accumulate([row["top1"] for row in measured])
+    i = int(np.searchsorted(best, target))  # the first that is at least the target
+    if i == len(t):
+        return None
+    return float(t[i] - (best[i] - target) / (best[i] - best[i - 1]) * (t[i] - t[i - 1])) if i else float(t[0])
 
 
 def without_clients(measures):
@@ -434,52 +466,94 @@ def commit(sources):
         return None
 
 
+# Plots
+
+STYLE = {  # one for all figures. The colours are Okabe and Ito's, which colour-blind readers tell apart
+    "axes.prop_cycle": "cycler('color', ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000'])",
+    "font.size": 11, "axes.titlesize": 11, "figure.titlesize": 12, "mathtext.fontset": "stix", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E4E4E4", "lines.linewidth": 1.8,
+    "lines.markersize": 4, "legend.frameon": False, "savefig.dpi": 300, "svg.hashsalt": "equal files for equal figures",
+}
+
+
 @contextlib.contextmanager
-def drawing(path, rows=1, columns=1, size=(6, 3.5)):
-    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` afterwards. size: inches."""
+def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
+    """Gives axes to draw on, as pyplot.subplots does, and writes the picture to `path` (.png, and beside it .svg) afterwards.
+
+    size: inches. What has a label is named in one legend below the axes. Rounds, users and clients are whole numbers.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
+    from PIL import Image
 
-    figure, axes = pyplot.subplots(rows, columns, figsize=size)
-    yield axes
-    if is_main_process():
-        figure.savefig(path, dpi=120, bbox_inches="tight")
-        print(f"plot    {path}")
-    pyplot.close(figure)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+        yield axes
+        figure.suptitle(title)
+        named = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels())}
+        for axis in figure.axes:
+            locator = axis.xaxis.get_major_locator()
+            if axis.get_xlabel().split(",")[0] in ("round", "user", "client") and isinstance(locator, ticker.MaxNLocator):
+                locator.set_params(integer=True)
+        if named:
+            across = max(1, int(figure.get_figwidth() / (0.7 + 0.08 * max(map(len, named)))))
+            figure.legend(named.values(), named, loc="outside lower center", ncols=min(across, len(named)))
+        if is_main_process():
+            path = pathlib.Path(path)
+            figure.savefig(path)
+            Image.open(path).convert("RGB").quantize(256).save(path, dpi=(300, 300), optimize=True)  # a third of the bytes
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+            print(f"plot    {path}, {path.with_suffix('.svg').name}")
+        pyplot.close(figure)
+
+
+def setting(record):
+    """The data set and the split of a record, for titles."""
+    args, split = record["args"], record["args"]["split"]
+    size = f", {args['per_client']} each" if split in ("shards", "classes", "lognormal") else ""
+    size = rf", $\alpha$ = {args['alpha']:g}" if split in ("dirichlet", "dirichlet-classes", "fedslr", "fedma") else size
+    return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
+
+
+def curves(record, path, marks={}):
+    """Draws accuracy and loss over the rounds. marks: a round -> what begins with it."""
+    with drawing(path, 1, 2, (10, 4), f"{record['algorithm']}, {setting(record)}, seed {record['args']['seed']}") as axes:
+        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
+            rows = [row for row in record["rounds"] if part in row]
+            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
+            line = axes[0].plot(x, y, label=f"{part}, {where}" if rows else None)[0]
+            if part == "personal":
+                std = np.array([row[part]["std"] for row in rows])
+                axes[0].fill_between(x, (y - std).clip(0), (y + std).clip(max=1), alpha=0.15, color=line.get_color())
+            axes[1].plot(x, [row[part]["loss"] for row in rows])
+        for axis in axes:
+            for first, label in marks.items():
+                axis.axvline(first - 0.5, color="black", linestyle=":", label=label)
+        axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
+        axes[1].set(xlabel="round", ylabel="loss")
 
 
 def plot(record, federation, out):
     """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
-    title = f"{record['algorithm']}, {record['data']['name']}, seed {record['args']['seed']}"
-    with drawing(out / "curves.png", 1, 2, (10, 3.5)) as (left, right):
-        for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
-            rows = [row for row in record["rounds"] if part in row]
-            x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
-            line = left.plot(x, y, label=f"{part}, {where}")[0]
-            if part == "personal":
-                std = np.array([row[part]["std"] for row in rows])
-                left.fill_between(x, y - std, y + std, alpha=0.15, color=line.get_color())
-            right.plot(x, [row[part]["loss"] for row in rows], label=part)
-        left.set(xlabel="round", ylabel="accuracy", ylim=(0, 1), title=title)
-        right.set(xlabel="round", ylabel="loss")
-        left.legend()
-
+    curves(record, out / "curves.png")
     accuracies = np.sort(record["final"]["personal"]["per_client"])
-    with drawing(out / "clients.png") as axis:
-        axis.bar(range(len(accuracies)), accuracies, width=1)
+    with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting(record)}") as axis:
+        axis.bar(range(1, len(accuracies) + 1), accuracies, width=1)
         axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
-        axis.set(xlabel="client, sorted", ylabel="accuracy on its own test images", ylim=(0, 1), title=title)
-        axis.legend()
+        axis.set(xlabel="client, in the order of accuracy", ylabel="accuracy on the client's\nown test images", ylim=(0, 1))
 
-    classes, labels = federation.data.classes, federation.data.labels
-    shown = np.sort(np.random.default_rng(0).permutation(len(federation.whole.train))[:30])
+    from matplotlib import colormaps
+
+    classes, labels, K = federation.data.classes, federation.data.labels, len(federation.whole.train)
+    shown = np.sort(np.random.default_rng(0).permutation(K)[:30])
     counts = np.array([np.bincount(labels[federation.whole.train[k]], minlength=classes) for k in shown])
     start = counts.cumsum(1) - counts
-    with drawing(out / "split.png", size=(6, 6)) as axis:
+    some = f"\n30 of the {K} clients, drawn at random" if K > 30 else ""
+    with drawing(out / "split.png", size=(6, 7), title=setting(record) + some) as axis:
         for c in range(classes):
-            colour = f"C{c}" if classes <= 10 else None  # more than ten repeat
-            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], color=colour, height=0.9)
-        axis.set(xlabel="training images, coloured by class", ylabel="client", title=f"split {record['args']['split']}")
-        axis.set_yticks(range(len(shown)), shown, fontsize=6)
+            axis.barh(range(len(shown)), counts[:, c], left=start[:, c], height=0.9, color=colormaps["viridis"](c / classes),
+                      edgecolor="white", linewidth=0.6, label=f"class {c}" if classes <= 20 else None)
+        axis.set(xlabel="training images, coloured by class", ylabel="client")
+        axis.set_yticks(range(len(shown)), shown, fontsize=8)

@@ -40,21 +40,20 @@ import sys
 import tempfile
 import time
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 import common
 import engine
 from records import FREE, SHARED
-from tables import fedavgm, fedslr, persfl, psinet, reading, superfed
+from tables import fedavg, fedavgm, fedslr, persfl, psinet, reading, superfed
 from tables.quick import CLAIMS
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, RUNS = HERE / "results", HERE / "runs"
 
 # A new paper goes to the end: a run's record lies in the folder of the first table that needs it.
-PAPERS = {"superfed": superfed, "psinet": psinet, "fedavgm": fedavgm, "fedslr": fedslr, "persfl": persfl}
+PAPERS = {"superfed": superfed, "psinet": psinet, "fedavgm": fedavgm, "fedslr": fedslr, "persfl": persfl, "fedavg": fedavg}
 TABLES = {t.name: t for paper in PAPERS.values() for t in paper.TABLES}
 SETTINGS = {name: flags for paper in PAPERS.values() for name, flags in paper.SETTINGS.items()}
 
@@ -93,7 +92,7 @@ def runs():
 def short(command):
     """A run's name: its command without the obvious."""
     symbols = {"--fraction": "C", "--epochs": "E", "--batch-size": "B"}
-    obvious = ("baselines.py", "--dataset", "--method", "@export", "--no-prune")
+    obvious = ("baselines.py", "--dataset", "--method", "@export", "--no-prune", "@superfed", "--target")
     words = [symbols.get(w, w) for w in command.split() if w not in obvious]
     return "-".join(word.removesuffix(".py").lstrip("-@") for word in words)
 
@@ -116,18 +115,8 @@ def expand(command, out, /, **own):
 @functools.cache
 def arguments(command):
     """All arguments that a command means: what its file hands to common.Federation."""
-    class Parsed(Exception):
-        pass
-
-    def stop(args, *_):
-        raise Parsed(args)
-
     file, *flags = expand(command, ".")
-    with mock.patch.object(common, "Federation", stop):
-        try:
-            importlib.import_module(file.removesuffix(".py")).main(flags)
-        except Parsed as parsed:
-            return vars(parsed.args[0])
+    return common.arguments_of(importlib.import_module(file.removesuffix(".py")).main, flags)
 
 
 @functools.cache
@@ -406,6 +395,7 @@ def view(command, measure, scale):
     if not use:
         return None
     n, of = min(len(r.record["rounds"]) for r in use), arguments(command)["rounds"]
+    n = of if all(map(reading.on_target, [r.record for r in use])) else n
     diverged = sum(r.ended == "diverged" for r in found)
     notes = [f"{n} of {of} rounds"] * (n < of) + [f"{diverged} of {len(found)} diverged"] * (diverged > 0)
     notes += ["bf16"] * any(map(bf16, use))
@@ -421,7 +411,7 @@ def shown(cell):
     for scale in scales():
         found = [s for command in cell.commands if (s := view(command, cell.measure, scale))]
         if found:
-            s = max(found, key=lambda s: -1 if s.mean is None else s.mean)
+            s = max(found, key=lambda s: reading.goodness(s.mean, cell.measure))
             tried = f"{len(found)} of {len(cell.commands)} settings tried"
             options.append(s._replace(note=", ".join(filter(None, [s.note, tried * (len(cell.commands) > 1)]))))
     return next((s for s in options if s.results[0].ended != "interrupted"), options[0] if options else None)
@@ -437,7 +427,8 @@ def counts(name):
 
 def ours(cell, s):
     if s.mean is None:
-        return "diverged" if s.results[0].ended == "diverged" else "not recorded"
+        how = "not reached" if cell.measure.startswith("rounds_to") else "not recorded"
+        return "diverged" if s.results[0].ended == "diverged" else how
     spread = "" if s.std is None else f" ± {reading.digits(s.std, cell.measure)}"
     return f"{reading.digits(s.mean, cell.measure)}{spread} ({len(s.results)})"
 
@@ -496,6 +487,14 @@ def pages(paper):
     return "\n".join(text) + "\n", "\n".join(runs_text) + "\n"
 
 
+def speed_up(t, found, cell, s):
+    """How many times fewer rounds than the cell of t.base: the paper's and ours."""
+    of, base = found.get(t.base(cell.row, cell.column), (None, None)) if t.base else (None, None)
+    if not (base and base.mean and s.mean):
+        return ""
+    return f"; {reading.number(of.published) / reading.number(cell.published):.1f}x / {base.mean / s.mean:.1f}x"
+
+
 def table_lines(t, found):
     """One table in Markdown. found: (row, column) -> (cell, what it shows or None)."""
     text = ["", f"## {t.name}", "", f"**{t.title}.** {t.note}".strip(), ""]
@@ -507,7 +506,7 @@ def table_lines(t, found):
         for cell, s in (found.get((row, column), (None, None)) for column in t.columns):
             if s:
                 mark, note = " **!**" * differs(cell, s), f" [{s.note}]" * bool(s.note)
-                words.append(f"{cell.published} / {ours(cell, s)}{mark}{note}")
+                words.append(f"{cell.published} / {ours(cell, s)}{mark}{note}{speed_up(t, found, cell, s)}")
                 reasons += ["All", row, f"{row}/{cell.column}"]
             else:
                 words.append(f"{cell.published} / ·" if cell else "-")
@@ -543,7 +542,7 @@ def rebuild():
         found = [(cell, shown(cell)) for cell in cells(t.name)]
         found = [(cell, s, f" [{s.note}]" * bool(s.note)) for cell, s in found if s and s.mean is not None]
         if found:
-            t.draw(RESULTS / f"{t.name}.png", found)
+            t.draw(RESULTS / f"{t.name}.png", f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}", found)
     (RESULTS / "README.md").write_text(overview())
     for paper in PAPERS:
         for name, text in zip((paper, f"{paper}-runs"), pages(paper)):

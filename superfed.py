@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0, in half an hour on two CPU cores.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores that do nothing else take half an hour.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -12,11 +12,12 @@ What to expect: accuracies on CIFAR-10, 200 rounds, seed 0, in half an hour on t
 
 There are two models of one shape: w^f, the federated model, travels; w^l_k, the local model of client k, never does. Client
 k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" is w^f on the central test images.
-"personal" is W_k(lambda) on client k's own test images, at the lambda of the smallest training loss; personal@test is at the
-lambda that is best on the test images, the paper's choice (D12). Both are means over the clients.
+"personal" is W_k(lambda) on client k's own test images, mean over the clients, with the lambda of D12. personal@test has the
+lambda that is best on the test images, as in the paper.
 
-The paper's Algorithm 1, in our words. K clients, n_k training images of client k. Phase II begins with round t = L*R. The line
-numbers are the paper's, ClientUpdate's plus 10. Lines 3, 20 and 21 are lost in our copy; 7a and 18a are from the paper's text.
+The paper's Algorithm 1, in our words. K clients, n_k training images of client k. Phase I trains w^f alone. Phase II begins
+with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost lines 3, 12, 16, 17, 20, 21 and
+all formulas: 12 and 16 to 18 are restored from the paper's text and slides, 7a is from the text, 18a is ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -38,23 +39,22 @@ numbers are the paper's, ClientUpdate's plus 10. Lines 3, 20 and 21 are lost in 
     18a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
     23   keep w^l_k, return w^f to the server
 
-Choices that change a number. docs/superfed.md has each in full. "Officially" is in the authors' code for v1, from which --as
-official takes D1, D2 and D4; the rest of it is not offered.
+Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1. --as official follows it in D1, D2, D4 only.
 
     D1  Line 18: the official last term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
-    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10 alone. For other data sets, and mu and nu, it is a guess.
+    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data L is a guess; so are mu and nu everywhere.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  lambda is one of 0, .1, ..., 1 for all clients, the one of the smallest mean training loss. In Phase I it is 0.
+    D12  "personal": one lambda of 0, .1, ..., 1 for all clients: least training loss; --client-val: best validation accuracy.
     D13  Line 5: C*K is rounded down.
-    D14  --unseen N: N clients take no part in line 5. After round R each does lines 11 to 23 once, in Phase II.
+    D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
     D16  Line 18a is done for every minibatch. Its place, within or behind the loop, is lost in our copy.
 """
@@ -69,7 +69,7 @@ import common
 
 
 def mix(w_f, w_l, lam):
-    """W(lambda). w_f [d], w_l [d] or, for m clients, [m, d]; lam: one number, or one for each weight [d]."""
+    """W(lambda) of one client, w_l [d], or of m clients, w_l [m, d]. w_f [d]. lam: a number, or one for each weight, [d]."""
     return (1 - lam) * w_f + lam * w_l
 
 
@@ -80,18 +80,18 @@ def cosine(w_f, w_l):
 def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
     """Equation (3), for one client and one minibatch b. w_f, w_l, w_g, lam [d]."""
     W = mix(w_f, w_l, lam)  # l.17
-    near = (w_f - w_g).square().sum()
-    return common.cross_entropy(net(W, b.x), b) + nu * cosine(w_f, w_l) ** 2 + mu * near  # l.18
+    distance = (w_f - w_g).square().sum()
+    return common.cross_entropy(net(W, b.x), b) + nu * cosine(w_f, w_l) ** 2 + mu * distance  # l.18
 
 
 def client_step(net, args):
     """Lines 16 to 18a, for one client and one minibatch b."""
     local_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    index = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: of each weight's lambda (D6)
+    layer = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: each weight's layer, or 0 (D6)
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
-        lam, nu = phase_two * b.draw[index], phase_two * args.nu  # l.16: phase_two is 0 or 1
+        lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.16: one draw for each layer; phase_two is 0 or 1
 
         def loss(w_f, w_l):
             return local_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
@@ -113,7 +113,7 @@ def client_update(federation, step, S, t, w_f, W_l, phase_two):
     phase_two = torch.tensor(float(phase_two), device=federation.device)
 
     def draw(rng, steps):
-        return rng.random((steps, len(federation.net.layers)))  # l.16: lambda ~ U(0,1); Model Mixing takes the first
+        return rng.random((steps, len(federation.net.layers)))  # l.16: b.draw of each minibatch; Model Mixing uses the first
 
     # federation.train does for each client k of S, at once or one after the other:
     #     for epoch in range(E):                                      l.13
@@ -127,9 +127,9 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
     step = client_step(federation.net, args)
-    first = first_round_of_phase_two(args)  # L*R (D4)
+    first = first_round_of_phase_two(federation)  # L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   W_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
@@ -138,7 +138,7 @@ def main(argv=None):
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f, n_k)  # l.7a (D15): [d]
         if t >= first:
-            state.W_l[S] = w_l  # l.23: keep w^l_k; in Phase I it is as it was
+            state.W_l[S] = w_l  # l.23: keep w^l_k; Phase I does not change it
         run.sent(up=w_f.numel(), down=w_f.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, first))
@@ -170,9 +170,10 @@ def arguments(argv):
     group.add_argument("--mu", type=common.nonnegative, default=0.01, help="mu, weight of the proximal term")
     group.add_argument("--nu", type=common.nonnegative, default=2.0, help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (unless given: .8 with --mix "
-                            "layer; with --mix model .5 for CIFAR-100, .4 for others; .5 for shapes)")
-    group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper", help="whom D1, D2 and D4 follow")
+                       help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (default: .8 with --mix layer, "
+                            ".4 with --mix model, and there .5 for CIFAR-100; for shapes always .5)")
+    group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
+                       help="in D1, D2 and D4 follow the paper, or the authors' code for v1")
     group.add_argument("--own-start", action="store_true", help="every client's w^l starts from a seed of its own (D3)")
     group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
@@ -185,11 +186,11 @@ def arguments(argv):
 
 
 def local_start(federation):
-    """w^l_0 [d]; with --own-start a function of the client's number (D3)."""
-    def start(k):
+    """w^l_0 [d], the same for all clients; with --own-start a function: client's number -> its own w^l_0 (D3)."""
+    def initial(k):
         return federation.net.init(common.stream(federation.args.seed, "initialisation", 0, k + 1))
 
-    return start if federation.args.own_start else start(0)
+    return initial if federation.args.own_start else initial(0)
 
 
 # What --as official changes: D1, D2, D4
@@ -197,12 +198,13 @@ def local_start(federation):
 
 def official_loss(net):
     """What the official code has in place of loss_3."""
-    paired = has_local_weight(net, official=True)
+    has_partner = has_local_weight(net, official=True)
 
     def loss(net, w_f, w_l, w_g, lam, nu, mu, b):
-        W = mix(w_f, w_l, lam * paired)  # D2
-        near = sum(z.norm() for z in ((1 - lam) * (w_f - w_g)).split(net.sizes))  # D1
-        return common.cross_entropy(net(W, b.x), b) + nu * cosine(paired * w_f, paired * w_l) ** 2 + mu * near  # D2
+        W = mix(w_f, w_l, lam * has_partner)  # D2
+        distance = sum(z.norm() for z in ((1 - lam) * (w_f - w_g)).split(net.sizes))  # D1
+        cos = cosine(has_partner * w_f, has_partner * w_l)  # D2
+        return common.cross_entropy(net(W, b.x), b) + nu * cos**2 + mu * distance
 
     return loss
 
@@ -217,11 +219,11 @@ def learning_rate(federation, t):
     return federation.eta(t + 1 if federation.args.as_ == "official" else t)
 
 
-def first_round_of_phase_two(args):
-    """From 0, and printed from 1. L*R that is whole but for rounding counts as whole here, not officially (D4)."""
-    LR = args.start * args.rounds
+def first_round_of_phase_two(federation):
+    """Counted from 0, and noted from 1. L*R = 2.9999999999999996 counts as 3 here; officially it counts as 2 (D4)."""
+    args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
-    print(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
+    federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
     return first
 
 
@@ -239,25 +241,27 @@ def personal_measures(federation, step, seen, state, t, first):
     return measures
 
 
-def measure_mixtures(federation, clients, w_f, w_l):
-    """Measures of the clients with these numbers at each of LAMBDAS, and at each choice of it. w_f [d]; w_l(S) [m, d]."""
+def measure_mixtures(federation, clients, w_f, w_l_of):
+    """Measures of the clients with these numbers at each of LAMBDAS and at each choice (D12). w_f [d]; w_l_of(S) [m, d]."""
     split, args = federation.split, federation.args
-    paired = has_local_weight(federation.net, args.as_ == "official")
+    has_partner = has_local_weight(federation.net, args.as_ == "official")
     part = "val" if args.client_val else "train"
-    images = split.val if args.client_val else [a[: len(b)] for a, b in zip(split.train, split.test)]
-    at = []  # one per lambda
+    images = split.val if args.client_val else [train[: len(test)] for train, test in zip(split.train, split.test)]
+    found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def W(S):
-            return mix(w_f, w_l(S), lam * paired)  # [m, d]
+            return mix(w_f, w_l_of(S), lam * has_partner)  # [m, d]
 
-        held = federation.evaluate_clients(W, images, clients)
-        at.append({"lambda": lam, f"{part}_mean": held["mean"], f"{part}_loss": held["loss"],
-                   **federation.evaluate_clients(W, among=clients)})  # D10
-    by_loss = min(at, key=lambda measures: measures[f"{part}_loss"])  # D12
-    by_accuracy, by_test = (max(at, key=lambda measures: measures[key]) for key in (f"{part}_mean", "mean"))
-    short = common.without_clients
-    return {"personal": by_loss, f"personal@{part}-accuracy": short(by_accuracy), "personal@test": short(by_test),
-            "personal@lambda=0.5": short(at[5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, at)]}
+        chosen_on = federation.evaluate_clients(W, images, clients)
+        found.append({"lambda": lam, f"{part}_mean": chosen_on["mean"], f"{part}_loss": chosen_on["loss"],
+                      **federation.evaluate_clients(W, among=clients)})  # D10
+    by = {"loss": min(found, key=lambda measures: measures[f"{part}_loss"]),
+          "accuracy": max(found, key=lambda measures: measures[f"{part}_mean"])}
+    first, second = ("accuracy", "loss") if args.client_val else ("loss", "accuracy")
+    by_test = max(found, key=lambda measures: measures["mean"])
+    at, short = dict(zip(LAMBDAS, found)), common.without_clients
+    return {"personal": by[first], f"personal@{part}-{second}": short(by[second]), "personal@test": short(by_test),
+            "personal@lambda=0.5": short(at[0.5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, found)]}
 
 
 def clients_that_train(federation):
@@ -277,44 +281,32 @@ def measure_unseen(federation, step, seen, state):
 
 
 def show(run, first):
-    """Prints the last round's choices of lambda; with --plot draws lambdas.png (Fig. 2's form) and phases.png (Fig. 3's)."""
+    """Prints the last round's choices of lambda; with --plot draws lambdas.png and marks Phase II in curves.png."""
     history = run.record()["rounds"]
     row = history[-1]
     groups = [(name, part) for name, part in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
     for name, part in groups:
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
-        images = "validation" if run.args.client_val else "training"
-        accuracy = f"personal@{'val' if run.args.client_val else 'train'}-accuracy"
-        for choice, how in (("personal", f"smallest {images} loss"), (accuracy, f"best {images} accuracy"),
-                            ("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
+        choices = [("personal", "smallest training loss"), ("personal@train-accuracy", "best training accuracy")]
+        if run.args.client_val:
+            choices = [("personal", "best validation accuracy"), ("personal@val-loss", "smallest validation loss")]
+        for choice, how in (*choices, ("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
                             ("personal@lambda=0", "0: the global model")):
             values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
             print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
     if not run.args.plot:
         return
-    title = f"{run.args.mix} mixing, {run.federation.data.name}"
+    common.curves(run.record(), run.out / "curves.png", {first + 1: "Phase II begins"} if first < run.args.rounds else {})
     if groups:
-        with common.drawing(run.out / "lambdas.png", size=(5, 3.5)) as axis:
+        title = f"SuPerFed, {run.args.mix} mixing\n{common.setting(run.record())}"
+        with common.drawing(run.out / "lambdas.png", size=(6, 4.2), title=title) as axis:
             for name, part in groups:
                 mean, std = (np.array([at[key] for at in part["lambdas"]]) for key in ("mean", "std"))
                 bars = np.minimum(std, [mean, 1 - mean])  # an accuracy is in [0, 1]
-                label = f"{name} clients, best on test {max(mean):.4f}"
-                axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", markersize=3, label=label)
-            axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^l$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1.05),
-                     title=f"{title}, global top-1 {row['global']['top1']:.4f}")
-            axis.legend()
-
-    rows = [row for row in history if "global" in row]
-    with common.drawing(run.out / "phases.png", 1, 2, (10, 3.5)) as axes:
-        for axis, key, name in zip(axes, ("top1", "loss"), ("top-1 accuracy", "loss")):
-            axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows], marker=".")
-            if first < run.args.rounds:
-                axis.axvline(first + 0.5, color="black", linewidth=1, label="Phase II begins")
-                axis.legend()
-            axis.set(xlabel="round", ylabel=f"global {name}", title=title)
-    if groups:
+                axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", label=f"{name} clients, best {max(mean):.3f}")
+            axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1))
         print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their local ones (1). "
-              "phases.png: the global model, round by round.")
+              "curves.png: accuracy and loss, round by round.")
 
 
 if __name__ == "__main__":

@@ -22,15 +22,16 @@ class Table(NamedTuple):
     note: str  # what one must know to read it
     why: dict  # "All", row or row/column -> why our numbers are as they are
     draw: object  # a function of figures.py, or None
+    base: object  # (row, column) -> the row and column whose rounds are divided by the cell's, the speed-up; or None
 
 
-def table(name, title, columns, text, cell, rank, note="", why=None, draw=None):
+def table(name, title, columns, text, cell, rank, note="", why=None, draw=None, base=None):
     """text: a line `row | values` for each row. A value is verbatim, or ? (lost in our copy), or - (not in the paper)."""
     if isinstance(columns, str):
         columns = columns.split()
     rows = {row.strip(): values.split() for row, values in (line.split("|") for line in text.strip().splitlines())}
     assert all(len(values) == len(columns) for values in rows.values()), name
-    return Table(name, title, columns, rows, cell, rank, note, why or {}, draw)
+    return Table(name, title, columns, rows, cell, rank, note, why or {}, draw, base)
 
 
 def pairs(*parts):

@@ -1,90 +1,137 @@
 """Figures in the papers' forms.
 
-A function gets the path of the picture and a list of (cell, shown, note). shown: what reproduce.py says of the cell. Where a
-figure needs a whole run, it is that of the first seed. note: what is not as in the paper, for example fewer rounds.
+A function gets the path of the picture, its title, and a list of (cell, shown, note). shown: what reproduce.py says of the
+cell. Where a figure needs a whole run, it is that of the first seed. note: what is not as in the paper, as fewer rounds.
 """
 
 import contextlib
+import functools
+import re
+
+import numpy as np
 
 import common
 from tables import reading
 
+WORDS = {"MM": "Model Mixing", "LM": "Layer Mixing", **{name: f"${name}$" for name in "BCEGL"},
+         **{name: rf"$\{name}$" for name in ("alpha", "beta", "eta", "lambda", "mu", "nu")}}
+
+
+def words(text):
+    """A row's or column's name as in print: mu=0.01 is $\\mu$ = 0.01."""
+    return re.sub(r"\b[A-Za-z]+\b", lambda m: WORDS.get(m[0], m[0]), text).replace("=", " = ")
+
+
+def figure(draw):
+    """For all: the title names the data set and the split if there is one of each, and the note if all cells have it."""
+    @functools.wraps(draw)
+    def drawn(path, title, found):
+        settings, notes = {common.setting(shown.results[0].record) for _, shown, _ in found}, {note for *_, note in found}
+        title = words(title) + (notes.pop() if len(notes) == 1 else "") + ("\n" + settings.pop() if len(settings) == 1 else "")
+        return draw(path, title, [(cell, shown, note if notes else "") for cell, shown, note in found])
+
+    return drawn
+
 
 @contextlib.contextmanager
-def panels(path, n, columns, size):
+def panels(path, title, n, columns, size):
     """n axes, at most `columns` in a row, of a size in inches each."""
     lines, columns = -(-n // columns), min(n, columns)
-    with common.drawing(path, lines, columns, (size[0] * columns, size[1] * lines)) as axes:
+    with common.drawing(path, lines, columns, (max(6, size[0] * columns), size[1] * lines), title) as axes:
         axes = list(getattr(axes, "flat", [axes]))
         for axis in axes[n:]:
             axis.remove()
-        yield axes
-        axes[0].figure.tight_layout()
+        yield axes[:n]
 
 
-def lambdas(path, found):
-    """Accuracy over lambda, a panel for each combination, titled with the global accuracy and the best personal one."""
+@figure
+def lambdas(path, title, found):
+    """Accuracy over lambda, a panel for each combination; dashed: the paper's accuracy at the best lambda."""
     found = [entry for entry in found if "global" not in entry[0].row]
-    with panels(path, len(found), 4, (3.5, 3)) as axes:
+    with panels(path, title, len(found), 4, (4, 3.8)) as axes:
         for axis, (cell, shown, note) in zip(axes, found):
-            measures = reading.final(shown.results[0].record)
-            x, mean, std = zip(*[(at["lambda"], at["mean"], at["std"]) for at in measures["lambdas"]])
-            axis.errorbar(x, mean, std, capsize=2, marker="o", markersize=3)
-            title = f"{cell.row} {cell.column}{note}\nglobal {measures['global']['top1']:.3f}, best personal {max(mean):.3f}"
-            axis.set(title=title, xlabel="λ", ylabel="clients' accuracy, mean ± std", ylim=(0, 1.05))
+            at = reading.final(shown.results[0].record)["lambdas"]
+            x, mean, std = (np.array([point[key] for point in at]) for key in ("lambda", "mean", "std"))
+            axis.plot(x, mean, marker="o", label="mean over clients")
+            axis.fill_between(x, (mean - std).clip(0), (mean + std).clip(max=1), alpha=0.15, label="std over clients")
+            if published := reading.number(cell.published):
+                axis.axhline(published / 100, color="black", linestyle="--", linewidth=1.2, label="the paper, best $\\lambda$")
+            axis.set(title=words(f"{cell.row}, {cell.column}") + note, ylim=(0, 1))
+            axis.set_xlabel(r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)")
+        axes[0].set_ylabel("accuracy of personal models")
 
 
-def rounds(path, found):
-    """The global model over the rounds; a vertical line where Phase II begins."""
+@figure
+def rounds(path, title, found):
+    """The global model over the rounds; dotted: Phase II begins; dashed: the paper's accuracy after the last round."""
+    found = [entry for entry in found if entry[0].measure in ("global/top1", "global/loss")]
     keys = ("top1", "loss") if any(cell.column == "loss" for cell, _, _ in found) else ("top1",)
-    curves = {f"{cell.row} {cell.column}{note}": s.results[0].record for cell, s, note in found if cell.column != "loss"}
-    with panels(path, len(keys), 2, (6, 4)) as axes:
+    found = [entry for entry in found if entry[0].measure == "global/top1"]
+    with panels(path, title, len(keys), 2, (8 if len(keys) == 1 else 6.5, 4.8)) as axes:
         for axis, key in zip(axes, keys):
-            for label, record in curves.items():
-                rows = [row for row in record["rounds"] if "global" in row]
-                curve = axis.plot([row["round"] for row in rows], [row["global"][key] for row in rows], label=label)[0]
-                if "start" in record["args"]:
-                    axis.axvline(record["args"]["start"] * record["args"]["rounds"], color=curve.get_color(), linewidth=1)
-            axis.set(xlabel="round", ylabel={"top1": "global accuracy", "loss": "global loss"}[key])
-            axis.legend(fontsize=8)
+            known = {}  # FedProx and FedProx-LU have one global model
+            for cell, shown, note in found:
+                record = shown.results[0].record
+                x, y = zip(*[(row["round"], row["global"][key]) for row in record["rounds"] if "global" in row])
+                label = cell.row + ("" if "top-1" in cell.column else f" {words(cell.column)}") + note
+                if y in known:
+                    known[y].set_label(f"{cell.row}, {known[y].get_label()}")
+                    continue
+                curve = known[y] = axis.plot(x, y, label=label)[0]
+                if record["args"].get("start"):
+                    begins = record["args"]["start"] * record["args"]["rounds"] + 0.5
+                    axis.axvline(begins, color=curve.get_color(), linestyle=":", label=f"{cell.row}: Phase II begins")
+                if key == "top1" and (published := reading.number(cell.published)):
+                    axis.axhline(published / 100, color=curve.get_color(), linestyle="--", linewidth=1.2)
+            axis.set(xlabel="round", ylabel={"top1": "accuracy of the global model", "loss": "loss of the global model"}[key])
+            axis.set_ylim(bottom=0)
+        if any(reading.number(cell.published) for cell, *_ in found):
+            axes[0].plot([], [], color="gray", linestyle="--", linewidth=1.2, label="the paper, after the last round")
 
 
-def columns(path, found):
+@figure
+def columns(path, title, found):
     """Accuracy over alpha, eta or eta/(1-beta): a panel for each E and C, a line for each method, alpha or beta."""
     where, name = {}, found[0][0].column.split("=")[0]
     for cell, shown, note in found:
         line, panel = cell.row.split(" ", 1)
         beta = float(line[5:]) if line.startswith("beta") else 0.0
         x = float(cell.column.split("=")[1]) / (1 - beta) or 0.01
-        where.setdefault(panel, {}).setdefault(line, []).append((x, shown.mean, note))
-    with panels(path, len(where), 3, (4.5, 3.5)) as axes:
+        where.setdefault(panel, {}).setdefault(line, []).append((x, shown.mean / 100, note))
+    if max(len(points) for lines in where.values() for points in lines.values()) == 1:
+        return  # nothing to draw a line through
+    over = r"$\alpha$: alike to unlike clients" if name == "alpha" else r"$\eta$"
+    over += r"$\,/\,(1-\beta)$" * found[0][0].row.startswith("beta")
+    with panels(path, title, len(where), 3, (4.8, 4)) as axes:
         for axis, (panel, lines) in zip(axes, where.items()):
             for line, points in lines.items():
                 x, y, notes = zip(*points)
-                axis.plot(x, y, marker="o", label=line + notes[0])
-            title = "η/(1-β)" if "beta" in found[0][0].row else {"eta": "η", "alpha": "α (0 stands at .01)"}[name]
-            axis.set(title=panel, xscale="log", ylim=(0, 100), xlabel=title, ylabel="accuracy in per cent")
+                axis.plot(x, y, marker="o", label=words(line) + notes[0])
+            axis.set(title=words(panel), xscale="log", ylim=(0, 1), xlabel=over)
             if name == "alpha":
-                axis.set_xlim(150, 0.008)
-            axis.legend(fontsize=8)
+                axis.set_xlim(150, 0.007)
+                axis.set_xticks([100, 10, 1, 0.1, 0.01], ["100", "10", "1", "0.1", "0"])
+        axes[0].set_ylabel("accuracy of the global model")
 
 
-def clients(path, found):
+@figure
+def clients(path, title, found):
     """A violin of the clients' accuracies for each method."""
-    with panels(path, 1, 1, (8, 4)) as (axis,):
+    with panels(path, title, 1, 1, (8, 4)) as (axis,):
         axis.violinplot([shown.results[0].record["final"]["personal"]["per_client"] for _, shown, _ in found], showmedians=True)
-        axis.set_xticks(range(1, len(found) + 1), [cell.row + note for cell, _, note in found], fontsize=7)
+        axis.set_xticks(range(1, len(found) + 1), [(cell.row + note).replace(" ", "\n") for cell, _, note in found])
         axis.set(ylabel="accuracy of a client")
 
 
-def users(path, found):
-    """A bar for each user and column."""
-    heights = {}
+@figure
+def users(path, title, found):
+    """A panel for each data set, in it a bar for each user and split."""
+    where = {}
     for cell, shown, note in found:
-        heights.setdefault(cell.column + note, []).append(shown.mean)
-    width = 0.8 / len(heights)
-    with panels(path, 1, 1, (8, 4)) as (axis,):
-        for i, (column, values) in enumerate(heights.items()):
-            axis.bar([k + i * width for k in range(len(values))], values, width, align="edge", label=column)
-        axis.set(xlabel="user", ylabel="round of its teacher, mean over seeds")
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=len(heights), fontsize=8)
+        data, split = cell.column.split()
+        where.setdefault(data, {}).setdefault(split + note, []).append(shown.mean)
+    with panels(path, title, len(where), 1, (9, 3.2)) as axes:
+        for axis, (data, heights) in zip(axes, where.items()):
+            for i, (split, values) in enumerate(heights.items()):
+                axis.bar(np.arange(len(values)) + (i - 1) * 0.27, values, 0.25, label=split)
+            axis.set(title=data, xlabel="user", ylabel="round of the teacher,\nmean over seeds", xticks=range(len(values)))

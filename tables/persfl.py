@@ -4,7 +4,8 @@ from tables import DATA, figures, pairs, table, unknown
 
 TITLE = "Divi et al. 2021, Unifying Distillation with Personalization in Federated Learning (PersFL)"
 SETTINGS = {  # the setting in which the paper compares methods, for files with other defaults
-    "persfl": "--clients 10 --client-val 0.2 --client-test 0.2 --fraction 1 --epochs 1 --lr 0.05 --momentum 0",
+    "persfl": "--clients 10 --client-val 0.2 --client-test 0.2 --fraction 1 --epochs 1 --lr 0.05 --lr-decay 1 --momentum 0 "
+              "--transform scale",
     "DS-1": "--split classes --per-client 4", "DS-2": "--split dirichlet-classes --alpha 0.9",
     "DS-3": "--split lognormal --per-client 2", "cifarnet": "--model cifarnet", "mnistnet": "--model mnistnet",
     "600-images": "--limit 6000",
@@ -36,7 +37,7 @@ def run(method, where, more=""):
         return f"persfl.py --dataset {DATA[name]} --split {SPLIT[part]}{more}"
     net = "@mnistnet" + " @600-images" * (part == "DS-1") if name == "MNIST" else "@cifarnet"
     if method == "FedAvg":
-        return f"fedavg.py --dataset {DATA[name]} @{part} @persfl --batch-size 20 {net} --rounds {rounds}"
+        return f"fedavg.py --dataset {DATA[name]} @{part} @persfl --batch-size 20 {net} --target --rounds {rounds}"
     own = {"pFedMe": " --lr {} --theta-lr {} --pfedme-beta {} --pfedme-lambda {} --batch-size {}".format(*PFEDME[where]),
            "Per-FedAvg": " --per-fedavg-alpha {} --lr {} --batch-size 128".format(*PER_FEDAVG[where])}.get(method, "")
     # In a round the authors take 20 minibatches of a user, in Per-FedAvg 20 pairs. In MNIST's DS-1 a user has 3, so 7

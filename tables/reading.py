@@ -16,12 +16,24 @@ def factor(measure):
         return 1e-9
     if measure.startswith("numbers") or measure.endswith("parameters"):
         return 1e-6
-    as_it_is = ("ece", "loss", "args/rounds", "users/T/", "users/lambda/", "users/teacher", "_ms")
+    as_it_is = ("ece", "loss", "rounds_to", "args/rounds", "users/T/", "users/lambda/", "users/teacher", "_ms")
     return 1 if any(word in measure for word in as_it_is) else 100
 
 
 def digits(value, measure):
+    if measure.startswith("rounds_to"):
+        return f"{value:.1f}"
     return "-" if value is None else f"{value:.3f}" if measure.endswith(("ece", "loss")) else f"{value:.2f}"
+
+
+def on_target(record):
+    """Whether the run ended before its last round since its accuracy had reached every --target."""
+    return bool(record.get("rounds_to")) and None not in record["rounds_to"].values()
+
+
+def goodness(mean, measure):
+    """By what the best of several settings is chosen: the fewest rounds, else the highest mean."""
+    return -float("inf") if mean is None else -mean if measure.startswith("rounds_to") else mean
 
 
 def read(tree, measure):

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import baselines  # noqa: E402
 import common  # noqa: E402
 import engine  # noqa: E402
 import fedavg  # noqa: E402
@@ -75,7 +76,7 @@ def plain_model(name, pool_first=False):
 def arguments(model, device, **more):
     words = {"dataset": "shapes", "model": model, "device": device, "split": "iid", "fraction": 1, "epochs": 1, **more}
     argv = [word for name, value in words.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    return common.parse(common.parser("bench\n\nbench", **fedavg.DEFAULTS), {}, argv)
+    return common.parse(common.parser("bench\n\nbench", **baselines.DEFAULTS), {}, argv)
 
 
 def plain(args, tidy=False):

@@ -315,6 +315,9 @@ This page is made by `python tests/faults.py`. It tries {len(rows)} bad or unusu
 
 Every command is `python fedavg.py {QUICK}`, with the flags in the table added. A refused input gives one line on stderr,
 nothing on stdout, and exit code 2.
+
+Under `torchrun` one process of all says the line. Then torchrun adds about 40 lines of its own, which end with `ChildFailedError`:
+it does so for every process whose exit code is not 0, and has no option against it. The line with `error:` above them is ours.
 """]
     for section in INPUTS:
         text += [f"### {section}\n", "| input | what happens |", "|---|---|"]

@@ -49,16 +49,34 @@ def label(result, name):
 
 
 class Memory:
-    """Bytes of the GPU's tensors that are alive, and the most there were."""
+    """Bytes of the GPU's tensors that are alive, and the most there were, with what graphs keep for themselves between replays."""
 
     held, peak, places = 0, 0, {}
+    before, pool = None, 0  # held when a graph began; the most that one took, since all share their memory
 
     def hold(self, storage):
         place, size = storage.data_ptr(), storage.nbytes()
         if place and place not in self.places:
             self.places[place] = weakref.finalize(storage, self.drop, place, size)
             self.held += size
-            self.peak = max(self.peak, self.held)
+            if self.before is not None:
+                self.pool = max(self.pool, self.held - self.before)
+            self.peak = max(self.peak, self.pool + (self.held if self.before is None else self.before))
+
+    def of(self, work):
+        """The most bytes that work() has at a time beyond what is there before it."""
+        self.pool, self.peak, before = 0, self.held, self.held
+        work()
+        return self.peak - before
+
+    def graph(self, work):
+        """work() by a graph."""
+        self.before = self.held
+        try:
+            work()
+        finally:
+            self.before = None
+        return []
 
     def drop(self, place, size):
         if self.places.pop(place, None):

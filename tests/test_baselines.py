@@ -16,7 +16,9 @@ import common
 import datasets
 import fedavg
 import fedslr
+import reproduce
 from conftest import QUICK, pixels, refused, run, softmax_gradient
+from tables import superfed as superfed_tables
 
 MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05", "--eval-every", "1"]
 SMALL = [*QUICK, "--model", "mnistnet", "--lr", "0.03", "--momentum", "0.9", "--rounds", "3", "--eval-every", "1"]
@@ -190,8 +192,18 @@ def test_a_run_that_died_is_resumed_bit_for_bit(method, toy_argv, tmp_path, seen
     assert same(state, resumed) and torch.equal(last, seen.models[-1])
 
 
-def test_settings_are_fedavg_s_and_records_do_not_meet(tmp_path, monkeypatch):
-    assert baselines.DEFAULTS == fedavg.DEFAULTS and baselines.BY_DATASET == fedavg.BY_DATASET
+@pytest.mark.parametrize("dataset, rounds, fraction, split", [
+    ("cifar10", 200, 0.1, "shards"), ("cifar100", 300, 0.1, "shards"), ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
+def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
+    """facts.md A1.5: R, C, E, B, eta, momentum and K of each data set; fedavg.py has its own paper's unless tables/superfed.py says them."""
+    ours = reproduce.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
+    assert (ours["rounds"], ours["fraction"], ours["split"], ours["clients"], ours["per_client"]) == (rounds, fraction, split, 100, 2)
+    assert (ours["epochs"], ours["batch_size"], ours["lr"], ours["momentum"], ours["model"]) == (10, 20, 0.01, 0.9, "cnn")
+    theirs = reproduce.arguments(superfed_tables.run("FedAvg", dataset))
+    assert theirs.pop("target") == [] and theirs.items() <= ours.items()
+
+
+def test_records_do_not_meet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for method in ("local", "fedper"):
         baselines.main(["--method", method, *SMALL, "--rounds", "1"])

@@ -160,9 +160,13 @@ def broken(**changes):
     (broken(y_test=np.arange(20) % 4 + 2), "the test set has the label 5"),
     (broken(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int)), "x_test is empty"),
     (broken(client_train=np.arange(40) / 2), "client_train is float64"),
-    (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 training images"),
+    (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 images of x_train"),
     (broken(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
     (broken(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
+    (broken(client_test=np.arange(20)), "has client_test, but no client_train"),
+    (broken(client_train=np.arange(40) % 4, client_test=np.arange(19) % 4), "for each of the 20 images of x_test"),
+    (broken(client_train=np.arange(40) % 4, client_test=np.arange(20) % 3), "must give each client of client_train test images"),
+    (broken(client_train=np.arange(40) % 4, client_test=np.arange(20) % 5), "must give each client of client_train test images"),
 ])
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
@@ -230,7 +234,7 @@ def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
     ([*SHAPES, "--client-test", "0.999"], "use fewer --clients, a smaller --client-test or more images"),
     ([*SHAPES, "--engine", "graph"], "--engine graph is for GPUs"),
     ([*SHAPES, "--seed", "-1"], "-1 must be at least 0"),
-    ([*SHAPES, "--model", "lstm"], "invalid choice: 'lstm'"),
+    ([*SHAPES, "--model", "lstm"], "--model lstm is unknown; use one of cnn, "),
     ([*SHAPES, "--optimiser", "adam"], "unrecognized arguments"),
     ([*SHAPES, "--device", "cuda:99"], "--device cuda:99 can't be used"),
     ([*SHAPES, "--device", "gpu"], "--device gpu can't be used"),
@@ -291,7 +295,7 @@ def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
         fedavg.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 200)"):
+    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 2000)"):
         assert words in text
 
 
@@ -390,7 +394,21 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     np.savez(tmp_path / "bytes.npz", **arrays(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
-    refused(capsys, "use --client-test 0 or more images", fedavg.main, argv)
+    refused(capsys, "use --client-test 0 or more images", fedavg.main, [*argv, "--client-test", "0.2"])
+
+
+def test_natural_clients_test_on_their_own_images(tmp_path):
+    """client_test, as LEAF has it: nothing of a client's training images is held out, whatever --client-test says."""
+    owner, tester = np.repeat([2, 0, 1], [25, 10, 5]), np.array([0, 1, 1, 2] * 5)
+    np.savez(tmp_path / "leaf.npz", **arrays(), client_train=owner, client_test=tester)
+    argv = ["--dataset", str(tmp_path / "leaf.npz"), "--model", "mnistnet", *CPU]
+    fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--split", "natural", "--client-val", "0.2"]))
+    for k in range(3):
+        assert sorted([*fed.split.train[k], *fed.split.val[k]]) == np.flatnonzero(owner == k).tolist()
+        assert fed.split.test[k].tolist() == (40 + np.flatnonzero(tester == k)).tolist()
+    assert [len(val) for val in fed.split.val] == [2, 1, 5] and "client_test" in " ".join(fed.notes)
+    fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--split", "iid", "--clients", "4"]))
+    assert max(map(max, fed.split.test)) < 40 and not fed.notes
 
 
 def test_semantic_clusters_of_emnist():
@@ -474,11 +492,11 @@ def test_streams_are_independent():
 @pytest.mark.parametrize("model, shape, classes, d", [
     ("cnn", (1, 28, 28), 62, 109_022), ("cnn", (3, 32, 32), 10, 94_186), ("cnn", (3, 32, 32), 100, 140_356), ("cnn", (3, 64, 64), 200, 181_416),
     ("tfcnn", (3, 24, 24), 10, 1_068_298), ("tfcnn", (3, 32, 32), 10, 1_756_426), ("cifarnet", (3, 32, 32), 10, 62_006),
-    ("mnistnet", (1, 28, 28), 10, 79_510), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
+    ("mnistnet", (1, 28, 28), 10, 79_510), ("2nn", (1, 28, 28), 10, 199_210), ("mnistcnn", (1, 28, 28), 10, 1_663_370), ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
     ("resnet18", (3, 64, 64), 200, 11_279_112), ("vgg9", (3, 32, 32), 10, 3_491_530),
 ])
 def test_parameter_counts(model, shape, classes, d):
-    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5."""
+    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5; fedavg-facts.md."""
     assert common.Net(model, shape, classes).d == d
 
 

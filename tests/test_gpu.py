@@ -12,6 +12,7 @@ import torch
 import common
 import engine
 import fedavg
+import fedslr
 import pretend
 import superfed
 from conftest import Seen, killed, run
@@ -45,21 +46,23 @@ LARGE = {  # too slow without a GPU
 @contextlib.contextmanager
 def gpu(name=""):
     """Within, --device cuda is the GPU, a real or a pretended one, and it trains in the GPU's way: as it chooses if name says tuned,
-    else all together by a graph from the first step on."""
+    else all together by a graph from the first step on. If it says counted, what steps do is not remembered, nor compared."""
     init, make, once, from_numpy, load = (common.Federation.__init__, engine.Replay.__init__, engine.Replay.once, torch.from_numpy,
                                           torch.load)
     operations = pretend.Operations()
 
     def as_on_a_gpu(self, *args):
         init(self, *args)
-        self.vmap, self.graphs, self.parallel, self.map, self.tunes = True, True, None, map, "tuned" in name
-        if "tuned" not in name:
+        self.vmap, self.graphs, self.parallel, self.map, self.tunes = True, True, self.args.parallel, map, "tuned" in name
+        if "tuned" not in name and "counted" not in name:
             self.shapes_seen = Seen()
         if "patches" in name:
             self.net.route = "patches"
 
     def captured(self, *args):
         make(self, *args)
+        if "counted" in name:
+            once(self)  # before the capture, with memory of its own
         operations.capturing = True
         try:
             self.first = operations.logged(lambda: once(self))
@@ -73,6 +76,8 @@ def gpu(name=""):
 
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if "counted" in name:
+            operations.logged = pretend.MEMORY.graph
         if "far" in name:  # no room for what clients keep
             patch.setattr(engine, "free_memory", lambda device: 0)
         patch.setattr(common.Federation, "__init__", as_on_a_gpu)
@@ -146,19 +151,38 @@ def test_a_run_is_resumed_on_it(tmp_path):
 
 
 @pytest.mark.skipif(REAL, reason="for machines without a GPU")
-def test_more_clients_take_no_more_of_its_memory(tmp_path):
-    """Four of 8 or of 40 clients train; what the others keep lies in the host's memory. Where it fits, it takes the device's."""
+def test_a_thousand_clients_take_no_more_of_its_memory_than_a_hundred(tmp_path):
+    """SuPerFed's CNN on images as CIFAR-100's, ten clients in a round: what clients keep lies in the host's memory, and where it
+    fits, in the device's."""
+    rng, n = np.random.default_rng(0), 2000
+    np.savez(tmp_path / "random.npz", x_train=rng.integers(0, 256, (n, 32, 32, 3), np.uint8), y_train=np.arange(n) % 100,
+             x_test=rng.integers(0, 256, (100, 32, 32, 3), np.uint8), y_test=np.arange(100))
+    argv = ["--dataset", str(tmp_path / "random.npz"), "--mix", "layer", "--split", "iid", "--client-test", "0.5", "--epochs", "1", "--start", "0",
+            "--batch-size", "1", "--rounds", "1", "--device", "cpu"]
     peaks = {}
-    for kind in ("far", "near"):
-        for K in (8, 40):
-            argv = ["--limit", "400", "--clients", str(K), "--fraction", str(4 / K), "--batch-size", "5", "--split", "iid", "--mix", "layer"]
-            with gpu(kind):
-                pretend.MEMORY.peak = pretend.MEMORY.held
-                before = pretend.MEMORY.held
-                run(superfed, ["--dataset", "shapes", "--rounds", "2", "--epochs", "1", "--device", "cpu", *argv], tmp_path / f"{kind}-{K}")
-                peaks[kind, K] = pretend.MEMORY.peak - before
-    assert peaks["far", 40] < 1.05 * peaks["far", 8]
-    assert peaks["near", 40] > peaks["far", 40] + 30 * 4 * 94_186
+    for kind, K in (("far", 100), ("far", 1000), ("near", 1000)):
+        few = [*argv, "--clients", str(K), "--fraction", str(10 / K)]
+        with gpu(kind + ", counted"):
+            peaks[kind, K] = pretend.MEMORY.of(lambda: run(superfed, few, tmp_path / f"{kind}-{K}"))
+    assert peaks["far", 1000] < 1.05 * peaks["far", 100]
+    assert peaks["near", 1000] > peaks["far", 1000] + 900 * 4 * 140_356
+
+
+@pytest.mark.skipif(REAL, reason="for machines without a GPU")
+@pytest.mark.parametrize("more, most", [([], 134), (["--parallel", "1"], 40)])
+def test_what_a_round_of_fedslr_takes_of_its_memory(more, most, tmp_path):
+    """In models, beside the images: ten clients of a model with so many weights that its activations are nothing beside them.
+    134 ResNet-18 are 6 GB; the [10, d] of w_i, ten more, count in both."""
+    d = 300 * 3072 + 300 + 10 * 300 + 10
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "FEW_ROWS", 3 * d)  # less than a model, as with ResNet-18
+        patch.setitem(common.MODELS, "wide", lambda m, x, classes: m.linear("b", m.linear("a", x.flatten(1), 300), classes))
+        argv = ["--dataset", "shapes", "--limit", "100", "--model", "wide", "--clients", "20", "--fraction", "0.5", "--split", "iid", "--batch-size", "1",
+                "--rounds", "2", "--epochs", "1", "--client-test", "0.2", "--device", "cpu", *more]
+        with gpu("far, counted"):
+            taken = pretend.MEMORY.of(lambda: run(fedslr, argv, tmp_path))
+    images = 2100 * 32 * 32 * 3
+    assert (taken - images) / (4 * d) < most
 
 
 @pytest.mark.skipif(not REAL, reason="wants a real GPU")

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import shlex
+import textwrap
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import common
 import compare
 import fedavg
 import reproduce
+from docs.build import choices, pseudocode, tags
 
 HERE = pathlib.Path(fedavg.__file__).parent
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
@@ -31,24 +33,11 @@ LISTINGS = {name: parts(name) for name in ALGORITHMS}
 LISTINGS |= {method.__name__: inspect.getsource(method).split('"""', 2)[1:] for method in baselines.METHODS.values()}
 
 
-def tags(text):
-    """The lines of the pseudocode that comments cite: l.7, l.7a, l.3-5."""
-    cited = set()
-    for comment in re.findall(r"#(.*)", text):
-        for first, last in re.findall(r"l\.(\d+[a-z]?)(?:-(\d+))?", comment):
-            cited |= set(map(str, range(int(first), int(last) + 1))) if last else {first}
-    return cited
-
-
 @pytest.mark.parametrize("name", LISTINGS)
 def test_every_line_of_the_pseudocode_is_cited_and_every_citation_exists(name):
     doc, code = LISTINGS[name]
-    lines = re.findall(r"^ {4,5}([1-9]\d?[a-z]?)  +[^\s.\d]", doc, re.M)
+    lines = [number for number, *_ in pseudocode(doc) if number]
     assert len(lines) == len(set(lines)) > 2 and tags(code) == set(lines)
-
-
-def choices(doc):
-    return re.findall(r"^    (D\d+)  ", doc, re.M)
 
 
 @pytest.mark.parametrize("name", LISTINGS)
@@ -104,7 +93,8 @@ def test_methods_of_federation_that_texts_name_exist():
 def commands():
     """Every `python NAME.py ...` in the pages and the docstrings."""
     texts = [pages()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
-    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", "\n".join(texts), re.M)
+    text = re.sub(r" \\\n +", " ", "\n".join(texts))  # a command may go on in the next line
+    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", text, re.M)
     return sorted({(name, " ".join(argv.split("  ")[0].split())) for name, argv in found})  # a remark stands behind two spaces
 
 
@@ -115,14 +105,22 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
         for work in ("show", "reproduce", "rebuild", "quick", "measure", "accept"):
             monkeypatch.setattr(reproduce, work, lambda *_: 0)
         assert reproduce.main(shlex.split(argv)) == 0
+    elif name == "compare":
+        monkeypatch.chdir(HERE)
+        assert compare.plan(*compare.arguments(shlex.split(argv)))
     else:
         assert reproduce.arguments(f"{name}.py {argv}")
+
+
+def complete(record):
+    whole = len(record["rounds"]) == record["args"]["rounds"] or reproduce.reading.on_target(record)
+    return whole and record["status"] == "finished"
 
 
 def quotable(path):
     """Accuracies that a docstring may quote from a result.json."""
     record = json.loads((HERE / path).read_text())
-    assert len(record["rounds"]) == record["args"]["rounds"] and record["status"] == "finished"
+    assert complete(record)
     known = set()
     for when in ("final", "best"):
         for part in (*record[when].values(), *record["rounds"][-1].values()):
@@ -143,6 +141,7 @@ def measure(when, part, name):
 # What stands in a column of the pages' tables, by the column's title
 COLUMNS = {
     "minutes": training, "minutes of training": training, "s/round": lambda record: f"{record['seconds_per_round']:.1f} s",
+    "rounds until the target": lambda record: f"{max(record['rounds_to'].values()):.1f}",
     "rounds": lambda record: str(len(record["rounds"])), "global, last": measure("final", "global", "top1"),
     "global, best": measure("best", "global", "top1"), "by training loss": measure("final", "personal", "mean"),
     "by training accuracy": lambda record: measure(  # superfed.py's own choice until 2026-11-21
@@ -167,7 +166,7 @@ def test_the_table_of_settings_is_that_of_the_defaults():
         assert {title: row[title] for title in columns} == {title: str(args[name]).removesuffix(".0")
                                                             for title, name in columns.items()}, row
         size = args["alpha"] if args["split"] in ("dirichlet", "fedslr") else args["per_client"]
-        assert row["split"] == f"{args['split']}, {size}" and int(row["in a round"]) == args["fraction"] * args["clients"]
+        assert row["split"] == ("iid" if args["split"] == "iid" else f"{args['split']}, {size}") and int(row["in a round"]) == args["fraction"] * args["clients"]
 
 
 def test_numbers_in_the_pages_are_those_of_the_committed_results():
@@ -182,7 +181,7 @@ def test_numbers_in_the_pages_are_those_of_the_committed_results():
             titles = cells
             continue
         record = json.loads((HERE / link.group(1)).read_text())
-        assert record["status"] == "finished" and len(record["rounds"]) == record["args"]["rounds"]
+        assert complete(record)
         checked = {title: cell for title, cell in zip(titles, cells, strict=True) if title in COLUMNS and cell}
         assert checked == {title: COLUMNS[title](record) for title in checked}, line
         found += [title for title in checked if "minutes" not in title]
@@ -203,16 +202,31 @@ def test_persfls_tables_are_those_of_their_records():
             assert cell == want[: len(cell)], (folder, name)
 
 
-def test_the_table_of_all_methods_is_that_of_its_record():
-    rows = json.loads((HERE / "results" / "compare.json").read_text())["rows"]
-    assert {row["method"].split()[0] for row in rows} == set(compare.METHODS)
-    assert "\n".join(compare.lines(rows)) in pages()
+def test_the_tables_of_comparisons_are_those_of_their_records():
+    """results/compare*/compare.md has the table of the records beside it, and docs/compare.md has it, too."""
+    pages = sorted(HERE.glob("results/compare*/compare.md"))
+    assert pages
+    for page in pages:
+        records = {}
+        for path in sorted(page.parent.glob("*/*/result.json")):
+            records.setdefault(path.parent.parent.name, []).append(json.loads(path.read_text()))
+        assert len({(r["data"]["fingerprint"], r["split"]["fingerprint"]) for runs in records.values() for r in runs}) == 1
+        wanted = "\n".join(compare.lines(compare.table(records)))
+        assert wanted in page.read_text() and wanted in (HERE / "docs" / "compare.md").read_text()
 
 
-@pytest.mark.parametrize("name", compare.METHODS)
-def test_the_commands_of_the_comparison_parse(name, monkeypatch):
-    file, *own = compare.METHODS[name].split()
-    test_commands_in_the_text_parse(file, " ".join([*own, compare.SAME, compare.MORE.get(name, "")]), monkeypatch)
+def test_the_page_on_extending_has_the_files_that_it_shows():
+    page = (HERE / "docs" / "extend.md").read_text()
+    for name in ("docs/lastlayer.py", "tests/test_lastlayer.py"):
+        assert textwrap.indent((HERE / name).read_text().strip("\n"), "    ") in page, name
+
+
+def test_what_methods_have_of_their_own_is_told():
+    """docs/compare.md has a row for each of compare.OWN, with its reason and its settings for the defaults."""
+    page = (HERE / "docs" / "compare.md").read_text()
+    shared = compare.arguments(["--methods", "all"])[1]
+    for name, (settings, why) in compare.OWN.items():
+        assert f"| {name} | `{' '.join(compare.flags(settings(shared)))}` | {why} |" in page, name
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -27,6 +27,7 @@ SOME = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--client-val", 
 COMMANDS = {  # an algorithm joins by a line
     "fedavg": ["fedavg", *SOME],
     "fedavg, one client": ["fedavg", *SOME, "--fraction", "0.1"],  # one of the processes has nobody to train
+    "fedavg, target": ["fedavg", *SOME, "--target", "0.01"],  # stops after the first round of two
     "fedavgm": ["fedavgm", *SOME, "--model", "cnn", "--transform", "scale"],
     "superfed, model": ["superfed", *SOME, "--mix", "model", "--unseen", "1"],
     "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
@@ -143,3 +144,13 @@ def test_more_processes_than_clients_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         common.Federation(common.parse(common.parser("test"), {}, QUICK))
     assert "9 processes for 8 clients" in capsys.readouterr().err
+
+
+def test_the_process_that_says_why_ends_before_the_others(monkeypatch, capsys):
+    """torchrun ends all processes when one has ended."""
+    monkeypatch.setenv("RANK", "1")
+    waits = []
+    monkeypatch.setattr(engine.time, "sleep", waits.append)
+    with pytest.raises(SystemExit):
+        engine.refuse("no")
+    assert waits and waits[0] >= 5 and not capsys.readouterr().err

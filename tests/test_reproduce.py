@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 from conftest import refused
 
@@ -62,6 +63,11 @@ persfl-6 | User 6, CIFAR-10 DS-2 PersFL-GD = 57.9; Avg, MNIST DS-1 PersFL-GD = 9
 persfl-6 | User 9, MNIST DS-3 PersFL-GD = 99.8
 persfl-7 | pFedMe, CIFAR-10 DS-2 = 1000; FedAvg, CIFAR-10 DS-3 = 100; PersFL, MNIST DS-2 = 25
 persfl-7 | Per-FedAvg, CIFAR-10 DS-3 = 1000
+fedavg-1 | 2NN C=0.0, IID B=inf = 1455; 2NN C=0.1, IID B=10 = 87; 2NN C=0.2, non-IID B=inf = 1528; 2NN C=1.0, non-IID B=10 = 380
+fedavg-1 | CNN C=0.5, IID B=inf = 164; CNN C=0.0, non-IID B=10 = 956; CNN C=1.0, IID B=10 = 16; 2NN C=0.5, IID B=10 = 75
+fedavg-2 | FedSGD E=1 B=inf, IID = 626; FedAvg E=5 B=10, IID = 20; FedAvg E=5 B=10, non-IID = 229; FedAvg E=20 B=inf, non-IID = 672
+fedavg-2 | FedAvg E=1 B=50, IID = 65
+fedavg-3 | FedSGD, 0.8 = 3750; FedAvg, 0.8 = 280; FedAvg, 0.85 = 2000; FedSGD, 0.82 = 6600
 """
 
 
@@ -125,6 +131,21 @@ def test_commands_say_what_their_cells_are():
     commands, _ = reproduce.TABLES["fedavgm-figure-5"].cell("FedAvgM E=5 C=0.1", "alpha=0.05")
     for args in map(reproduce.arguments, commands):
         assert (args["alpha"], args["epochs"], args["fraction"], args["rounds"]) == (0.05, 5, 0.1, 10_000) and args["beta"] > 0
+    for table, row, column, want in (
+            ("fedavg-1", "2NN C=0.0", "non-IID B=inf", ("2nn", "shards", 0, 1, 0, 1, 1, [0.97], 8556)),
+            ("fedavg-1", "CNN C=0.5", "IID B=10", ("mnistcnn", "iid", 0.5, 5, 10, 1, 1, [0.99], 36)),
+            ("fedavg-2", "FedAvg E=20 B=50", "non-IID", ("mnistcnn", "shards", 0.1, 20, 50, 1, 1, [0.99], 852)),
+            ("fedavg-3", "FedSGD", "0.82", ("tfcnn", "iid", 0.1, 1, 0, 0.9934, 1, [0.8, 0.82], 6600)),
+            ("fedavg-3", "FedAvg", "0.85", ("tfcnn", "iid", 0.1, 5, 50, 0.99, 1, [0.8, 0.82, 0.85], 2000))):
+        commands, measure = reproduce.TABLES[table].cell(row, column)
+        rates = [args["lr"] for args in map(reproduce.arguments, commands)]
+        assert np.diff(np.log10(rates)) == pytest.approx([1 / 3, 1 / 3], abs=0.003)  # the paper's grid
+        for args in map(reproduce.arguments, commands):
+            assert want == tuple(args[name] for name in "model split fraction epochs batch_size lr_decay".split()) + (
+                1 - args["momentum"], args["target"], args["rounds"])
+            assert args["clients"] == 100 and args["client_test"] == 0 and float(measure.removeprefix("rounds_to/")) in args["target"]
+    both = [reproduce.TABLES[name].cell(*cell)[0] for name, cell in (("fedavg-1", ("CNN C=0.1", "IID B=10")), ("fedavg-2", ("FedAvg E=5 B=10", "IID")))]
+    assert both[0] == both[1]  # one setting in two tables
 
 
 def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
@@ -351,6 +372,30 @@ def test_how_many_settings_the_best_is_of_is_said(small):
     assert "| User 0 | 40 / 50.50 ± 0.71 (2) [2 of 3 settings tried] |" in page(small)  # and no verdict on a user
 
 
+def test_rounds_to_a_target_are_shown_with_their_speed_up(small):
+    """The fewest rounds count. A run that reached its target is not short; one that did not is said not to have."""
+    def record(command, rounds_to, rounds):
+        path = small / "results" / reproduce.place(command) / "0"
+        path.mkdir(parents=True)
+        rows = [{"round": t + 1, "seconds": 6.0, "top1": 0.5} for t in range(rounds)]
+        sources = {name: hashlib.sha256((small / name).read_bytes()).hexdigest() for name in ("stand_in.py", *reproduce.SHARED)}
+        (path / "result.json").write_text(json.dumps({
+            "status": "finished", "args": {"lr": 0.5 if "0.5" in command else 0.1, "seed": 0, "split_seed": 0}, "rounds": rows, "final": {},
+            "environment": {"device": "a device", "sources": sources}, "bytes_up": 0, "bytes_down": 0, "rounds_to": {"0.9": rounds_to}}))
+
+    reproduce.TABLES.pop("t-1")
+    reproduce.TABLES["t-2"] = table("t-2", "Rounds", "rounds", "slow | 90\nfast | 30\nnever | 40", lambda row, column: (
+        [f"stand_in.py --{row}", f"stand_in.py --{row} --lr 0.5"], "rounds_to/0.9"), 1, base=lambda row, column: ("slow", column))
+    fresh()
+    for command, rounds_to, rounds in (("--slow", 8.25, 9), ("--slow --lr 0.5", None, 10), ("--fast --lr 0.5", 2.75, 3), ("--fast", 5.5, 6), ("--never", None, 10)):
+        record(f"stand_in.py {command}", rounds_to, rounds)
+    text = page(small)
+    assert "| slow | 90 / 8.2 (1) [2 of 2 settings tried]; 1.0x / 1.0x |" in text
+    assert "| fast | 30 / 2.8 (1) [2 of 2 settings tried]; 3.0x / 3.0x |" in text
+    assert "| never | 40 / not reached [1 of 2 settings tried] |" in text
+    assert reproduce.counts("t-2") == (3, 3, 0, 0)
+
+
 def test_folders_of_two_machines_are_merged_by_copying(small):
     go("--only t-1/stand_in-lr-0.5")
     shutil.move(small / "results", small / "other")
@@ -493,6 +538,7 @@ def test_committed_records_were_made_by_the_commits_that_they_name():
             assert all("/" not in name for name in environment["sources"])  # not of tables/
     assert made
     for commit, name, digest in made:
+        name = {"lastlayer.py": "docs/lastlayer.py"}.get(name, name)  # the method that docs/extend.md shows
         file = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, check=True).stdout
         assert hashlib.sha256(file).hexdigest() == digest, (commit, name)
 

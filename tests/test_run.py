@@ -21,8 +21,10 @@ import baselines
 import common
 import fedavg
 import fedavgm
+import persfl
 import psinet
 import records
+import superfed
 from conftest import QUICK, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -67,6 +69,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(module, more, tmp
     parts, resumed = run(module, [*argv, "--resume", "--parallel", "3"], tmp_path / "parts")
     assert set(state) == set(resumed) and all(torch.equal(state[name], resumed[name]) for name in state)
     assert same(whole, parts)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedma"])
+def test_a_finished_run_goes_on_with_more_rounds(method, tmp_path):
+    """2 rounds and then 2 more give the bits of 4. The second round, as the last of 2, was evaluated."""
+    module, own = (fedavg, []) if method == "fedavg" else (baselines, ["--method", method])
+    argv = [*QUICK, *own, "--eval-every", "4"]
+    whole, state = run(module, [*argv, "--rounds", "4"], tmp_path / "whole")
+    run(module, [*argv, "--rounds", "2"], tmp_path / "parts")
+    parts, longer = run(module, [*argv, "--rounds", "4", "--resume"], tmp_path / "parts")
+    assert set(state) == set(longer) and all(torch.equal(state[name], longer[name]) for name in state)
+    assert parts["args"]["rounds"] == 4 and parts["status"] == "finished"
+    for name in ("global", "personal"):
+        assert parts["rounds"][1].pop(name)
+    assert same(whole, {**parts, "best": whole["best"]})
+
+
+@pytest.mark.parametrize("module, own, why", [
+    (superfed, [], "Phase II begins at L*R"), (persfl, ["--fraction", "1", "--client-val", "0.2"], "Stage 2 follows the last round"),
+    (baselines, ["--method", "fedavg-ft"], "clients fine-tune after the last round"), (baselines, ["--method", "fedspa"], "the masks' pace")])
+def test_more_rounds_are_refused_where_their_number_matters(module, own, why, tmp_path, capsys):
+    argv = [*QUICK, *own, "--limit", "160", "--client-test", "0.2", "--rounds", "1", "--out", str(tmp_path)]
+    module.main(argv)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        module.main([*argv, "--rounds", "2", "--resume"])
+    error = capsys.readouterr().err
+    assert f"belongs to --rounds 1, this run has 2: {why}" in error and error.count("\n") == 1
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
@@ -116,7 +146,7 @@ def test_an_earlier_record_is_kept(tmp_path):
 
 @pytest.mark.parametrize("more, words", [
     (["--lr", "0.02"], "belongs to --lr 0.01, this run has 0.02"),
-    (["--rounds", "3"], "belongs to --rounds 2, this run has 3"),
+    (["--rounds", "1"], "belongs to --rounds 2, this run has 1"),
     (["--batch-size", "10"], "belongs to --batch-size 20, this run has 10"),
     (["--seed", "1"], "belongs to --seed 0, this run has 1"),
 ])
@@ -385,11 +415,48 @@ def test_the_readmes_lines_load_a_trained_model(tmp_path):
     assert right.mean() == pytest.approx(record["final"]["global"]["top1"])
 
 
-def test_the_readmes_own_model_trains(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(common, "MODELS", dict(common.MODELS))
-    exec(readme_lines("import common, fedavg, torch.nn.functional as F").replace('"shapes"', '"shapes", *quick'), {"quick": QUICK[2:]})
-    assert json.loads((tmp_path / "runs/mine/result.json").read_text())["args"]["model"] == "mine"
+def test_the_pages_own_model_trains(tmp_path):
+    """In every kind of file; the record names the model and the file."""
+    (tmp_path / "mymodels.py").write_text(readme_lines("import torch.nn.functional as F"))
+    model = f"{tmp_path}/mymodels.py:mine"
+    for module, more in ((fedavg, []), (psinet, ["--depth", "conv1"]), (baselines, ["--method", "fedper"])):
+        record, _ = run(module, [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1", "--model", model, *more],
+                        tmp_path / module.__name__)
+        assert record["args"]["model"] == model and "mymodels.py" in record["environment"]["sources"]
+
+
+OTHERS_MODELS = """
+import torch, torch.nn.functional as F
+norm, linear = torch.nn.BatchNorm2d(3, affine=False), torch.nn.Linear(12, 12)
+module = torch.nn.Sequential(linear)
+def end(m, x): return m.linear("fc", x.flatten(1), 3)
+def dropout(m, x, classes): return end(m, F.dropout(x, 0.1))
+def noise(m, x, classes): return end(m, x + 0.1 * torch.randn_like(x))
+def batchnorm(m, x, classes): return end(m, norm(m.conv("conv", x, 3, 1)))
+def functional(m, x, classes): return end(m, F.batch_norm(m.conv("conv", x, 3, 1), None, None, training=True))
+def inside(m, x, classes): return end(m, linear(x.flatten(1).repeat(1, 3)))
+def few(m, x, classes): return end(m, x)[:, :2]
+def typo(m, x, classes): return m.dense("fc", x.flatten(1), 3)
+def two(m, x): return end(m, x)
+"""
+
+
+@pytest.mark.parametrize("model, words", [
+    ("dropout", "two calls on one batch differ"), ("noise", "two calls on one batch differ"),
+    ("batchnorm", "depend on the others in its batch"), ("functional", "depend on the others in its batch"),
+    ("inside", "all weights must come from m"), ("module", "an nn.Module"), ("few", "the shape (8, 2)"), ("norm", "an nn.Module"),
+    ("typo", "has no attribute 'dense'"), ("two", "two() takes 2 positional arguments"), ("nosuch", "has no function nosuch"),
+])
+def test_models_that_are_not_functions_of_their_weights_are_refused(model, words, toy, tmp_path, capsys):
+    (tmp_path / "others.py").write_text(OTHERS_MODELS)
+    argv = ["--dataset", toy, "--clients", "4", "--split", "iid", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    refused(capsys, words, fedavg.main, [*argv, "--model", f"{tmp_path}/others.py:{model}"])
+
+
+@pytest.mark.parametrize("model, words", [("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "cnn is no .py file"),
+                                          ("cnnn", "--model cnnn is unknown")])
+def test_models_that_are_not_there_are_refused(model, words, capsys):
+    refused(capsys, words, fedavg.main, [*QUICK, "--model", model])
 
 
 def test_the_readmes_lines_draw_two_methods(tmp_path, monkeypatch):

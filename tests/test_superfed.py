@@ -256,12 +256,12 @@ def test_phases_and_learning_rate(version, phases, decay, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("L, R, first, official", [
     (0.4, 200, 80, 79), (0.8, 200, 160, 159), (0.5, 5, 3, 1), (0.29, 100, 29, 27), (0, 5, 0, 0), (1, 5, 5, 4)])
-def test_the_first_round_of_phase_two(L, R, first, official, capsys):
+def test_the_first_round_of_phase_two(L, R, first, official):
     """ceil(L*R), from 0; officially int(L*R) - 1, and in float64 int(.29 * 100) is 28. With L = 1 the official last round is in Phase II."""
     for version, expected in (("paper", first), ("official", official)):
-        assert superfed.first_round_of_phase_two(SimpleNamespace(as_=version, start=L, rounds=R)) == expected
-        words = f"begins with round {expected + 1}" if expected < R else "no Phase II"
-        assert capsys.readouterr().out.strip().endswith(words)
+        fed = SimpleNamespace(args=SimpleNamespace(as_=version, start=L, rounds=R), notes=[])
+        assert superfed.first_round_of_phase_two(fed) == expected
+        assert fed.notes[0].endswith(f"begins with round {expected + 1}" if expected < R else "no Phase II")
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -366,9 +366,12 @@ def test_each_choice_of_lambda(share, part, monkeypatch):
     clients = Clients()
     clients.net = net
     found = superfed.measure_mixtures(clients, [0, 1], torch.zeros(3), lambda S: torch.ones(len(S), 3))
-    assert found["personal"] == {"lambda": 0.2, f"{part}_mean": 0.2, f"{part}_loss": 0.5, "mean": 0.1, "std": 0.2, "loss": 9.0,
-                                 "per_client": [0.2]}
-    assert found[f"personal@{part}-accuracy"]["lambda"] == 0.3 and found[f"personal@{part}-accuracy"][f"{part}_mean"] == 0.9
+    by_loss = {"lambda": 0.2, f"{part}_mean": 0.2, f"{part}_loss": 0.5, "mean": 0.1, "std": 0.2, "loss": 9.0}
+    by_accuracy = {"lambda": 0.3, f"{part}_mean": 0.9, f"{part}_loss": 2.0, "mean": 0.1, "std": 0.3, "loss": 9.0}
+    if part == "train":  # saturated accuracies decide nothing
+        assert found["personal"] == {**by_loss, "per_client": [0.2]} and found["personal@train-accuracy"] == by_accuracy
+    else:
+        assert found["personal"] == {**by_accuracy, "per_client": [0.3]} and found["personal@val-loss"] == by_loss
     assert found["personal@test"]["lambda"] == 0.6 and found["personal@test"]["mean"] == 0.8
     assert found["personal@lambda=0.5"]["std"] == 0.5 and found["personal@lambda=0"]["mean"] == 0.1
     assert [at["lambda"] for at in found["lambdas"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
@@ -409,26 +412,26 @@ def test_the_end_points_of_the_grid_are_the_two_models(version, tmp_path):
 
 
 def test_plots(tmp_path, monkeypatch):
-    """lambdas.png: 11 points with bars. phases.png: the line at the start of Phase II, and none without one."""
+    """lambdas.png: 11 points with bars. curves.png: the line at the start of Phase II, and none without one."""
     from matplotlib import pyplot
 
     figures, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", lambda figure: (figures.append(figure), close(figure)))
     run(superfed, [*SMALL, "--plot", "--eval-every", "1"], tmp_path / "a")
-    lambdas, phases = figures[-2:]
+    phases, lambdas = figures[-2:]
     record = json.loads((tmp_path / "a" / "result.json").read_text())
     x, y = lambdas.axes[0].containers[0].lines[0].get_data()
     assert np.allclose(x, np.arange(11) / 10) and np.allclose(y, [at["mean"] for at in record["final"]["lambdas"]])
-    assert "shapes" in lambdas.axes[0].get_title() and "$w^f$" in lambdas.axes[0].get_xlabel()
+    assert "shapes" in lambdas.get_suptitle() and "$w^f$" in lambdas.axes[0].get_xlabel()
     std = np.array([at["std"] for at in record["final"]["lambdas"]])
     bars = np.array(lambdas.axes[0].containers[0].lines[2][0].get_segments())[:, :, 1]  # cut where an accuracy would leave [0, 1]
     assert (y < std).any() and np.allclose(bars, np.stack([(y - std).clip(min=0), (y + std).clip(max=1)], 1))
     for axis, key in zip(phases.axes, ("top1", "loss")):
-        curve, start = axis.lines
+        curve, _, start = axis.lines  # global, personal
         assert np.allclose(curve.get_ydata(), [row["global"][key] for row in record["rounds"]])
         assert list(start.get_xdata()) == [2.5, 2.5]  # rounds 1 and 2 are Phase I
     run(superfed, [*SMALL, "--plot", "--start", "1"], tmp_path / "b")
-    assert all(len(axis.lines) == 1 for axis in figures[-1].axes) and (tmp_path / "b" / "phases.png").exists()
+    assert all(len(axis.lines) == 2 for axis in figures[-1].axes) and (tmp_path / "b" / "curves.svg").exists()
     assert not (tmp_path / "b" / "lambdas.png").exists()
 
 

@@ -170,7 +170,7 @@ def compare_baselines(load, line):
     def run_of(*flags, sizes=EQUAL, module=baselines):
         return check.ours(module, [*FLAGS, *flags], check.small_data(sizes))
 
-    run = run_of(*DECAY, module=fedavg)
+    run = run_of(*DECAY, "--client-test", "0.2", module=fedavg)
     line(
         "FedAvg: w",
         run,

@@ -1,0 +1,382 @@
+"""Methods side by side, on the same split, model, initial weights, sampled clients, rounds, epochs, minibatches and rate.
+
+    python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/mine
+    python compare.py --methods all --jobs 2                        (make compare: the embedded images)
+    python compare.py --methods fedavg,fedprox --set fedprox.mu=0.1 --dataset cifar10 --split dirichlet --alpha 0.3
+
+A method is a name (see --methods), or a file of your own with main(argv): docs/extend.md. Every seed of every method is a run,
+in the folder OUT/METHOD/SEED. A run that is finished is not trained again. A run that was interrupted goes on. A run whose
+source files have changed since then is trained anew, and its record stays as result.previous.json.
+
+OUT then has the table as compare.md and compare.csv, and two figures as .png and .svg: the learning curves, and the clients'
+accuracies.
+"""
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+import baselines
+import common
+from records import FREE
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+# What all methods share, where the command line does not say otherwise. All other flags of the groups "data" and "training" of
+# `python fedavg.py --help` are shared, too, with the defaults that stand there.
+SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
+              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.03, lr_decay=0.95, momentum=0.9,
+              eval_every=3)
+
+METHODS = {"fedavg": "fedavg.py", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
+           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py",
+           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
+
+
+def plain(shared):
+    """SGD without momentum, with a rate between eta and what momentum comes to in the long run, eta/(1 - momentum)."""
+    return {"momentum": 0, "lr": round(shared.lr * (5 / 3 if shared.momentum else 1), 6)}
+
+
+def everybody(shared):
+    """All clients in fewer rounds, so that as many clients are trained in all."""
+    rounds, every = (max(1, round(number * shared.fraction)) for number in (shared.rounds, shared.eval_every))
+    return {"fraction": 1, "rounds": rounds, "eval_every": every}
+
+
+# What a method has of its own although the others share it: the settings, and why.
+OWN = {
+    **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "feddyn", "per-fedavg")},
+    "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
+    "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
+               "theta_lr is the rate of SGD here; lr = 1/lambda moves w_k to theta_k"),
+    "persfl": (everybody, "all clients take part in every round; distillation comes on top, in the last one"),
+}
+RATES = ("lr", "momentum")  # what --set may change although it is shared
+
+
+class Method(NamedTuple):
+    name: str
+    file: pathlib.Path
+    argv: list  # its flags but --seed and --out
+    args: dict  # what the file makes of them
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is to be trained. All that is wrong with the command line is refused here.
+
+
+def arguments(argv):
+    """This file's own arguments, and the shared settings."""
+    p = common.Parser(description=__doc__.partition("\n\n")[0], allow_abbrev=False,
+                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED))}. These are flags, as are the "
+                             "others of the groups data, training and running in python fedavg.py --help.")
+    p.add_argument("--methods", required=True, metavar="A,B,...",
+                   help=f"all, or some of {', '.join(METHODS)}, or files of your own (docs/extend.md)")
+    p.add_argument("--seeds", type=common.positive_int, default=3, help="how many: 0, 1, 2, ... (default: 3); the split is one")
+    p.add_argument("--set", action="append", default=[], metavar="METHOD.PARAMETER=VALUE", help="as fedprox.mu=0.1")
+    p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each")
+    p.add_argument("--out", default="runs/compare", help="folder of all that is written (default: runs/compare)")
+    args, rest = p.parse_known_args(argv)
+    for word in rest:
+        if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
+            p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and figures are drawn")
+    return args, common.parse(common.parser(__doc__, **SHARED), {}, rest)
+
+
+def flags(settings):
+    """{"batch_size": 20, "augment_once": True, "limit": None} -> ["--batch-size=20", "--augment-once"]"""
+    named = {name.replace("_", "-"): value for name, value in settings.items() if value is not None and value is not False}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in named.items()]
+
+
+def parsed(main, argv, what):
+    """What a file makes of its flags; its refusal becomes ours."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            args = common.arguments_of(main, argv)
+        except SystemExit:
+            args = None
+    if args is None:
+        common.refuse(f"{what}: {said.getvalue().partition('error: ')[2].strip() or 'no common.Federation(args) in its main'}")
+    return args
+
+
+def plan(args, shared):
+    """The Methods that --methods and --set name."""
+    names = METHODS if args.methods == "all" else list(filter(None, args.methods.split(",")))
+    found, own = {}, [word.partition(".")[::2] for word in args.set]
+    found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
+    settings = {name: value for name, value in vars(shared).items()
+                if name not in ("seed", "out", "resume", "plot", *found_by_split)}
+    if not names:
+        common.refuse("--methods is empty")
+    for name in names:
+        if name in METHODS:
+            file, *words = METHODS[name].split()
+            file = HERE / file
+        elif name.endswith(".py"):
+            file, words, name = pathlib.Path(name).resolve(), [], pathlib.Path(name).stem
+        else:
+            common.refuse(f"--methods: there is no method {name}; use all, a file.py, or some of {', '.join(METHODS)}")
+        if name in found or name in METHODS and file.parent != HERE:
+            common.refuse(f"--methods: two methods are called {name}, one of them {file}")
+        main = getattr(common.load_file(file), "main", None)
+        if not callable(main):
+            common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
+        wanted = settings | (OWN[name][0](shared) if name in OWN else {})
+        mine = [word for method, word in own if method == name]
+        for word in mine:
+            refuse_foreign(name, word, words, settings)
+        argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
+        made = parsed(main, argv[: len(argv) - len(mine)], f"--methods: {name}")
+        for key in settings:
+            if made[key] != wanted[key]:
+                flag = f"--{key.replace('_', '-')} {wanted[key]}"
+                common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
+        found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}"))
+    for method, word in own:
+        if not word:
+            common.refuse(f"--set {method}: there is no parameter; say METHOD.PARAMETER=VALUE")
+        if method not in found:
+            common.refuse(f"--set {method}.{word}: --methods has no {method}")
+    return list(found.values())
+
+
+def refuse_foreign(name, word, words, settings):
+    """Refuses --set NAME.WORD if the parameter is not the method's own; words: the flags that make the method."""
+    key = word.partition("=")[0]
+    if f"--{key}" in words:
+        common.refuse(f"--set {name}.{word}: {key} is what makes the method {name}")
+    if key.replace("-", "_") in settings and key not in RATES:
+        common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
+    # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
+    about = re.search(rf'"--{key}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
+    if name in baselines.METHODS and about and not re.search(rf"(?<![\w-]){name}(?![\w-])", about.group(1)):
+        common.refuse(f"--set {name}.{word}: {name} has no {key}; it is for {about.group(1).partition(':')[0]}")
+
+
+def check_folder(out):
+    """Refuses to write among this repository's own files, but under results/."""
+    inside = [out.resolve(), *out.resolve().parents]
+    if HERE in inside and HERE / "results" not in inside:
+        if subprocess.run(["git", "-C", HERE, "ls-files", "--", inside[0]], capture_output=True).stdout:
+            common.refuse(f"--out {out} holds files of this repository; use another folder, or results or one below it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def record(method, folder):
+    """The record that a folder has of a method, or None. Refuses one of other settings."""
+    try:
+        found = json.loads((folder / "result.json").read_text())
+        then, _, _ = found["args"], found["status"], found["environment"]["sources"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); move it elsewhere")
+    for name, value in method.args.items():
+        if name not in (*FREE, "seed", "device") and then.get(name) != value:
+            flag = "--" + name.strip("_").replace("_", "-")
+            common.refuse(f"{folder} has a record with {flag} {then.get(name)}, now it is {value}; use another --out")
+    return found
+
+
+def changed(method, record):
+    """The source files of a record that are not as they were."""
+    elsewhere = {path.name: path for path in (method.file, pathlib.Path(method.args["model"].rpartition(":")[0]))}
+    files = {name: elsewhere.get(name, HERE / name) for name in record["environment"]["sources"]}
+    return [name for name, digest in record["environment"]["sources"].items()
+            if not files[name].exists() or hashlib.sha256(files[name].read_bytes()).hexdigest() != digest]
+
+
+def train(argv, jobs, children):
+    """A run in a process of its own: its exit code and the last line of what it complained of."""
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    one = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
+    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * (jobs > 1)], stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **one})
+    children.append(child)
+    said = child.communicate()[1].strip().splitlines() or [f"exit code {child.returncode}"]
+    return child.returncode, said[-1].rpartition("error: ")[2]
+
+
+def stop(number, _):
+    print("stopped; the same command goes on from here", file=sys.stderr)
+    sys.exit(128 + number)
+
+
+def train_all(methods, args):
+    """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
+    todo, children = {}, []
+    places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
+              for seed in range(args.seeds) for method in methods}
+    for (name, seed), (method, folder) in places.items():
+        found = record(method, folder)
+        stale = found and changed(method, found)
+        if stale:
+            print(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record becomes result.previous.json")
+        if stale or not found or found["status"] not in ("finished", "diverged"):
+            argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
+            todo[name, seed] = argv + ["--resume"] * (not stale)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            runs = {pool.submit(train, argv, args.jobs, children): run for run, argv in todo.items()}
+            for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
+                (name, seed), (code, said) = runs[done], done.result()
+                if code not in (0, 3):  # 3: diverged, which is a result
+                    command = "" if code == 2 else f" (python {shlex.join(todo[name, seed])})"
+                    common.refuse(f"{name}, seed {seed}: {said}{command}")
+                tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.terminate()
+            raise
+    return {method.name: [record(*places[method.name, seed]) for seed in range(args.seeds)] for method in methods}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table and the figures
+
+MEASURES = {  # title: of a finished run's record
+    "global": lambda r: r["final"].get("global", {}).get("top1"), "personal": lambda r: r["final"]["personal"]["mean"],
+    "worst tenth": lambda r: r["final"]["personal"]["worst_decile"],
+    "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6, "s a round": lambda r: r["seconds_per_round"],
+}
+STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.") for i in range(7)]  # 7: of common.drawing
+
+
+def table(records):
+    """A row for each method, the best personal models first: name, seeds, diverged, and of each measure (mean, std) or None."""
+    rows = []
+    for name, runs in records.items():
+        finished = [r for r in runs if not r["diverged"]]
+        row = {"method": name, "seeds": len(runs), "diverged": len(runs) - len(finished)}
+        for title, measure in MEASURES.items():
+            values = [value for value in map(measure, finished) if value is not None]
+            std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+            row[title] = (float(np.mean(values)), std) if values else None
+        rows.append(row)
+    return sorted(rows, key=lambda row: -(row["personal"] or (-1,))[0])
+
+
+def lines(rows):
+    """The table in Markdown."""
+    yield "| method | global | personal | worst tenth | MB sent | s a round |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        cells = [row["method"] + f" ({row['diverged']} of {row['seeds']} diverged)" * (row["diverged"] > 0)]
+        for title in MEASURES:
+            mean, std = row[title] or (None, None)
+            digits = {"MB sent": 1, "s a round": 2}.get(title, 3)
+            spread = f" ± {std:.3f}" if std is not None and digits == 3 else ""
+            cells.append("" if mean is None else f"{mean:.{digits}f}{spread}")
+        yield f"| {' | '.join(cells)} |"
+
+
+def write_table(rows, records, shared, args, out):
+    """compare.md and compare.csv."""
+    some = next(iter(records.values()))[0]
+    settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, "seed", "device")}
+    notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
+    own = [f"- `--set {word}`" for word in args.set]
+    text = f"""# {len(records)} methods on {some['data']['name']}
+
+Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
+
+After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the server's model, on the
+central test images. Personal: each client's model, on the client's own test images; mean over clients. Worst tenth: mean over
+the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds. s a round: seconds of
+training on {some['environment']['device']}.
+
+"""
+    text += "\n".join(lines(rows)) + "\n\n"
+    if notes or own:
+        text += "What is not shared:\n\n" + "\n".join([*notes, *own]) + "\n\n"
+    text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
+    (out / "compare.md").write_text(text, encoding="utf-8")
+    with open(out / "compare.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        titles = [title.replace(" ", "_") for title in MEASURES]
+        writer.writerow(["method", "seeds", "diverged", *(f"{title}_{what}" for title in titles for what in ("mean", "std"))])
+        for row in rows:
+            cells = itertools.chain.from_iterable(row[title] or ("", "") for title in MEASURES)
+            writer.writerow([row["method"], row["seeds"], row["diverged"], *("" if cell is None else cell for cell in cells)])
+
+
+def curve(runs, part, key):
+    """Rounds [n], mean and std over the finished runs [n] of a measure; n is 0 where there is none."""
+    runs = [[row for row in r["rounds"] if part in row] for r in runs if not r["diverged"]]
+    y = np.array([[row[part][key] for row in rows] for rows in runs])
+    return np.array([row["round"] for row in runs[0]]), y.mean(0), y.std(0, ddof=min(1, len(y) - 1))
+
+
+def draw(rows, records, shared, out):
+    """curves.png and clients.png, and both as .svg."""
+    rows = [row for row in rows if row["personal"]]
+    some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
+    title = f"{common.setting(some)}, {rows[0]['seeds']} seed{'s' * (rows[0]['seeds'] > 1)}"
+    parts = (("global", "top1", "accuracy of the server's model"), ("personal", "mean", "mean accuracy of the clients' models"))
+    with common.drawing(out / "curves.png", 1, 2, (11, 5.5), f"{title}: mean and standard deviation over the seeds") as axes:
+        for axis, (part, key, label) in zip(axes, parts):
+            for name, style in zip(names, itertools.cycle(STYLES)):
+                x, mean, std = curve(records[name], part, key)
+                x = x * records[name][0]["args"]["fraction"] / shared.fraction  # persfl's rounds have more clients
+                axis.plot(x, mean, label=name, **style)
+                band = (mean - std).clip(0), (mean + std).clip(max=1)
+                axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
+            axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
+    with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
+        finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
+        axis.boxplot([np.concatenate([r["final"]["personal"]["per_client"] for r in runs]) for runs in finished],
+                     orientation="horizontal", patch_artist=True, flierprops={"markersize": 2},
+                     boxprops={"facecolor": "C5"}, medianprops={"color": "black"})
+        axis.set_yticks(range(1, len(names) + 1), names[::-1])
+        seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
+        axis.plot(*zip(*seen, (None, None)), "D", color="C1", label="the server's model, on the central test images")
+        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds", xlim=(0, 1))
+
+
+def main(argv=None):
+    args, shared = arguments(argv)
+    out = pathlib.Path(args.out)
+    methods = plan(args, shared)
+    check_folder(out)
+    records = train_all(methods, args)
+    splits = {(r["data"]["fingerprint"], r["split"]["fingerprint"]): f"{name}, seed {seed}"
+              for name, runs in records.items() for seed, r in enumerate(runs)}
+    if len(splits) > 1:
+        one, other = list(splits.values())[:2]
+        common.refuse(f"{one} and {other} do not have the same images or split: they can't be compared")
+    rows = table(records)
+    write_table(rows, records, shared, args, out)
+    if any(row["personal"] for row in rows):
+        draw(rows, records, shared, out)
+    print("\n".join(lines(rows)))
+    print(f"table   {out}/compare.md, {out}/compare.csv")
+
+
+if __name__ == "__main__":
+    main()

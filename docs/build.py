@@ -1,0 +1,365 @@
+"""Writes the pages docs/*.html: the papers' pseudocode beside the code that carries it out. `make docs` calls it.
+
+Pseudocode and choices are from the docstrings, code from the files, the text below from docs/NAME.md, the tables from
+results/NAME.md. A page is one file: docs/page.css and docs/page.js are copied into it. tests/test_docs.py compares the
+committed pages with what this script makes.
+"""
+
+import ast
+import functools
+import html
+import pathlib
+import re
+
+from markdown_it import MarkdownIt
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+HERE = pathlib.Path(__file__).resolve().parent.parent
+PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psinet": "Psi-Net", "fedslr": "FedSLR",
+          "persfl": "PersFL", "baselines": "Baselines"}
+TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
+RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
+FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
+    "fedavg": [("superfed-1", "SuPerFed's Table 1: pathological non-IID", TABLES)],
+    "fedslr": [(f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}", RANKS.format(data))
+               for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))],
+    "baselines": [(f"compare/{name}", "All methods on one split of the embedded images", "make compare")
+                  for name in ("curves", "clients")],
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a file says of itself
+
+
+def pseudocode(doc):
+    """[(number, column, text)] of a docstring's numbered lines. None: a title between them. "": the line above goes on."""
+    rows, inside = [], False
+    for line in doc.splitlines():
+        match = re.match(r"( {4,5})([1-9]\d?[a-z]?)(  +)([^\s.\d].*)", line)
+        inside = bool(line.strip()) and (inside or bool(match) or line in ("    Server", "    Structure"))
+        if match:
+            rows.append((match[2], match.start(4), match[4]))
+        elif inside:
+            column = len(line) - len(line.lstrip())
+            rows.append((None if column == 4 else "", column, line.strip()))
+    return rows
+
+
+def choices(doc):
+    """{D1: its one line, ...}"""
+    return {D: " ".join(text.split()) for D, text in re.findall(r"^    (D\d+)  (.*(?:\n {8}\S.*)*)", doc, re.M)}
+
+
+def tags(text):
+    """The lines of the pseudocode that comments cite: l.7, l.7a, l.3-5."""
+    cited = set()
+    for comment in re.findall(r"#(.*)", text):
+        for first, last in re.findall(r"l\.(\d+[a-z]?)(?:-(\d+))?", comment):
+            cited |= set(map(str, range(int(first), int(last) + 1))) if last else {first}
+    return cited
+
+
+def statements(tree):
+    """{line: the lines of its statement}, for statements without others inside."""
+    simple = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    return {n: range(node.lineno, node.end_lineno + 1) for node in simple for n in range(node.lineno, node.end_lineno + 1)}
+
+
+def sections(text, level):
+    """[(title, text)] of the headings of a level of a Markdown text; what is before the first has the title ""."""
+    first, *parts = re.split(rf"^{'#' * level} (.*)\n", text, flags=re.M)
+    return [("", first), *zip(parts[::2], parts[1::2])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mathematics: w^f_{t+1}, lambda, ||w||^2, sum over k in S_t of ... as HTML
+
+GREEK = dict(zip("alpha beta gamma delta eta theta lambda mu nu pi tau omega Omega infinity".split(), "αβγδηθλμνπτωΩ∞"))
+GREEK["dw"] = "Δw"
+SYMBOL = re.compile(rf"(?<![\w.'])(?<![A-Za-z]-)({'|'.join(GREEK)}|cos|[A-Za-z])('{{0,2}})"
+                    r"((?:[_^](?:{[^{}]*}|[*+]|[A-Za-z0-9]+'?))*)(?!\w|-[a-z]{2}|/[a-z]{3}|\.\w)")
+SCRIPT = re.compile(r"([_^])(?:{([^{}]*)}|([*+]|[A-Za-z0-9]+'?))")
+SIGNS = [(r"&lt;([^&]+?), ([^&]+?)&gt;", r"⟨\1, \2⟩"), ("&gt;=", "≥"), ("&lt;=", "≤"), (" -&gt; ", " → "), (r"\.\.\.", "…"),
+         (r"\|\|", "‖"), (r" \* ", " · "), (r"\*", "·"), (" - ", " − "), (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
+         (" ~ ", " ∼ "), (r"(?<=\d) x (?=\d)", " × "), (r"(<i>[a-z]</i>) in (?=<i>[A-Z])", r"\1 ∈ "), (r" \+- ", " ± ")]
+
+
+def scripts(text):
+    """_k and ^f as sub- and superscript, one above the other where there are both."""
+    tag = {"^": "sup", "_": "sub"}
+    parts = [f"<{tag[kind]}>{symbols(a or b).replace('·', '∗')}</{tag[kind]}>" for kind, a, b in sorted(SCRIPT.findall(text))]
+    return f'<span class="ss">{"".join(parts)}</span>' if "^" in text and "_" in text else "".join(parts)
+
+
+def symbol(match):
+    name, primes, after = match.groups()
+    unit = name in "sx" and re.search(r"\d $", match.string[: match.start()])  # 62.6 s, 32 x 32
+    if not primes and not after and (unit or name in ("a", "A", "I", "cos")):
+        return match[0]
+    return (name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>") + "′" * len(primes) + scripts(after)
+
+
+def symbols(text):
+    text = SYMBOL.sub(symbol, text)
+    text = re.sub(r"\^(\([^()]*\))", r"<sup>\1</sup>", text)  # .995^(t+1)
+    text = re.sub(r"(?<=[|)}])((?:[_^](?:{[^{}]*}|[A-Za-z0-9*]+))+)", lambda m: scripts(m[1]), text)
+    for sign, replacement in SIGNS:
+        text = re.sub(sign, replacement, text)
+    return text
+
+
+def mathematics(text):
+    """Plain text as HTML. `code` and --flags stay as they are."""
+    def plain(text):
+        text = re.sub(r"(?:the )?sum over ([^,;:.]{1,30}?) of ", "∑\0\\1\0 ", html.escape(text, quote=False))
+        text = re.sub(r"argmin over (\w) of", "argmin\0\\1\0", text)
+        return "".join(f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part) for i, part in enumerate(text.split("\0")))
+
+    parts = re.split(r"(`[^`]+`|--[a-z][\w-]*(?: [\dN][\w.]*)?)", text)
+    return "".join(f"<code>{html.escape(part.strip('`'))}</code>" if i % 2 else plain(part) for i, part in enumerate(parts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Markdown
+
+
+def slug(title):
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def address(link):
+    """Markdown pages that are HTML pages, too, are linked as these; a heading D6 has the name D6."""
+    link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
+    return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in PAPERS else m[0], link)
+
+
+@functools.cache
+def parser():
+    md = MarkdownIt("commonmark", {"html": True, "xhtmlOut": False}).enable("table")
+    md.add_render_rule("text", lambda _, tokens, i, *__: mathematics(tokens[i].content))
+    md.add_render_rule("table_open", lambda *_: '<div class="wide"><table>')
+    md.add_render_rule("table_close", lambda *_: "</table></div>")
+    return md
+
+
+def markdown(text):
+    def product(match):  # C*K is no emphasis
+        return match[0].replace("*", r"\*") if match[0] == "*" else match[0]
+
+    text = re.sub(r"^(?!    ).*", lambda m: re.sub(r"`[^`]*`|(?<=[\w)])\*(?=[\w(])", product, m[0]), text, flags=re.M)
+    tokens = parser().parse(text)
+    for token, inline in zip(tokens, tokens[1:]):
+        if token.type == "heading_open":
+            token.attrSet("id", slug(inline.content))
+        for child in inline.children or ():
+            if child.type == "link_open":
+                child.attrSet("href", address(child.attrs["href"]))
+    return parser().renderer.render(tokens, parser().options, {})
+
+
+def paragraph(text):
+    return f"<p>{mathematics(' '.join(text.split()))}</p>"
+
+
+def fold(title, body, opened=False):
+    return (f'<details class="fold" id="{slug(title)}"{" open" * opened}><summary>{mathematics(title)}</summary>\n'
+            f"{body}\n</details>")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two columns, and the choices below them
+
+
+def paper_side(doc, key):
+    rows, lines_of, out = pseudocode(doc), {}, []
+    first, label = min(column for number, column, _ in rows if number), None
+    for D, line in choices(doc).items():  # which lines it says it is of: Lines 9 to 22: line 9
+        spans = re.match(r"Lines? ((?:\d+[a-z]?(?: to \d+[a-z]?)?(?:, | and )?)+)", line)
+        for number in re.findall(r"(?<!to )\b\d+[a-z]?", spans[1]) if spans else ():
+            lines_of.setdefault(number, []).append(D)
+    for number, column, text in rows:
+        text, _, note = re.sub(r" {6,}", "\0", text, count=1).partition("\0")
+        words = re.sub(r" {2,}", "&emsp;", mathematics(text))
+        words += f' <span class="eq">{mathematics(note)}</span>' if note else ""
+        if number is None:
+            out.append(f'<div class="part">{words}</div>')
+            continue
+        label = number or label
+        link = f'<a class="n" href="#{key}c{label}" title="to its code">{label}</a>' if number else "<span></span>"
+        words += "".join(f' <a class="d" href="#{key}{D}">{D}</a>' for D in lines_of.get(number, ()))
+        name, depth = f' id="{key}l{label}"' if number else "", max(column - first, 0) / 4
+        out.append(f'<div class="row" data-l="{label}"{name}>{link}<div class="t" style="--in:{depth:g}">{words}</div></div>')
+    return "\n".join(out)
+
+
+@functools.cache
+def coloured(text):
+    return highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
+
+
+def code_side(file, lines, key):
+    """The lines (numbers from 1) of a file, each with the lines of the pseudocode that it carries out."""
+    text = (HERE / file).read_text()
+    source, together, seen, out = text.splitlines(), statements(ast.parse(text)), set(), []
+
+    def to_pseudocode(match):
+        new = sorted(tags("#" + match[0]) - seen, key=lambda number: (int(re.match(r"\d+", number)[0]), number))
+        seen.update(new)
+        anchors = "".join(f'<a id="{key}c{number}"></a>' for number in new)
+        return f'{anchors}<a class="l" href="#{key}l{match[1]}">{match[0]}</a>'
+
+    def comment(match):
+        words = re.sub(r"l\.(\d+[a-z]?)(?:-\d+)?", to_pseudocode, match[0])
+        return re.sub(r"\bD\d+\b", lambda m: f'<a class="d" href="#{key}{m[0]}">{m[0]}</a>', words)
+
+    for before, n in zip([None, *lines], lines):
+        if not source[n - 1].strip() and before and not source[before - 1].strip():
+            continue  # of several empty lines one
+        own = tags(source[n - 1]) or set().union(*(tags(source[i - 1]) for i in together.get(n, ())))
+        body = re.sub(r'^(?: |<span class="w"> *</span>)+', "", coloured(text)[n - 1])
+        body = re.sub(r'<span class="(?:c1|sd)">.*?</span>', comment, body)
+        body = re.sub(r'  (<span class="c1">.*)', r' <span class="tail"> \1</span>', body)
+        labels = f' data-l="{" ".join(sorted(own))}"' if own else "" if body else " data-empty"
+        indent = len(source[n - 1]) - len(source[n - 1].lstrip())
+        out.append(f'<div class="row"{labels}><span class="n">{n}</span><code style="--in:{indent}">{body}</code></div>')
+    return f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n' + "\n".join(out) + "</div>"
+
+
+def listing(file, doc, lines, told, key="", about=""):
+    """The two columns, and below them the choices, whose text told[D] is from the page in Markdown."""
+    full = "\n".join(f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
+                     f"{markdown(told[D])}</details>" for D, line in choices(doc).items())
+    return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n<div class="pseudo">\n{paper_side(doc, key)}\n'
+            f'</div></div>\n{code_side(file, lines, key)}</div>\n'
+            f'<div class="choices"><h3>Choices that change a number</h3>\n{full}\n</div>')
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+HINT = ('<p class="hint">Point at a line: what carries it out is marked on the other side. A click keeps the marks. <b>D1</b>, '
+        "<b>D2</b>, … open a choice in place. Keys: Tab, ↑ ↓, Enter, Esc.</p>")
+
+
+def page(name, title, body):
+    css, js = ((HERE / "docs" / f"page.{kind}").read_text() for kind in ("css", "js"))
+    links = "".join(f'<a href="{key}.html"{" aria-current=page" * (key == name)}>{text}</a>'
+                    for key, text in {"index": "Start", **PAPERS}.items())
+    return ('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+            f"<!-- made by docs/build.py; don't edit -->\n<style>\n{css}</style>\n<nav>{links}</nav>\n<main>\n{body}\n</main>\n"
+            f"<script>\n{js}</script>\n</html>\n")
+
+
+def figures(name):
+    tables, out = HERE / "results" / f"{name}.md", []
+    drawn = re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(), re.M) if tables.exists() else ()
+    for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn), *FIGURES.get(name, ())]:
+        there = [f"../results/{picture}.{kind}" for kind in ("svg", "png") if (HERE / "results" / f"{picture}.{kind}").exists()]
+        out += [f'<figure><img src="{path}" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
+                f"<code>{html.escape(command)}</code></figcaption></figure>" for path in there[:1]]
+    return fold("Figures", "\n".join(out), True) if out else ""
+
+
+def below(name, parts):
+    """What follows the two columns: the sections of docs/NAME.md, the figures and the papers' tables beside ours."""
+    opened = ("What was measured", "What the committed records say", "Exercises")
+    out = [(title, fold(title, markdown(text), title in opened)) for title, text in parts]
+    tables = HERE / "results" / f"{name}.md"
+    if tables.exists():
+        text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", re.sub(r"^!\[.*\n", "", tables.read_text(), flags=re.M))
+        (_, about), *rest = sections(text.replace("](../docs/", "]("), 2)
+        rest = "\n".join(fold(title, markdown(body)) for title, body in rest)
+        out.append(("", fold("Ours beside the paper's: all tables", markdown(about.split("\n", 1)[1]) + rest)))
+    last = [text for title, text in out if title == "Exercises"]
+    return "\n".join([*(text for title, text in out if title != "Exercises"), figures(name), *last])
+
+
+def paper_page(name):
+    text, page_text = (HERE / f"{name}.py").read_text(), (HERE / "docs" / f"{name}.md").read_text()
+    tree, doc = ast.parse(text), text.split('"""', 2)[1]
+    imports = max(node.end_lineno for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+    rule = text[: text.index("\n# -----")].rstrip().count("\n") + 1
+    start = next(n for n in range(imports, rule) if text.splitlines()[n].strip()) + 1
+    told, parts = {}, []
+    for title, part in sections(page_text, 2)[1:]:
+        rest = ""
+        for heading, body in sections(part, 3):
+            if match := re.match(r"(D\d+):", heading):
+                told[match[1]] = body
+            else:
+                rest += (f"### {heading}\n" if heading else "") + body
+        parts.append((title.replace("The choices", "About the choices"), rest))
+    cite, *before = doc.split("\n\n")
+    before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
+    run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>" if block.startswith("    ") else
+                  paragraph(block) for block in before[:-1])
+    rest = fold("Run it, and what to expect", run, True) + below(name, parts)
+    links = [title for title in (parts[0][0], "What was measured", "Figures", "Exercises") if f' id="{slug(title)}"' in rest]
+    links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in links)
+    body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}</p>{HINT}'
+            f'<p class="toc">{links}</p></header>\n'
+            + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1])) + rest)
+    return page(name, f"{PAPERS[name]}: pseudocode beside code", body)
+
+
+def baselines_page():
+    text = (HERE / "baselines.py").read_text()
+    tree, doc = ast.parse(text), text.split('"""', 2)[1]
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "METHODS")
+    methods, told, about, rest, out = {}, {}, {}, [], []
+    for flag, function in zip(table.keys, table.values):
+        methods.setdefault(function.id, []).append(flag.value)
+    for title, part in sections((HERE / "docs" / "baselines.md").read_text(), 2)[1:]:
+        flags = re.findall(r"`([\w-]+)`", title)
+        told |= {tuple(heading.split(":")[0].split()): body for heading, body in sections(part, 3)}
+        about |= dict.fromkeys(flags, sections(part, 3)[0][1])
+        rest += [] if flags else [(title, part)]
+    for name, flags in methods.items():
+        own, first, key = ast.get_docstring(functions[name], clean=False), functions[name].body[0], f"{flags[0]}-"
+        lines = [*range(functions[name].lineno, first.lineno), *range(first.end_lineno + 1, functions[name].end_lineno + 1)]
+        cite, *blocks = own.split("\n\n")
+        remarks = [re.sub(r"^    D1  .*", "", block, flags=re.M | re.S) for block in blocks if not pseudocode(block)]
+        texts = {D: told[next((flag, D) for flag in flags if (flag, D) in told)] for D in choices(own)}
+        cite = html.escape(" ".join(cite.split()))
+        out.append(f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
+                   + listing("baselines.py", own, lines, texts, key, "".join(map(paragraph, filter(str.strip, remarks))))
+                   + f"\n{markdown(about[flags[0]])}</section>")
+    others = [n for name, node in functions.items() if name not in (*methods, "arguments", "main")
+              for n in range(node.lineno, node.end_lineno + 2)]
+    links = " ".join(f'<a href="#{flags[0]}">{", ".join(flags)}</a>' for flags in methods.values())
+    words = [block for block in doc.split("\n\n") if block.startswith(("Symbols", "Models", "Local SGD"))]
+    body = ('<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: one function each.</p>'
+            f'{HINT}<p class="toc">{links}</p></header>\n{fold("Symbols and models", "".join(map(paragraph, words)))}\n'
+            + fold("Functions that the methods call", code_side("baselines.py", others, "other-")) + "\n".join(out)
+            + below("baselines", rest))
+    return page("baselines", "Baselines: pseudocode beside code", body)
+
+
+def index_page():
+    ideas = dict(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \|", (HERE / "README.md").read_text(), re.M))
+    cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(ideas[name])}</a>'
+                    for name, title in PAPERS.items())
+    title, text = (HERE / "docs" / "first-hour.md").read_text().split("\n", 1)
+    others = [path.name for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
+    body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "
+            "the choices that change a number, what was measured, and exercises.</p></header>\n"
+            f'<div class="cards">{cards}</div>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>\n'
+            "<p>More, as plain text: " + ", ".join(f'<a href="{name}">{name}</a>' for name in others) + "</p>")
+    return page("index", "Federated learning, one file per paper", body)
+
+
+def pages():
+    """{file name: text} of all pages."""
+    made = {name: paper_page(name) for name in PAPERS if name != "baselines"}
+    made |= {"baselines": baselines_page(), "index": index_page()}
+    return {f"{name}.html": text for name, text in made.items()}
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (HERE / "docs" / name).write_text(text)
+        print(f"page    docs/{name}")

@@ -1,0 +1,79 @@
+// Marks what belongs together, and opens choices in place. Without this script all links still lead to the right lines.
+for (const sides of document.querySelectorAll(".sides")) {
+  const rows = [...sides.querySelectorAll(".row[data-l]")];
+  const left = row => !!row.closest(".paper");
+  const labels = row => row.dataset.l.split(" ");
+  let pinned = null;
+
+  const partners = row => rows.filter(other => left(other) !== left(row) && labels(other).some(l => labels(row).includes(l)));
+  function mark(row) {
+    const on = row ? [...partners(row), ...rows.filter(r => left(r) === left(row) && (r === row || left(r) && r.dataset.l === row.dataset.l))] : [];
+    for (const other of rows) other.classList.toggle("on", on.includes(other));
+  }
+  function pin(row) {
+    pinned = pinned === row ? null : row;
+    for (const other of rows) other.classList.toggle("pin", other === pinned);
+    mark(row);
+    const there = pinned && partners(row)[0];
+    if (there) {
+      const box = there.getBoundingClientRect();
+      if (box.top < 0 || box.bottom > innerHeight) there.scrollIntoView({block: "center"});
+    }
+  }
+  const row_of = event => event.target.closest && event.target.closest(".row[data-l]");
+  sides.addEventListener("mouseover", event => mark(row_of(event) || pinned));
+  sides.addEventListener("mouseleave", () => mark(pinned));
+  sides.addEventListener("focusin", event => row_of(event) && event.target.matches(":focus-visible") && mark(row_of(event)));
+  sides.addEventListener("click", event => {
+    if (event.target.closest(".note") || event.target.closest("h3") || String(getSelection())) return;
+    const choice = event.target.closest("a.d"), row = row_of(event);
+    if (choice) { event.preventDefault(); open_choice(choice); }
+    else if (row) { event.preventDefault(); pin(row); }
+  });
+  sides.addEventListener("keydown", event => {
+    const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
+    if (event.key === "Escape") {
+      pinned = null;
+      mark(null);
+      rows.forEach(row => row.classList.remove("pin"));
+      sides.querySelectorAll(".note").forEach(close_choice);
+    } else if (step && event.target.matches(".paper .n")) {
+      const numbers = [...sides.querySelectorAll(".paper a.n")], next = numbers[numbers.indexOf(event.target) + step];
+      event.preventDefault();
+      if (next) {
+        next.focus();
+        const there = partners(next.closest(".row"))[0];
+        if (there) there.scrollIntoView({block: "center"});
+      }
+    }
+  });
+}
+
+function open_choice(link) {
+  const row = link.closest(".row"), shown = row.querySelector(":scope > .note"), id = link.hash.slice(1);
+  if (shown) close_choice(shown);
+  if (shown && shown.dataset.of === id) return;
+  const note = document.createElement("aside"), close = document.createElement("button");
+  note.className = "note";
+  note.dataset.of = id;
+  note.innerHTML = document.getElementById(id).innerHTML.replace(/^<summary>(.*?)<\/summary>/s, "<p>$1</p>");
+  note.querySelectorAll("[id]").forEach(part => part.removeAttribute("id"));
+  close.textContent = "close";
+  close.addEventListener("click", () => { close_choice(note); link.focus(); });
+  note.prepend(close);
+  row.append(note);
+  link.setAttribute("aria-expanded", "true");
+}
+function close_choice(note) {
+  note.closest(".row").querySelectorAll("a.d").forEach(link => link.removeAttribute("aria-expanded"));
+  note.remove();
+}
+
+// A link to a choice or a section that is folded opens it.
+function unfold() {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let part = target; part; part = part.parentElement) if (part.tagName === "DETAILS") part.open = true;
+  if (target && target.closest("details")) target.scrollIntoView();
+}
+addEventListener("hashchange", unfold);
+unfold();

@@ -1,0 +1,179 @@
+"""compare.py: what it shares, skips, resumes, refuses and writes."""
+
+import csv
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import common
+import compare
+import fedavg
+from conftest import refused
+
+HERE = pathlib.Path(fedavg.__file__).parent
+OWN = str(HERE / "docs" / "lastlayer.py")
+MINE = "import fedavg\ndef main(argv=None):\n    fedavg.main(argv)\n"
+
+
+@pytest.fixture
+def go(toy, tmp_path, monkeypatch):
+    """Compares methods on the small data set. Runs are done in this process; go.trained has their folders, and "+" if resumed."""
+    def train(argv, *_):
+        file, *argv = argv
+        out = next(word.removeprefix("--out=") for word in argv if word.startswith("--out="))
+        go.trained.append(str(pathlib.Path(out).relative_to(go.out)) + "+" * ("--resume" in argv))
+        try:
+            common.load_file(file).main(argv)
+        except SystemExit as stop:
+            return stop.code, ""
+        return 0, ""
+
+    def go(methods, *more):
+        go.trained = []
+        compare.main(["--methods", methods, "--dataset", toy, "--model", "mnistnet", "--clients", "4", "--split", "iid", "--rounds", "2", "--device",
+                      "cpu", "--eval-every", "1", "--out", str(tmp_path / "out"), *more])
+        return {str(path.parent.relative_to(tmp_path / "out")): json.loads(path.read_text())
+                for path in (tmp_path / "out").rglob("result.json")}
+
+    monkeypatch.setattr(compare, "train", train)
+    go.out = tmp_path / "out"
+    return go
+
+
+def test_the_table_is_that_of_the_records(go, capsys):
+    records = go(f"local,fedavg,{OWN},persfl", "--seeds", "2", "--set", "lastlayer.mix=0.25", "--set", "persfl.distill-epochs=1")
+    assert sorted(records) == [f"{name}/{seed}" for name in ("fedavg", "lastlayer", "local", "persfl") for seed in range(2)]
+    assert len({r["split"]["fingerprint"] for r in records.values()}) == 1
+    assert {name: r["args"]["mix"] for name, r in records.items() if "mix" in r["args"]} == {"lastlayer/0": 0.25, "lastlayer/1": 0.25}
+    rows = {row["method"]: row for row in csv.DictReader(open(go.out / "compare.csv"))}
+    assert list(rows) == sorted(rows, key=lambda name: -float(rows[name]["personal_mean"]))
+    for name, row in rows.items():
+        finals = [records[f"{name}/{seed}"]["final"] for seed in range(2)]
+        clients = np.array([final["personal"]["per_client"] for final in finals])  # [seeds, K]; the worst tenth of 4 is one
+        wanted = {"personal": clients.mean(1), "worst_tenth": clients.min(1)}
+        if name != "local":
+            wanted["global"] = [final["global"]["top1"] for final in finals]
+        for title, values in wanted.items():
+            assert float(row[f"{title}_mean"]) == pytest.approx(np.mean(values))
+            assert float(row[f"{title}_std"]) == pytest.approx(abs(np.diff(values)[0]) / 2**0.5)
+    assert rows["local"]["global_mean"] == "" and float(rows["local"]["MB_sent_mean"]) == 0
+    d = records["fedavg/0"]["parameters"]
+    assert float(rows["fedavg"]["MB_sent_mean"]) == pytest.approx(2 * 2 * 2 * 4 * d / 1e6)  # 2 rounds, 2 clients, up and down
+    page, printed = (go.out / "compare.md").read_text(), capsys.readouterr().out
+    for line in page.splitlines():
+        assert not line.startswith("|") or line in printed
+    assert "persfl: all clients take part" in page and "`--set lastlayer.mix=0.25`" in page
+    for name in ("curves", "clients"):
+        assert (go.out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (go.out / f"{name}.svg").read_text()
+
+
+def test_all_share_what_is_shared(go):
+    """But for what OWN says: the same arguments, and as many clients trained in all."""
+    records = go("fedavg,persfl,scaffold", "--seeds", "1", "--lr", "0.03", "--momentum", "0.9")
+    args = {name: r["args"] for name, r in records.items()}
+    assert (args["scaffold/0"]["lr"], args["scaffold/0"]["momentum"]) == (0.05, 0)
+    assert (args["persfl/0"]["fraction"], args["persfl/0"]["rounds"]) == (1, 1)
+    apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "fraction", "rounds", "eval_every"}, "scaffold/0": {"out", "lr", "momentum"}}
+    for name, keys in apart.items():
+        assert {key for key in args["fedavg/0"] if args[name][key] != args["fedavg/0"][key]} <= keys
+
+
+def test_what_is_done_is_kept_and_what_was_interrupted_goes_on(go, tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    go(f"fedavg,{mine}", "--seeds", "1")
+    assert go.trained == ["fedavg/0+", "mine/0+"]
+    go(f"fedavg,{mine}", "--seeds", "2")
+    assert go.trained == ["fedavg/1+", "mine/1+"]
+    record = go.out / "fedavg" / "1" / "result.json"
+    record.write_text(record.read_text().replace('"status": "finished"', '"status": "interrupted"'))
+    go("fedavg", "--seeds", "2")
+    assert go.trained == ["fedavg/1+"]
+    refused(capsys, "has a record with --lr 0.03, now it is 0.1; use another --out", go, "fedavg", "--lr", "0.1")
+    refused(capsys, "has a record with --rounds 2, now it is 3", go, "fedavg", "--rounds", "3")
+    assert not go.trained
+
+
+def test_a_run_of_another_version_is_trained_anew(go, tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(pathlib.Path(OWN).read_text())
+    go(str(own), "--seeds", "1")
+    own.write_text(pathlib.Path(OWN).read_text() + "\n# another version\n")
+    common.load_file.cache_clear()
+    go(str(own), "--seeds", "1")
+    assert go.trained == ["own/0"] and "own.py changed" in capsys.readouterr().out
+    assert (go.out / "own" / "0" / "result.previous.json").exists()
+
+
+def test_other_splits_are_refused(go, tmp_path, capsys):
+    """A method that moves an image from one client to another."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(pathlib.Path(OWN).read_text().replace("    run = ", "    a, b = federation.whole.train[:2]\n    a[0], b[0] = b[0], a[0]\n    run = "))
+    with pytest.raises(SystemExit):
+        go(f"fedavg,{mine}", "--seeds", "1")
+    assert "fedavg, seed 0 and mine, seed 0 do not have the same images or split" in capsys.readouterr().err
+    assert not (go.out / "compare.md").exists()
+
+
+@pytest.mark.parametrize("methods, more, words", [
+    ("fedavg,fedfoo", [], "there is no method fedfoo"),
+    ("fedavg,nosuch.py", [], "there is no file"),
+    ("", [], "--methods is empty"),
+    ("fedavg", ["--set", "mu=1"], "say METHOD.PARAMETER=VALUE"),
+    ("fedavg,fedavg", [], "two methods are called fedavg"),
+    (str(HERE / "engine.py"), [], "has no main(argv)"),
+    ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
+    ("fedavg", ["--set", "fedavg.mu=1"], "--set fedavg.mu=1: unrecognized arguments: --mu=1"),
+    ("fedprox", ["--set", "fedprox.mu=-1"], "--set fedprox.mu=-1: argument --mu: -1 must be at least 0"),
+    ("fedprox", ["--set", "fedprox.density=.5"], "fedprox has no density; it is for fedspa"),
+    ("fedprox", ["--set", "fedprox.rounds=5"], "all methods share rounds; use --rounds"),
+    ("superfed-mm", ["--set", "superfed-mm.mix=layer"], "mix is what makes the method superfed-mm"),
+    ("fedavg", ["--batch", "5"], "unrecognized arguments: --batch 5"),
+    ("fedavg", ["--seed", "5"], "--seeds says how many"),
+    ("fedavg", ["--seeds", "0"], "must be at least 1"),
+    ("fedavg", ["--out", str(HERE / "docs")], "holds files of this repository"),
+    ("fedavg", ["--out", str(HERE)], "holds files of this repository"),
+    ("fedavg,persfl", ["--client-val", "0"], "--methods: persfl: users choose their teachers on validation images"),
+])
+def test_bad_input(methods, more, words, go, capsys):
+    refused(capsys, words, go, methods, *more)
+    assert not go.trained and not go.out.exists()
+
+
+def test_a_file_that_changes_what_is_shared_is_refused(go, tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE.replace("(argv)", '([*argv, "--epochs=2"])'))
+    refused(capsys, "makes 2 of --epochs 1, which all methods share", go, str(mine))
+    mine.with_name("fedavg.py").write_text("main = print")
+    refused(capsys, "two methods are called fedavg", go, str(mine.with_name("fedavg.py")))
+    mine.with_name("broken.py").write_text("def main(argv:")
+    refused(capsys, "broken.py can't be loaded: SyntaxError", go, str(mine.with_name("broken.py")))
+
+
+def test_every_method_takes_the_shared_settings():
+    methods = compare.plan(*compare.arguments(["--methods", "all"]))
+    assert [method.name for method in methods] == list(compare.METHODS) and len(methods) == 23
+    for name in ("fedavg", "superfed-lm", "ditto", "psinet"):
+        args = next(method.args for method in methods if method.name == name)
+        assert {key: args[key] for key in compare.SHARED} == compare.SHARED
+
+
+def test_a_split_that_finds_its_own_clients():
+    methods = compare.plan(*compare.arguments(["--methods", "fedavg,persfl", "--dataset", "mine.npz", "--split", "natural"]))
+    assert not any(word.startswith("--clients") for method in methods for word in method.argv)
+
+
+def test_processes_of_their_own(toy, tmp_path):
+    """Two at a time, from another folder; --help trains nothing, and fits a screen."""
+    argv = [sys.executable, HERE / "compare.py", "--methods", f"fedavg,{OWN}", "--dataset", toy, "--model", "mnistnet", "--clients", "4", "--split", "iid",
+            "--rounds", "1", "--seeds", "1", "--jobs", "2", "--device", "cpu"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.parent.parent.name for path in (tmp_path / "runs/compare").rglob("result.json")) == ["fedavg", "lastlayer"]
+    assert "| lastlayer | 0." in done.stdout
+    done = subprocess.run([*argv[:2], "--help"], cwd=tmp_path / "runs", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("\n") <= 40 and [path.name for path in (tmp_path / "runs").iterdir()] == ["compare"]

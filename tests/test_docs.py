@@ -1,0 +1,171 @@
+"""docs/*.html are the pages that docs/build.py makes from today's files; their links lead somewhere; figures have one style."""
+
+import html.parser
+import pathlib
+import re
+
+import pytest
+from PIL import Image
+
+import common
+from docs import build
+from tables import figures
+
+HERE = pathlib.Path(build.HERE)
+PAGES = build.pages()
+
+
+def without_colours(text):
+    """Another version of Pygments may colour another word."""
+    return re.sub(r"</?span[^>]*>", "", text)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_committed_pages_are_up_to_date(name):
+    """If not: `make docs`, and look at the page."""
+    committed = (HERE / "docs" / name).read_text()
+    assert without_colours(committed) == without_colours(PAGES[name]), f"docs/{name} is not up to date: make docs"
+
+
+def test_pages_are_the_same_each_time():
+    assert build.pages() == PAGES
+
+
+class Page(html.parser.HTMLParser):
+    """What a page links to and what can be linked to; that every tag which is opened is closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.pictures = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs["href"]] if "href" in attrs else []
+        self.pictures += [attrs["src"]] if tag == "img" else []
+        if tag not in ("meta", "img", "br", "hr", "p", "li"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("p", "li"):
+            assert self.open.pop() == tag, (tag, self.getpos())
+
+
+READ = {name: Page(text) for name, text in PAGES.items()}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    page = READ[name]
+    assert page.open == [] and len(page.ids) == len(set(page.ids))
+    for link in page.links:
+        file, _, anchor = link.partition("#")
+        if re.match(r"https?:", link):
+            continue
+        assert not file or (HERE / "docs" / file).exists() or file in PAGES, link
+        if anchor and (not file or file in READ):
+            assert anchor in READ[file or name].ids, link
+    assert all((HERE / "docs" / picture).exists() for picture in page.pictures)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_need_no_network(name):
+    assert not re.search(r"(?:src=|@import|url\()[\"']?https?:|<link|fetch\(|<script [^>]*src", PAGES[name])
+
+
+def test_the_marks_of_a_page_are_the_files_tags():
+    """FedAvg, by hand: which code carries out line 7, and line 11's statement and its comment."""
+    row = r'<div class="row" data-l="([^"]*)"><span class="n">\d+</span><code[^>]*>(.*)</code></div>'
+    rows = re.findall(row, PAGES["fedavg.html"])
+    code = [(labels, re.sub(r"<[^>]*>", "", line)) for labels, line in rows]
+    of_7, of_11 = ([line for labels, line in code if number in labels.split()] for number in ("7", "11"))
+    assert len(of_7) == 1 and of_7[0].startswith("state.w = federation.mean(w_k, n_k)")
+    assert len(of_11) == 3 and of_11[0].startswith("g = ") and "common.sgd" in of_11[1] and "step(client" in of_11[2]
+
+
+def test_a_statement_of_several_lines_is_marked_as_one(tmp_path, monkeypatch):
+    (tmp_path / "some.py").write_text('x = f(1,\n      2)  # l.4 (D2)\ny = {  # l.5\n    1: 2}\nif x:\n    z = 3\n')
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    side = build.code_side("some.py", range(1, 7), "k-")
+    assert re.findall(r'class="row"(?: data-l="([^"]*)"|)>', side) == ["4", "4", "5", "5", "", ""]
+    assert '<a id="k-c4"></a><a class="l" href="#k-l4">l.4</a>' in side and '<a class="d" href="#k-D2">D2</a>' in side
+
+
+def test_pseudocode_and_choices():
+    doc = """Title. 2020.
+
+    rounds   last
+    40       .31
+
+    Server
+     1  choose w
+     2  for each k:
+     3      w = f(k)      (3)
+            with f
+    Client
+    11  stop
+
+    D1  Line 3: one
+        choice.
+    D2  another
+"""
+    assert build.pseudocode(doc) == [
+        (None, 4, "Server"), ("1", 8, "choose w"), ("2", 8, "for each k:"), ("3", 12, "w = f(k)      (3)"), ("", 12, "with f"),
+        (None, 4, "Client"), ("11", 8, "stop")]
+    assert build.choices(doc) == {"D1": "Line 3: one choice.", "D2": "another"}
+    assert build.tags("x  # l.2-4, l.7a (D1)\nl.9\n") == {"2", "3", "4", "7a"}
+    side = build.paper_side(doc, "")
+    assert side.count('href="#D1"') == 1 and re.search(r'id="l3".*href="#D1"', side) and "#D2" not in side
+
+
+@pytest.mark.parametrize("text, wanted", [
+    ("w_k", "<i>w</i><sub><i>k</i></sub>"), ("w^f_0", '<i>w</i><span class="ss"><sup><i>f</i></sup><sub>0</sub></span>'),
+    ("w^{t+1}", "<i>w</i><sup><i>t</i>+1</sup>"), ("G_{E_G+1}", "<i>G</i><sub><i>E</i><sub><i>G</i></sub>+1</sub>"),
+    ("lambda * eta_g", "<i>λ</i> · <i>η</i><sub><i>g</i></sub>"), ("a client's I", "a client's I"),
+    ("t >= L*R", "<i>t</i> ≥ <i>L</i>·<i>R</i>"), ("cos^2(x)", "cos<sup>2</sup>(<i>x</i>)"),
+    ("the sum over k in S_t of n_k", "∑<sub><i>k</i> ∈ <i>S</i><sub><i>t</i></sub></sub> <i>n</i><sub><i>k</i></sub>"),
+    ("||w||^2", "‖<i>w</i>‖<sup>2</sup>"), ("||.||_*", "‖.‖<sub>∗</sub>"), ("<u, v>", "⟨<i>u</i>, <i>v</i>⟩"),
+    ("1-lambda", "1−<i>λ</i>"), ("l'_k < D''", "<i>l</i>′<sub><i>k</i></sub> &lt; <i>D</i>′′"),
+    ("62.6 s, 32 x 32", "62.6 s, 32 × 32"),
+    ("Phase I, CIFAR-10, non-IID, D12", "Phase I, CIFAR-10, non-IID, D12"), (".995^(t+1)", ".995<sup>(<i>t</i>+1)</sup>"),
+    ("--unseen N, `w_k`", "<code>--unseen N</code>, <code>w_k</code>"), ("Omega_shared", "<i>Ω</i><sub>shared</sub>")])
+def test_mathematics(text, wanted):
+    assert build.mathematics(text) == wanted
+
+
+def test_stars_of_products_are_no_emphasis():
+    assert build.markdown("C*K and L*R, *this* is `a*b`\n\n    a*b") == (
+        "<p><i>C</i>·<i>K</i> and <i>L</i>·<i>R</i>, <em>this</em> is <code>a*b</code></p>\n<pre><code>a*b\n</code></pre>\n")
+
+
+def test_answers_are_behind_a_fold():
+    text = build.markdown("1. Why?\n\n   <details><summary>Answer</summary>\n\n   By `w`, w_k.\n\n   </details>\n")
+    answer = r"<p>By <code>w</code>, <i>w</i><sub><i>k</i></sub>.</p>"
+    assert re.search(rf"<details><summary>Answer</summary>\s*{answer}\s*</details>", text)
+
+
+def test_figures_are_sharp_and_equal_and_their_legend_covers_nothing(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    drawn, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: (drawn.append(figure), close(figure)))
+    for name in ("a.png", "b.png"):
+        with common.drawing(tmp_path / name, 1, 2, (8, 3), "one, two") as axes:
+            for axis in axes:
+                axis.plot([1, 2, 3], [0.1, 0.2, 0.15], label="accuracy")
+                axis.plot([1, 2, 3], [0.3, 0.1, 0.2], label="another of a longer name")
+                axis.set_xlabel("round")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    picture = Image.open(tmp_path / "a.png")
+    assert picture.size == (2400, 900) and [round(dpi) for dpi in picture.info["dpi"]] == [300, 300]
+    (legend,), axes = drawn[0].legends, drawn[0].axes
+    assert [text.get_text() for text in legend.get_texts()] == ["accuracy", "another of a longer name"]
+    assert not any(legend.get_window_extent().overlaps(axis.get_tightbbox()) for axis in axes)
+    assert all(tick == int(tick) for axis in axes for tick in axis.get_xticks())
+
+
+def test_names_in_figures_are_in_print():
+    assert figures.words("LM mu=0.01, nu=2") == r"Layer Mixing $\mu$ = 0.01, $\nu$ = 2"
+    assert figures.words("E=1 C=0.05") == "$E$ = 1 $C$ = 0.05"

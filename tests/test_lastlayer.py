@@ -1,0 +1,39 @@
+import pathlib
+
+import numpy as np
+import torch
+
+import baselines
+import common
+import fedavg
+from conftest import QUICK, federation, pixels, run, softmax_gradient
+
+lastlayer = common.load_file(pathlib.Path(fedavg.__file__).parent / "docs" / "lastlayer.py")
+
+
+def test_two_rounds_by_hand(toy, tmp_path):
+    """One full-batch step per client and round. The model has one layer, so all of it is interpolated: lambda = .25."""
+    argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4", "--fraction", "0.5",
+            "--batch-size", "0", "--lr", "0.5", "--rounds", "2", "--device", "cpu"]
+    fed = federation(argv)
+    w = fed.initial_weights().double().numpy()
+    V = np.tile(w, (4, 1))
+    for t in range(2):
+        S = fed.sample(t)
+        starts = {k: 0.75 * w + 0.25 * V[k] for k in S}
+        for k in S:
+            V[k] = starts[k] - 0.5 * softmax_gradient(starts[k], *pixels(fed, fed.split.train[k]))
+        n = [len(fed.split.train[k]) for k in S]
+        w = np.average(V[S], 0, n)
+    _, state = run(lastlayer, [*argv, "--mix", "0.25"], tmp_path)
+    np.testing.assert_allclose(state["w"].numpy(), w, atol=2e-6)
+    np.testing.assert_allclose(state["V"].numpy(), V, atol=2e-6)
+
+
+def test_its_ends_are_fedavg_and_fedper(tmp_path):
+    _, w = run(fedavg, [*QUICK, "--momentum", "0"], tmp_path / "fedavg")
+    _, w_0 = run(lastlayer, [*QUICK, "--mix", "0"], tmp_path / "0")
+    torch.testing.assert_close(w_0["w"], w["w"])
+    fedper, _ = run(baselines, ["--method", "fedper", *QUICK, "--momentum", "0"], tmp_path / "fedper")
+    record, _ = run(lastlayer, [*QUICK, "--mix", "1"], tmp_path / "1")
+    assert record["final"]["personal"]["per_client"] == fedper["final"]["personal"]["per_client"]
