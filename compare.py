@@ -45,7 +45,8 @@ SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client
               transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.03, lr_decay=0.95, momentum=0.9,
               eval_every=3)
 
-METHODS = {"fedavg": "fedavg.py", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
+# A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
+METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
            "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py",
            "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
 
@@ -306,10 +307,10 @@ def write_table(rows, records, shared, args, out):
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
 
-After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the server's model, on the
-central test images. Personal: each client's model, on the client's own test images; mean over clients. Worst tenth: mean over
-the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds. s a round: seconds of
-training on {some['environment']['device']}.
+After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the
+server's model, on the central test images. Personal: each client's model, on the client's own test images; mean over clients.
+Worst tenth: mean over the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds.
+s a round: seconds of training on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"

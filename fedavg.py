@@ -95,8 +95,8 @@ BY_DATASET = {
     "mnist": dict(rounds=1000, model="mnistcnn", target=[0.99]),
     "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn", transform="tensorflow", target=[0.8, 0.82, 0.85]),
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, clients=20, fraction=0.5, per_client=4, lr=0.02, transform="normalize", eval_every=3,
-                   split="shards", client_test=0.2, batch_size=20, momentum=0.9),
+    "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5,
+                   lr=0.03, lr_decay=0.95, momentum=0.9, transform="normalize", eval_every=3),
 }
 
 if __name__ == "__main__":
