@@ -16,6 +16,7 @@ import baselines
 import common
 import compare
 import fedavg
+import measure_demo
 import reproduce
 from docs.build import choices, pseudocode, tags
 
@@ -200,6 +201,14 @@ def test_persfls_tables_are_those_of_their_records():
             mean = np.mean([run[name] for run in users], 0) * (1 if name in ("T", "lambda") else 100)
             want = [round(mean.mean(), 3 if name == "lambda" else 1), round(mean.std(ddof=1), 1)]
             assert cell == want[: len(cell)], (folder, name)
+
+
+def test_the_demos_table_is_that_of_its_record_and_it_is_stable():
+    result = json.loads((HERE / "results" / "demo.json").read_text())
+    assert "\n".join(measure_demo.lines(result)) in (HERE / "README.md").read_text()
+    for runs in result.values():
+        for name in ("personal", "global"):
+            assert np.ptp([run[name] for run in runs]) <= 0.03
 
 
 def test_the_tables_of_comparisons_are_those_of_their_records():
