@@ -47,8 +47,9 @@ SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client
 
 # A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
 METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
-           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py",
-           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
+           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py", "fedslr": "fedslr.py",
+           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS},
+           "fedma": "baselines.py --method fedma --common-start"}  # from the w_0 of all others
 
 
 def plain(shared):
