@@ -1125,10 +1125,11 @@ class Federation:
 
         step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
         function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
-        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own
-        random numbers, handed to step as batch.draw. epochs: E, --epochs by default. phase: numbers the passes within a round;
-        equal numbers repeat the same minibatches. images: for each client the numbers of the images to train on, its own
-        training images by default. net: the network that step trains, where it is not the federation's.
+        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients
+        see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers, handed to step as batch.draw. epochs:
+        E, --epochs by default. phase: numbers the passes within a round; equal numbers repeat the same minibatches. images:
+        for each client the numbers of the images to train on, its own training images by default. net: the network that step
+        trains, where it is not the federation's.
 
         A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
         minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.

@@ -42,16 +42,19 @@ HERE = pathlib.Path(__file__).resolve().parent
 # What all methods share, where the command line does not say otherwise. All other flags of the groups "data" and "training" of
 # `python fedavg.py --help` are shared, too, with the defaults that stand there.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
-              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=20, lr=0.02, momentum=0.9, eval_every=3)
+              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.03, lr_decay=0.95, momentum=0.9,
+              eval_every=3)
 
-METHODS = {"fedavg": "fedavg.py", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
-           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py --no-prune", "fedslr": "fedslr.py",
-           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
+# A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
+METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
+           "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py", "fedslr": "fedslr.py",
+           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS},
+           "fedma": "baselines.py --method fedma --common-start"}  # from the w_0 of all others
 
 
 def plain(shared):
     """SGD without momentum, with a rate between eta and what momentum comes to in the long run, eta/(1 - momentum)."""
-    return {"momentum": 0, "lr": shared.lr * (2.5 if shared.momentum else 1)}
+    return {"momentum": 0, "lr": round(shared.lr * (5 / 3 if shared.momentum else 1), 6)}
 
 
 def everybody(shared):
@@ -166,6 +169,7 @@ def refuse_foreign(name, word, words, settings):
         common.refuse(f"--set {name}.{word}: {key} is what makes the method {name}")
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
+    # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
     about = re.search(rf'"--{key}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
     if name in baselines.METHODS and about and not re.search(rf"(?<![\w-]){name}(?![\w-])", about.group(1)):
         common.refuse(f"--set {name}.{word}: {name} has no {key}; it is for {about.group(1).partition(':')[0]}")
@@ -187,7 +191,7 @@ def record(method, folder):
     """The record that a folder has of a method, or None. Refuses one of other settings."""
     try:
         found = json.loads((folder / "result.json").read_text())
-        then = found["args"]
+        then, _, _ = found["args"], found["status"], found["environment"]["sources"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -244,7 +248,8 @@ def train_all(methods, args):
             for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
                 (name, seed), (code, said) = runs[done], done.result()
                 if code not in (0, 3):  # 3: diverged, which is a result
-                    common.refuse(f"{name}, seed {seed}: {said} (python {shlex.join(todo[name, seed])})")
+                    command = "" if code == 2 else f" (python {shlex.join(todo[name, seed])})"
+                    common.refuse(f"{name}, seed {seed}: {said}{command}")
                 tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -262,8 +267,7 @@ MEASURES = {  # title: of a finished run's record
     "worst tenth": lambda r: r["final"]["personal"]["worst_decile"],
     "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6, "s a round": lambda r: r["seconds_per_round"],
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's, for all eyes
-STYLES = [{"color": colour, "linestyle": style} for style in ("-", "--", ":", "-.") for colour in COLOURS]
+STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.") for i in range(7)]  # 7: of common.drawing
 
 
 def table(records):
@@ -294,7 +298,7 @@ def lines(rows):
         yield f"| {' | '.join(cells)} |"
 
 
-def write_table(rows, methods, records, shared, args, out):
+def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, "seed", "device")}
@@ -304,10 +308,10 @@ def write_table(rows, methods, records, shared, args, out):
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
 
-After the last round, means over {args.seeds} seeds ± standard deviation over the seeds. Global: the server's model, on the
-central test images. Personal: each client's model, on the client's own test images; mean over clients. Worst tenth: mean over
-the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds. s a round: seconds of
-training on {some['environment']['device']}.
+After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the
+server's model, on the central test images. Personal: each client's model, on the client's own test images; mean over clients.
+Worst tenth: mean over the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds.
+s a round: seconds of training on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"
@@ -325,10 +329,8 @@ training on {some['environment']['device']}.
 
 
 def curve(runs, part, key):
-    """Rounds [n], mean and std over the finished runs [n] of a measure; None where there is none."""
+    """Rounds [n], mean and std over the finished runs [n] of a measure; n is 0 where there is none."""
     runs = [[row for row in r["rounds"] if part in row] for r in runs if not r["diverged"]]
-    if not runs or not runs[0]:
-        return None
     y = np.array([[row[part][key] for row in rows] for rows in runs])
     return np.array([row["round"] for row in runs[0]]), y.mean(0), y.std(0, ddof=min(1, len(y) - 1))
 
@@ -337,27 +339,25 @@ def draw(rows, records, shared, out):
     """curves.png and clients.png, and both as .svg."""
     rows = [row for row in rows if row["personal"]]
     some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
-    title = f"{common.setting(some)}, {rows[0]['seeds']} seeds"
+    title = f"{common.setting(some)}, {rows[0]['seeds']} seed{'s' * (rows[0]['seeds'] > 1)}"
     parts = (("global", "top1", "accuracy of the server's model"), ("personal", "mean", "mean accuracy of the clients' models"))
     with common.drawing(out / "curves.png", 1, 2, (11, 5.5), f"{title}: mean and standard deviation over the seeds") as axes:
         for axis, (part, key, label) in zip(axes, parts):
             for name, style in zip(names, itertools.cycle(STYLES)):
-                found = curve(records[name], part, key)
-                if found:
-                    x, mean, std = found  # persfl's rounds have more clients, and so count as more
-                    x = x * records[name][0]["args"]["fraction"] / shared.fraction
-                    axis.plot(x, mean, label=name, **style)
-                    band = (mean - std).clip(0), (mean + std).clip(max=1)
-                    axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
+                x, mean, std = curve(records[name], part, key)
+                x = x * records[name][0]["args"]["fraction"] / shared.fraction  # persfl's rounds have more clients
+                axis.plot(x, mean, label=name, **style)
+                band = (mean - std).clip(0), (mean + std).clip(max=1)
+                axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
     with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
         finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
         axis.boxplot([np.concatenate([r["final"]["personal"]["per_client"] for r in runs]) for runs in finished],
                      orientation="horizontal", patch_artist=True, flierprops={"markersize": 2},
-                     boxprops={"facecolor": COLOURS[5]}, medianprops={"color": "black"})
+                     boxprops={"facecolor": "C5"}, medianprops={"color": "black"})
         axis.set_yticks(range(1, len(names) + 1), names[::-1])
         seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
-        axis.plot(*zip(*seen, (None, None)), "D", color=COLOURS[1], label="the server's model, on the central test images")
+        axis.plot(*zip(*seen, (None, None)), "D", color="C1", label="the server's model, on the central test images")
         axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds", xlim=(0, 1))
 
 
@@ -373,8 +373,9 @@ def main(argv=None):
         one, other = list(splits.values())[:2]
         common.refuse(f"{one} and {other} do not have the same images or split: they can't be compared")
     rows = table(records)
-    write_table(rows, methods, records, shared, args, out)
-    draw(rows, records, shared, out)
+    write_table(rows, records, shared, args, out)
+    if any(row["personal"] for row in rows):
+        draw(rows, records, shared, out)
     print("\n".join(lines(rows)))
     print(f"table   {out}/compare.md, {out}/compare.csv")
 

@@ -477,7 +477,8 @@ class Replay:
         # a step may hand on a part of its state in another place, which must not be overwritten before it is read
         new = tree_map(lambda a, b: a.clone() if a.data_ptr() != b.data_ptr() and memory(a) in old else a, new, self.state)
         self.kept = tree_map(same, new, self.state)
-        tree_map(lambda a, b, kept: kept or torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b), new, self.state, self.kept)
+        tree_map(lambda a, b, kept: kept or torch.where(live.view(-1, *[1] * (a.dim() - 1)), a, b, out=b),
+                 new, self.state, self.kept)
 
     def __call__(self, state, inputs, shared):
         tree_map(lambda a, b: a.copy_(b), (self.state, self.shared), (state, shared))

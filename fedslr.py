@@ -128,8 +128,7 @@ def main(argv=None):
         #     for epoch in range(E):                          l.10, l.17
         #         for b in minibatches(shuffled(images), B):  l.11, l.18; phase=1: in another order
         #             client = step(client, b, eta, w_t)      l.12-14, l.19-20
-        w = w_t.expand(len(S), -1)  # l.9: [m, d]
-        w_i = federation.train(one, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
+        w_i = federation.train(one, (w_t.expand(len(S), -1), state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.9, l.15
         for row, i in enumerate(S):
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[row])  # l.6, l.16
         if args.memory_efficient:  # l.6 of Algorithm 3
@@ -137,7 +136,7 @@ def main(argv=None):
         else:
             state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
-        del w_i  # makes room for Phase II
+        del w_i  # [m, d]: makes room for Phase II
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
         state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)

@@ -22,7 +22,8 @@ PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psi
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
 FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
-    "fedavg": [("superfed-1", "SuPerFed's Table 1: pathological non-IID", TABLES)],
+    "fedavg": [("fedavg-figure-1", "Figure 1: the average of two networks", "python -m tables.fedavg_figure_1"),
+               ("superfed-1", "SuPerFed's Table 1: pathological non-IID", TABLES)],
     "fedslr": [(f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}", RANKS.format(data))
                for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))],
     "baselines": [(f"compare/{name}", "All methods on one split of the embedded images", "make compare")

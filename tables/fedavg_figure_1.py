@@ -41,14 +41,18 @@ def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
         found[name] = losses(federation, W)
     record = {"args": vars(args), "commit": records.commit([__file__]), "theta": THETA.tolist(), "loss": found}
     (out / "fedavg-figure-1.json").write_text(json.dumps(record, indent=1) + "\n")
-    with common.drawing(out / "fedavg-figure-1.png", 1, 2, (10, 3.5)) as axes:
-        for axis, (name, loss) in zip(axes, found.items()):
-            parents = [loss[np.abs(THETA - end).argmin()] for end in (0, 1)]
-            axis.plot(THETA, loss, marker="o", markersize=3)
-            axis.axhline(min(parents), color="black", linestyle="--", label="the better of the two networks")
-            axis.set(title=f"{name} initial weights", xlabel="θ", ylabel="loss on all training images")
-            axis.legend(loc="upper right", fontsize=8)
+    draw(record, out / "fedavg-figure-1.png")
     return record
+
+
+def draw(record, path):
+    theta = np.array(record["theta"])
+    with common.drawing(path, 1, 2, (10, 4)) as axes:
+        for axis, (name, loss) in zip(axes, record["loss"].items()):
+            better = min(loss[np.abs(theta - end).argmin()] for end in (0, 1))
+            axis.plot(theta, loss, marker="o", label=r"the network $\theta w + (1-\theta) w'$")
+            axis.axhline(better, color="black", linestyle="--", label="the better of the two networks w and w'")
+            axis.set(title=f"{name} initial weights", xlabel=r"$\theta$", ylabel="loss on all training images")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import common  # noqa: E402
 import records  # noqa: E402
 
 QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--per-client", "2", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
-         "--lr", "0.01", "--device", "cpu"]
+         "--lr", "0.01", "--lr-decay", "1", "--batch-size", "20", "--transform", "scale", "--device", "cpu"]
 
 
 def linear(m, x, classes):

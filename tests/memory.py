@@ -46,14 +46,16 @@ def on_the_gpu(module, argv, kind, folder):
     return round(taken / 1e9, 3)
 
 
-def device(folder):
+def device(folder, *more):
     with np.load(HERE / "data" / "cifar10.npz") as images:
-        few = {name: images[name][: 1000 if "train" in name else 500] for name in images}
+        few = {name: images[name][:: 50 if "train" in name else 20] for name in images}
     np.savez(folder / "few.npz", **few)
     argv = ["--dataset", folder / "few.npz", "--limit", 240, "--clients", 12, "--fraction", 0.84, "--epochs", 1, "--rounds", 2]
-    return {"clients": 10, "model": "resnet18", "batch_size": 20,
-            "together_gb": on_the_gpu(fedslr, argv, "far", folder / "together"),
-            "parallel_1_gb": on_the_gpu(fedslr, [*argv, "--parallel", 1], "far", folder / "one")}
+    return {"flags": " ".join(map(str, more)), "gb": on_the_gpu(fedslr, [*argv, *more], "far", folder / "run")}
+
+
+def device_one(folder):
+    return device(folder, "--parallel", 1)
 
 
 def random_images(path, n=2000):
@@ -76,15 +78,15 @@ def clients(folder):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    p.add_argument("--only", choices=("host", "device", "clients"))
+    p.add_argument("--only", choices=("host", "device", "device_one", "clients"))
     args = p.parse_args()
     out = HERE / "results" / "memory.json"
-    result = json.loads(out.read_text()) if out.exists() else {}
     torch.set_num_threads(1)
-    for part in (host, device, clients):
+    for part in (host, device, device_one, clients):
         if args.only in (None, part.__name__):
             with tempfile.TemporaryDirectory() as folder:
                 found = part(pathlib.Path(folder))
+            result = json.loads(out.read_text()) if out.exists() else {}
             result[part.__name__] = found
             result["measured"] = {"machine": engine.device_name(torch.device("cpu")), "torch": str(torch.__version__),
                                   "python": platform.python_version(), "date": str(date.today())}

@@ -1,4 +1,5 @@
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -224,3 +225,11 @@ def test_figure_1_is_the_loss_between_two_clients_models(toy, tmp_path, monkeypa
             at = np.abs(np.array(record["theta"]) - theta).argmin()
             assert record["theta"][at] == pytest.approx(theta) and record["loss"][name][at] == pytest.approx(loss, abs=1e-5)
     assert len(record["theta"]) == 51 and (min(record["theta"]), max(record["theta"])) == pytest.approx((-0.2, 1.2))
+
+
+def test_the_page_has_figure_1s_numbers():
+    root = pathlib.Path(fedavg.__file__).parent
+    record, page = json.loads((root / "results" / "fedavg-figure-1.json").read_text()), (root / "docs" / "fedavg.md").read_text()
+    for name, loss in record["loss"].items():
+        row = [f"{loss[np.abs(np.array(record['theta']) - theta).argmin()]:.3f}".lstrip("0") for theta in (1, 0, 0.5)]
+        assert f"| {name} | {' | '.join(row)} |" in page

@@ -12,7 +12,8 @@ import fedavg
 import fedslr
 from conftest import QUICK, killed, paths, pixels, refused, run, same, softmax_gradient
 
-SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1", "--parallel", "1"]
+SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1", "--lr-decay", "0.998",
+         "--parallel", "1"]
 VARIANTS = ["fedslr", "lpgd", "gpgd", "s+s"]
 
 

@@ -16,6 +16,7 @@ import baselines
 import common
 import compare
 import fedavg
+import measure_demo
 import reproduce
 from docs.build import choices, pseudocode, tags
 
@@ -93,7 +94,8 @@ def test_methods_of_federation_that_texts_name_exist():
 def commands():
     """Every `python NAME.py ...` in the pages and the docstrings."""
     texts = [pages()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
-    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", "\n".join(texts), re.M)
+    text = re.sub(r" \\\n +", " ", "\n".join(texts))  # a command may go on in the next line
+    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", text, re.M)
     return sorted({(name, " ".join(argv.split("  ")[0].split())) for name, argv in found})  # a remark stands behind two spaces
 
 
@@ -140,6 +142,7 @@ def measure(when, part, name):
 # What stands in a column of the pages' tables, by the column's title
 COLUMNS = {
     "minutes": training, "minutes of training": training, "s/round": lambda record: f"{record['seconds_per_round']:.1f} s",
+    "rounds until the target": lambda record: f"{max(record['rounds_to'].values()):.1f}",
     "rounds": lambda record: str(len(record["rounds"])), "global, last": measure("final", "global", "top1"),
     "global, best": measure("best", "global", "top1"), "by training loss": measure("final", "personal", "mean"),
     "by training accuracy": lambda record: measure(  # superfed.py's own choice until 2026-11-21
@@ -154,7 +157,7 @@ COLUMNS = {
 def test_the_table_of_settings_is_that_of_the_defaults():
     columns = {"clients": "clients", "model": "model", "rounds": "rounds", "E": "epochs", "B": "batch_size", "eta": "lr",
                "momentum": "momentum", "weight decay": "weight_decay"}
-    lines = (HERE / "README.md").read_text().splitlines()
+    lines = (HERE / "docs" / "run.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| command | split |"))
     titles, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
                         for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])]
@@ -198,6 +201,14 @@ def test_persfls_tables_are_those_of_their_records():
             mean = np.mean([run[name] for run in users], 0) * (1 if name in ("T", "lambda") else 100)
             want = [round(mean.mean(), 3 if name == "lambda" else 1), round(mean.std(ddof=1), 1)]
             assert cell == want[: len(cell)], (folder, name)
+
+
+def test_the_demos_table_is_that_of_its_record_and_it_is_stable():
+    result = json.loads((HERE / "results" / "demo.json").read_text())
+    assert "\n".join(measure_demo.lines(result)) in (HERE / "README.md").read_text()
+    for runs in result.values():
+        for name in ("personal", "global"):
+            assert np.ptp([run[name] for run in runs]) <= 0.03
 
 
 def test_the_tables_of_comparisons_are_those_of_their_records():

@@ -22,8 +22,22 @@ import datasets  # noqa: E402
 
 RUNS = HERE / "runs" / "tune"
 GLOBAL, PERSONAL = "global", "personal"
-METHODS = {  # command, the measure that the method is for, the values that are tried
-    "fedavg": ("fedavg", GLOBAL, ["--lr .01", "--lr .02", "--lr .05"]),
+METHODS = {  # command, the measure that the method is for, what was tried
+    "fedavg": ("fedavg --eval-every 5", GLOBAL, ["--batch-size 20 --lr .02 --lr-decay 1", "--batch-size 20 --lr .05 --lr-decay 1",
+                                                "--batch-size 10 --lr .03 --lr-decay .95"]),
+    "superfed, model": ("superfed --mix model", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
+                                                           "--batch-size 10 --lr .03 --lr-decay .95"]),
+    "superfed, layer": ("superfed --mix layer", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
+                                                           "--batch-size 20 --lr .03 --lr-decay .95",
+                                                           "--batch-size 10 --lr .03 --lr-decay .95"]),
+    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9", "--lr .05 --beta .7"]),
+    "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
+    "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02"]),
+    "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05"]),
+    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9"]),
+    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9", "--momentum 0 --lr .075"]),
+    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--theta-lr .03"]),
+    "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, ["--per-fedavg-alpha .01"]),
 }
 
 
@@ -46,7 +60,7 @@ def main(names):
     RUNS.mkdir(parents=True, exist_ok=True)
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
     np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
-    print("| method | measure | tried: accuracy after half of the rounds, after all | best |\n|---|---|---|---|", flush=True)
+    print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|", flush=True)
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
         reached = {}
@@ -54,8 +68,10 @@ def main(names):
             rows = [row for row in train(name, words)["rounds"] if measure in row]
             half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
             reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
-        tried = "; ".join(f"`{words}` {half:.3f}, {last:.3f}" for words, (half, last) in reached.items())
-        print(f"| {name} | {measure} | {tried} | `{max(reached, key=lambda words: reached[words][1])}` |", flush=True)
+        best = max(reached, key=lambda words: reached[words][1])
+        for words, (half, last) in reached.items():
+            mark = "yes" * (words == best) if len(grid) > 1 else "only one tried"
+            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True)
 
 
 if __name__ == "__main__":
