@@ -178,8 +178,8 @@ def arguments(argv):
     group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
     if args.as_ == "official":
-        parser.set_defaults(lr_decay=0.995)  # D4
-        args = common.parse(parser, BY_DATASET, argv)
+        defaults = {args.dataset: BY_DATASET.get(args.dataset, {}) | {"lr_decay": 0.995}}  # D4
+        args = common.parse(parser, defaults, argv)
     if args.start is None:
         args.start = 0.8 if args.mix == "layer" else 0.5 if args.dataset == "cifar100" else 0.4  # D5
     return args
