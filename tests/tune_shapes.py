@@ -34,15 +34,15 @@ METHODS = {  # command, the measure that the method is for, what was tried
     "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
     "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02"]),
     "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05"]),
-    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9"]),
-    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9", "--momentum 0 --lr .075"]),
+    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9 --lr .03", "--momentum 0 --lr .075"]),
+    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9 --lr .03", "--momentum 0 --lr .075"]),
+    "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, ["--momentum 0 --lr .075"]),
     "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--theta-lr .03"]),
-    "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, ["--per-fedavg-alpha .01"]),
 }
 
 
 def train(name, words):
-    """The record of one run; seeds and images are not those of any other page."""
+    """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
     if not (out / "result.json").exists():
         file, *argv = METHODS[name][0].split()
@@ -63,15 +63,16 @@ def main(names):
     print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|", flush=True)
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
-        reached = {}
+        reached, remark = {}, {}
         for words in grid:
-            rows = [row for row in train(name, words)["rounds"] if measure in row]
+            record = train(name, words)
+            rows = [row for row in record["rounds"] if measure in row]
             half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
             reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
+            remark[words] = f"diverged after round {rows[-1]['round']}" if record["diverged"] else "no other tried" * (len(grid) == 1)
         best = max(reached, key=lambda words: reached[words][1])
         for words, (half, last) in reached.items():
-            mark = "yes" * (words == best) if len(grid) > 1 else "only one tried"
-            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True)
+            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {remark[words] or 'yes' * (words == best)} |", flush=True)
 
 
 if __name__ == "__main__":
