@@ -96,7 +96,7 @@ BY_DATASET = {
     "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn", transform="tensorflow", target=[0.8, 0.82, 0.85]),
     # ours, for a quick look
     "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5,
-                   lr=0.03, lr_decay=0.95, momentum=0.9, transform="normalize", eval_every=3),
+                   lr=0.02, lr_decay=0.95, momentum=0.9, transform="normalize", eval_every=3),
 }
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ BY_DATASET = {
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
     "tinyimagenet": dict(rounds=500, split="semantic", fraction=0.03),
     # ours, for a quick look
-    "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.03, lr_decay=0.95,
+    "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    transform="normalize", start=0.5, eval_every=5),
 }
 LAMBDAS = [i / 10 for i in range(11)]

@@ -150,9 +150,10 @@ def broken_folders(folder):
 
     state, record = "state.pt", "result.json"
     yield "nothing there", "--resume --out new"
-    for what, flags in (("another learning rate", "--lr 0.02"), ("another number of rounds", "--rounds 5"), ("another seed", "--seed 1"),
-                        ("another split", "--split-seed 1"), ("another batch size", "--batch-size 10"), ("another model", "--model cifarnet")):
+    for what, flags in (("another learning rate", "--lr 0.02"), ("more rounds", "--rounds 3"), ("another seed", "--seed 1"),
+                        ("another split", "--split-seed 1"), ("another batch size", "--batch-size 5"), ("another model", "--model cifarnet")):
         yield f"the state is of {what}", f"{flags} --resume --out {sound}"
+    yield "the state is of fewer rounds", f"--rounds 5 --resume --out {copy('m1', lambda out: None)}"
     yield "the state is another file's", f"baselines.py --method fedprox --resume --out {sound}"
     for what, name, change in (
         ("the state is empty", "s1", lambda out: (out / state).write_bytes(b"")),

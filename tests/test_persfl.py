@@ -15,7 +15,7 @@ import persfl
 from conftest import paths, refused, run, same
 
 SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "mnistnet", "--rounds", "3", "--epochs", "1",
-         "--batch-size", "20", "--lr", "0.05", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]
+         "--transform", "scale", "--batch-size", "20", "--lr", "0.05", "--lr-decay", "1", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]
 
 
 PAIRS = list(itertools.product((1, 5, 25), (0, 0.25, 0.5, 0.75, 1)))  # facts.md A5.3: the paper's grid
