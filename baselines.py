@@ -947,7 +947,7 @@ def arguments(argv):
     group.add_argument("--last-decay", type=common.nonnegative, default=1e-4, help="fedma: weight decay for the last layer")
     args = common.parse(parser, BY_DATASET, argv)
     if args.method in PLAIN:
-        args = common.parse(parser, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.075)}, argv)
+        args = common.parse(parser, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
     return args
 
 

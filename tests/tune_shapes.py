@@ -30,21 +30,20 @@ METHODS = {  # command, the measure that the method is for, what was tried
     "superfed, layer": ("superfed --mix layer", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
                                                            "--batch-size 20 --lr .03 --lr-decay .95",
                                                            "--batch-size 10 --lr .03 --lr-decay .95"]),
-    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9", "--lr .05 --beta .7"]),
+    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9"]),
     "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
     "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02"]),
     "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05"]),
-    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9 --lr .03", "--momentum 0 --lr .075"]),
+    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9 --lr .03"]),
     "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9 --lr .03", "--momentum 0 --lr .075"]),
-    "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, ["--momentum 0 --lr .075"]),
-    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--theta-lr .03"]),
+    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--lr .03 --theta-lr .03"]),
 }
 
 
 def train(name, words):
     """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
-    if not (out / "result.json").exists():
+    if not (out / "result.json").exists() or json.loads((out / "result.json").read_text())["status"] == "interrupted":
         file, *argv = METHODS[name][0].split()
         argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1, "--split-seed", 1, "--out", out]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # a diverged run is a result, too
