@@ -42,7 +42,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 # What all methods share, where the command line does not say otherwise. All other flags of the groups "data" and "training" of
 # `python fedavg.py --help` are shared, too, with the defaults that stand there.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
-              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.03, lr_decay=0.95, momentum=0.9,
+              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.02, lr_decay=0.95, momentum=0.9,
               eval_every=3)
 
 # A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
@@ -54,7 +54,7 @@ METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm
 
 def plain(shared):
     """SGD without momentum, with a rate between eta and what momentum comes to in the long run, eta/(1 - momentum)."""
-    return {"momentum": 0, "lr": round(shared.lr * (5 / 3 if shared.momentum else 1), 6)}
+    return {"momentum": 0, "lr": round(shared.lr * (5 / 2 if shared.momentum else 1), 6)}
 
 
 def everybody(shared):

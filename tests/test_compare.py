@@ -75,7 +75,7 @@ def test_all_share_what_is_shared(go):
     """But for what OWN says: the same arguments, and as many clients trained in all."""
     records = go("fedavg,persfl,scaffold", "--seeds", "1", "--lr", "0.03", "--momentum", "0.9")
     args = {name: r["args"] for name, r in records.items()}
-    assert (args["scaffold/0"]["lr"], args["scaffold/0"]["momentum"]) == (0.05, 0)
+    assert (args["scaffold/0"]["lr"], args["scaffold/0"]["momentum"]) == (0.075, 0)
     assert (args["persfl/0"]["fraction"], args["persfl/0"]["rounds"]) == (1, 1)
     apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "fraction", "rounds", "eval_every"}, "scaffold/0": {"out", "lr", "momentum"}}
     for name, keys in apart.items():
@@ -94,7 +94,7 @@ def test_what_is_done_is_kept_and_what_was_interrupted_goes_on(go, tmp_path, cap
     record.write_text(record.read_text().replace('"status": "finished"', '"status": "interrupted"'))
     go("fedavg", "--seeds", "2")
     assert go.trained == ["fedavg/1+"]
-    refused(capsys, "has a record with --lr 0.03, now it is 0.1; use another --out", go, "fedavg", "--lr", "0.1")
+    refused(capsys, "has a record with --lr 0.02, now it is 0.1; use another --out", go, "fedavg", "--lr", "0.1")
     refused(capsys, "has a record with --rounds 2, now it is 3", go, "fedavg", "--rounds", "3")
     assert not go.trained
 

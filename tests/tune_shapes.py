@@ -23,7 +23,8 @@ import datasets  # noqa: E402
 RUNS = HERE / "runs" / "tune"
 GLOBAL, PERSONAL = "global", "personal"
 METHODS = {  # command, the measure that the method is for, what was tried
-    "fedavg": ("fedavg --eval-every 5", GLOBAL, ["--batch-size 20 --lr .02 --lr-decay 1", "--batch-size 20 --lr .05 --lr-decay 1",
+    "fedavg": ("fedavg --eval-every 5", GLOBAL, ["--batch-size 20 --lr .02 --lr-decay 1",
+                                                "--batch-size 20 --lr .05 --lr-decay 1",
                                                 "--batch-size 10 --lr .03 --lr-decay .95"]),
     "superfed, model": ("superfed --mix model", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
                                                            "--batch-size 10 --lr .03 --lr-decay .95"]),
@@ -59,7 +60,7 @@ def main(names):
     RUNS.mkdir(parents=True, exist_ok=True)
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
     np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
-    print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|", flush=True)
+    print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|")
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
         reached, remark = {}, {}
@@ -68,10 +69,13 @@ def main(names):
             rows = [row for row in record["rounds"] if measure in row]
             half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
             reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
-            remark[words] = f"diverged after round {rows[-1]['round']}" if record["diverged"] else "no other tried" * (len(grid) == 1)
+            remark[words] = "no other tried" * (len(grid) == 1)
+            if record["diverged"]:
+                remark[words] = f"diverged after round {rows[-1]['round']}"
         best = max(reached, key=lambda words: reached[words][1])
         for words, (half, last) in reached.items():
-            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {remark[words] or 'yes' * (words == best)} |", flush=True)
+            mark = remark[words] or "yes" * (words == best)
+            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True)
 
 
 if __name__ == "__main__":
