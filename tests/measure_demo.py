@@ -2,8 +2,8 @@
 
     python tests/measure_demo.py     (14 runs of about 100 s on one core; a run that is finished is not run again)
 
-The commands of `make demo` without plots, for seeds 0 to 2 in fp32 and bf16. The split is one, as in compare.py (--split-seed 0). Two
-threads give the bits of one, so they are tried with seed 0 alone.
+The commands of `make demo` without plots, for seeds 0 to 2 in fp32 and bf16. There is one split, as in compare.py
+(--split-seed 0). Two threads give the bits of one, so they are tried with seed 0 alone.
 """
 
 import json
@@ -19,7 +19,8 @@ RUNS = [(seed, precision, 1) for precision in ("fp32", "bf16") for seed in range
 def measured(mix, seed, precision, threads):
     """One run's command and final accuracies."""
     out = HERE / "runs" / "measure-demo" / f"{mix}-{seed}-{precision}-{threads}"
-    command = f"superfed.py --dataset shapes --mix {mix} --seed {seed} --precision {precision} --parallel {threads} --device cpu"
+    command = (f"superfed.py --dataset shapes --mix {mix} --seed {seed} --precision {precision} --parallel {threads} "
+               "--device cpu")
     if not (out / "result.json").exists():
         subprocess.run([sys.executable, *command.split(), "--out", out], cwd=HERE, stdout=subprocess.DEVNULL, check=True)
     record = json.loads((out / "result.json").read_text())

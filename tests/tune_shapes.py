@@ -23,28 +23,28 @@ import datasets  # noqa: E402
 RUNS = HERE / "runs" / "tune"
 GLOBAL, PERSONAL = "global", "personal"
 METHODS = {  # command, the measure that the method is for, what was tried
-    "fedavg": ("fedavg --eval-every 5", GLOBAL, ["--batch-size 20 --lr .02 --lr-decay 1", "--batch-size 20 --lr .05 --lr-decay 1",
+    "fedavg": ("fedavg --eval-every 5", GLOBAL, ["--batch-size 20 --lr .02 --lr-decay 1",
+                                                "--batch-size 20 --lr .05 --lr-decay 1",
                                                 "--batch-size 10 --lr .03 --lr-decay .95"]),
     "superfed, model": ("superfed --mix model", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
                                                            "--batch-size 10 --lr .03 --lr-decay .95"]),
     "superfed, layer": ("superfed --mix layer", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
                                                            "--batch-size 20 --lr .03 --lr-decay .95",
                                                            "--batch-size 10 --lr .03 --lr-decay .95"]),
-    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9", "--lr .05 --beta .7"]),
+    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9"]),
     "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
     "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02"]),
     "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05"]),
-    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9"]),
-    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9", "--momentum 0 --lr .075"]),
-    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--theta-lr .03"]),
-    "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, ["--per-fedavg-alpha .01"]),
+    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9 --lr .03"]),
+    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9 --lr .03", "--momentum 0 --lr .075"]),
+    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--lr .03 --theta-lr .03"]),
 }
 
 
 def train(name, words):
-    """The record of one run; seeds and images are not those of any other page."""
+    """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
-    if not (out / "result.json").exists():
+    if not (out / "result.json").exists() or json.loads((out / "result.json").read_text())["status"] == "interrupted":
         file, *argv = METHODS[name][0].split()
         argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1, "--split-seed", 1, "--out", out]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # a diverged run is a result, too
@@ -60,17 +60,21 @@ def main(names):
     RUNS.mkdir(parents=True, exist_ok=True)
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
     np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
-    print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|", flush=True)
+    print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|")
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
-        reached = {}
+        reached, remark = {}, {}
         for words in grid:
-            rows = [row for row in train(name, words)["rounds"] if measure in row]
+            record = train(name, words)
+            rows = [row for row in record["rounds"] if measure in row]
             half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
             reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
+            remark[words] = "no other tried" * (len(grid) == 1)
+            if record["diverged"]:
+                remark[words] = f"diverged after round {rows[-1]['round']}"
         best = max(reached, key=lambda words: reached[words][1])
         for words, (half, last) in reached.items():
-            mark = "yes" * (words == best) if len(grid) > 1 else "only one tried"
+            mark = remark[words] or "yes" * (words == best)
             print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True)
 
 
