@@ -912,7 +912,6 @@ BY_DATASET = {
     "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    theta_lr=0.02, transform="normalize", eval_every=3),
 }
-PLAIN = "scaffold", "feddyn", "per-fedavg"  # on shapes without momentum, as in their papers, and with a larger eta
 
 
 def arguments(argv):
@@ -945,10 +944,7 @@ def arguments(argv):
     group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
     group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")
     group.add_argument("--last-decay", type=common.nonnegative, default=1e-4, help="fedma: weight decay for the last layer")
-    args = common.parse(parser, BY_DATASET, argv)
-    if args.method in PLAIN:
-        args = common.parse(parser, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
-    return args
+    return common.parse(parser, BY_DATASET, argv)
 
 
 def main(argv=None):

@@ -69,11 +69,11 @@ def pi(kernel):
 def prox_nuclear(net, v, tau):
     """argmin over w of tau * sum over l of ||pi(w_l)||_* + ||w - v||^2 / 2: w [d], and the ranks [L] of the pi(w_l)."""
     parts, ranks = list(v.split(net.sizes)), []  # a part for each of the model's tensors
-    for l, _, _ in matrices(net):  # D5
-        shape = net.tensors[l][2]
-        U, s, Vh = svd(pi(parts[l].view(shape)))  # l.7: pi(v_l) = U diag(s) Vh
+    for i, _, _ in matrices(net):  # D5
+        shape = net.tensors[i][2]
+        U, s, Vh = svd(pi(parts[i].view(shape)))  # l.7: pi(v_l) = U diag(s) Vh
         s = soft(s, tau)
-        parts[l] = pi_inverse((U * s) @ Vh, shape).to(v).flatten()
+        parts[i] = pi_inverse((U * s) @ Vh, shape).to(v).flatten()
         ranks.append((s > 0).sum())
     return torch.cat(parts), torch.stack(ranks)
 
@@ -116,19 +116,20 @@ def main(argv=None):
     if args.variant in ("lpgd", "gpgd"):
         return appendix_a2(run)  # D8
     net, M = federation.net, federation.K
-    one, two = phase_one(net, args), phase_two(net, args)
+    step_w, step_p = phase_one(net, args), phase_two(net, args)
     prox = prox_l1 if args.variant == "s+s" else prox_nuclear  # D9
 
-    w = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w, ranks=full_ranks(net), numbers=net.d, gamma_mean=0 * w, gamma=federation.per_client(0 * w),
-                  p=federation.per_client(first_p(net, args, w)))  # l.1 (D1): gamma and p are [M, d]
+    w_0 = federation.initial_weights()  # l.1: w^0, [d]
+    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma_mean=0 * w_0, gamma=federation.per_client(0 * w_0),
+                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma and p are [M, d]
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D2)
         eta, w_t = federation.eta(t), state.w
-        # federation.train takes each client i of S, at once or one after the other, through
-        #     for epoch in range(E):                          l.10, l.17
-        #         for b in minibatches(shuffled(images), B):  l.11, l.18; phase=1: in another order
-        #             client = step(client, b, eta, w_t)      l.12-14, l.19-20
-        w_i = federation.train(one, (w_t.expand(len(S), -1), state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.9, l.15
+        # Phase I. federation.train does for each client i of S, at once or one after the other:
+        #     for epoch in range(E):                                 l.10
+        #         for b in minibatches(shuffled(images of i), B):    l.11
+        #             client = step_w(client, b, eta, w_t)           l.12-14; client is w and gamma_i
+        w = w_t.expand(len(S), -1)  # l.9: [m, d]
+        w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
         for row, i in enumerate(S):
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[row])  # l.6, l.16
         if args.memory_efficient:  # l.6 of Algorithm 3
@@ -136,9 +137,10 @@ def main(argv=None):
         else:
             state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
-        del w_i  # [m, d]: makes room for Phase II
+        del w_i  # makes room for Phase II, which needs w^t alone and so may stand behind line 7
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
-        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
+        # Phase II. The same loops with the fusion epochs and step_p, the images in another order (phase=1): l.18-20
+        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
         if run.evaluates():
@@ -170,8 +172,8 @@ def arguments(argv):
                      help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
                      help="lpgd: line 7 in every local step; gpgd: FedAvg, then line 7; s+s: a sparse w (D8, D9)")
-    own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps the mean of gamma alone")
-    own.add_argument("--export", metavar="FILE", help="write the last w as factors; the last round also times it")
+    own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps only the mean of gamma")
+    own.add_argument("--export", metavar="FILE", help="write the last w as factors to FILE, and measure how fast it is")
     args = common.parse(parser, BY_DATASET, argv)
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
     if args.momentum:
@@ -185,7 +187,7 @@ def arguments(argv):
 
 
 def matrices(net):
-    """(number of the tensor, rows, columns of its pi) for the L kernels and matrices of a model."""
+    """(i: place among the tensors, rows, columns of its pi) for the L kernels and matrices of a model."""
     shapes = [(i, (*shape, 1, 1)) for i, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
     return [(i, n * k1, c * k2) for i, (n, c, k1, k2, *_) in shapes]
 
@@ -212,10 +214,9 @@ def pi_inverse(matrix, shape):
 
 
 def svd(A):
-    """U, s, Vh in float64 with A = (U * s) @ Vh, by the eigenvalues s^2 of A'A: faster and more exact than an SVD in float32.
-
-    s rises. Singular values below 1e-8 of the largest are only rounding. If a number in A is not finite, nor is the product:
-    a run that diverges shows it.
+    """U, s (rising), Vh in float64 with A = (U * s) @ Vh, by the eigenvalues s^2 of A.T @ A: faster than an SVD in float32, and
+    more exact. Singular values below 1e-8 of the largest are only rounding. If a number in A is not finite, neither is the
+    product, so that a run that diverges shows it.
     """
     if A.shape[0] < A.shape[1]:  # wide: by the transpose
         V, s, Uh = svd(A.mT)
@@ -287,7 +288,7 @@ def appendix_a2(run):
 def measures(run, state, t):
     """Of the GKR and the mixed models on the clients' images, and what they are made of; with --export, at the end, times."""
     federation, export_to = run.federation, run.args.export
-    nonzeros = torch.stack([(state.p[S] != 0).sum() for S in federation.rows()[:, None]])  # client by client
+    nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
     mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0
     names = [federation.net.tensors[i][0].removesuffix(".weight") for i, _, _ in matrices(federation.net)]

@@ -1,8 +1,8 @@
 """Writes the pages docs/*.html: the papers' pseudocode beside the code that carries it out. `make docs` calls it.
 
 Pseudocode and choices are from the docstrings, code from the files, the text below from docs/NAME.md, the tables from
-results/NAME.md. A page is one file: docs/page.css and docs/page.js are copied into it. tests/test_docs.py compares the
-committed pages with what this script makes.
+results/NAME.md. All pages share docs/page.css and docs/page.js. tests/test_docs.py compares the committed pages with what this
+script makes.
 """
 
 import ast
@@ -245,13 +245,13 @@ HINT = ('<p class="hint">Point at a line: what carries it out is marked on the o
 
 
 def page(name, title, body):
-    css, js = ((HERE / "docs" / f"page.{kind}").read_text() for kind in ("css", "js"))
     links = "".join(f'<a href="{key}.html"{" aria-current=page" * (key == name)}>{text}</a>'
                     for key, text in {"index": "Start", **PAPERS}.items())
     return ('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            f"<!-- made by docs/build.py; don't edit -->\n<style>\n{css}</style>\n<nav>{links}</nav>\n<main>\n{body}\n</main>\n"
-            f"<script>\n{js}</script>\n</html>\n")
+            "<!-- made by docs/build.py; don't edit -->\n"
+            f'<link rel="stylesheet" href="page.css">\n<nav>{links}</nav>\n<main>\n{body}\n</main>\n'
+            '<script src="page.js"></script>\n</html>\n')
 
 
 def figures(name):

@@ -45,7 +45,7 @@ class Page(html.parser.HTMLParser):
         self.ids += [attrs["id"]] if "id" in attrs else []
         self.links += [attrs["href"]] if "href" in attrs else []
         self.pictures += [attrs["src"]] if tag == "img" else []
-        if tag not in ("meta", "img", "br", "hr", "p", "li"):
+        if tag not in ("meta", "link", "img", "br", "hr", "p", "li"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -72,7 +72,10 @@ def test_links_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_need_no_network(name):
-    assert not re.search(r"(?:src=|@import|url\()[\"']?https?:|<link|fetch\(|<script [^>]*src", PAGES[name])
+    shared = re.findall(r'<(?:link|script)[^>]* (?:href|src)="([^"]*)"', PAGES[name])
+    assert shared == ["page.css", "page.js"]
+    for text in (PAGES[name], *((HERE / "docs" / file).read_text() for file in shared)):
+        assert not re.search(r"(?:src=|@import|url\()[\"']?https?:|fetch\(", text)
 
 
 def test_the_marks_of_a_page_are_the_files_tags():

@@ -1,13 +1,10 @@
 """What docs/faults.md says of bad input, signals and kills is what happens (faults.py makes that page)."""
 
-import torch
-
 import faults
 
 
 def test_every_input_gives_what_the_page_says(tmp_path):
     """One line and nothing else, or a run that ends; no traceback."""
-    torch.set_num_threads(1)
     rows = faults.try_inputs(tmp_path)
     page = faults.PAGE.read_text()
     assert len(rows) >= 120

@@ -22,22 +22,21 @@ import datasets  # noqa: E402
 
 RUNS = HERE / "runs" / "tune"
 GLOBAL, PERSONAL = "global", "personal"
+RATES = ["--batch-size 20 --lr .02 --lr-decay 1", "--batch-size 20 --lr .05 --lr-decay 1",
+         "--batch-size 10 --lr .03 --lr-decay .95", "--batch-size 10 --lr .02 --lr-decay .95"]
+MOMENTA = ["--momentum .9 --lr .02", "--momentum 0 --lr .02", "--momentum 0 --lr .05"]
 METHODS = {  # command, the measure that the method is for, what was tried
-    "fedavg": ("fedavg --eval-every 5", GLOBAL, ["--batch-size 20 --lr .02 --lr-decay 1",
-                                                "--batch-size 20 --lr .05 --lr-decay 1",
-                                                "--batch-size 10 --lr .03 --lr-decay .95"]),
-    "superfed, model": ("superfed --mix model", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
-                                                           "--batch-size 10 --lr .03 --lr-decay .95"]),
-    "superfed, layer": ("superfed --mix layer", PERSONAL, ["--batch-size 20 --lr .02 --lr-decay 1",
-                                                           "--batch-size 20 --lr .03 --lr-decay .95",
-                                                           "--batch-size 10 --lr .03 --lr-decay .95"]),
-    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9"]),
+    "fedavg": ("fedavg --eval-every 5", GLOBAL, RATES),
+    "superfed, model": ("superfed --mix model", PERSONAL, RATES),
+    "superfed, layer": ("superfed --mix layer", PERSONAL, RATES),
+    "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9", "--lr .02 --beta .9"]),
     "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
-    "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02"]),
-    "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05"]),
-    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, ["--momentum .9 --lr .03"]),
-    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, ["--momentum .9 --lr .03", "--momentum 0 --lr .075"]),
-    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--lr .03 --theta-lr .03"]),
+    "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02", "--lr .05"]),
+    "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05", "--lr .02"]),
+    "scaffold": ("baselines --method scaffold --rounds 15", GLOBAL, MOMENTA),
+    "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, MOMENTA),
+    "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, MOMENTA),
+    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--lr .02 --theta-lr .02", "--lr .03 --theta-lr .03"]),
 }
 
 
