@@ -73,11 +73,11 @@ def test_the_table_is_that_of_the_records(go, capsys):
 
 def test_all_share_what_is_shared(go):
     """But for what OWN says: the same arguments, and as many clients trained in all."""
-    records = go("fedavg,persfl,scaffold", "--seeds", "1", "--lr", "0.03", "--momentum", "0.9")
+    records = go("fedavg,persfl,fedslr", "--seeds", "1", "--lr", "0.03", "--momentum", "0.9")
     args = {name: r["args"] for name, r in records.items()}
-    assert (args["scaffold/0"]["lr"], args["scaffold/0"]["momentum"]) == (0.075, 0)
+    assert (args["fedslr/0"]["lr"], args["fedslr/0"]["momentum"]) == (0.075, 0)
     assert (args["persfl/0"]["fraction"], args["persfl/0"]["rounds"]) == (1, 1)
-    apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "fraction", "rounds", "eval_every"}, "scaffold/0": {"out", "lr", "momentum"}}
+    apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "fraction", "rounds", "eval_every"}, "fedslr/0": {"out", "lr", "momentum"}}
     for name, keys in apart.items():
         both = set(args[name]) & set(args["fedavg/0"])
         assert len(both) > 25 and {key for key in both if args[name][key] != args["fedavg/0"][key]} <= keys
