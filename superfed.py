@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores that do nothing else take half an hour.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores take half an hour; these runs shared theirs: 111 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -13,7 +13,7 @@ What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores that d
 There are two models of one shape: w^f, the federated model, travels; w^l_k, the local model of client k, never does. Client
 k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" is w^f on the central test images.
 "personal" is W_k(lambda) on client k's own test images, mean over the clients, with the lambda of D12. personal@test has the
-lambda that is best on the test images, as in the paper.
+lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k. Phase I trains w^f alone. Phase II begins
 with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost lines 3, 12, 16, 17, 20, 21 and
@@ -45,7 +45,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
-    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data L is a guess; so are mu and nu everywhere.
+    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data .8 is a guess. On all, mu and nu are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
@@ -91,7 +91,7 @@ def client_step(net, args):
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
-        lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.16: one draw for each layer; phase_two is 0 or 1
+        lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.16: lam [d] (D6); phase_two is 0 or 1
 
         def loss(w_f, w_l):
             return local_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
@@ -104,13 +104,13 @@ def client_step(net, args):
     return step
 
 
-def client_update(federation, step, S, t, w_f, W_l, phase_two):
-    """ClientUpdate in round t for all clients k of S: their w^f_k and w^l_k, [m, d] each. w_f [d]; W_l[S] [m, d]."""
-    w_g = w_f  # l.11-12: what they download, [d]
-    w_f, w_l = w_f.expand(len(S), -1), W_l[S]  # [m, d] each
-    u_f, u_l = torch.zeros_like(w_l), torch.zeros_like(w_l)  # momentum (D7)
+def client_update(federation, step, S, t, w_g, w_l, in_phase_two):
+    """ClientUpdate in round t for the clients k of S. w_g [d]: the server's w^f; w_l [K, d]: the w^l_k of all clients.
+    Returns the trained w^f_k and w^l_k, [m, d] each."""
+    w_f_k, w_l_k = w_g.expand(len(S), -1), w_l[S]  # l.11-12: [m, d] each
+    u_f, u_l = torch.zeros_like(w_l_k), torch.zeros_like(w_l_k)  # momentum (D7)
     eta = learning_rate(federation, t)  # D4
-    phase_two = torch.tensor(float(phase_two), device=federation.device)
+    phase_two = torch.tensor(float(in_phase_two), device=federation.device)
 
     def draw(rng, steps):
         return rng.random((steps, len(federation.net.layers)))  # l.16: b.draw of each minibatch; Model Mixing uses the first
@@ -119,8 +119,8 @@ def client_update(federation, step, S, t, w_f, W_l, phase_two):
     #     for epoch in range(E):                                      l.13
     #         for b in minibatches(shuffled(images of k), B):         l.14-15 (D9)
     #             client = step(client, b, eta, phase_two, w_g)       l.16-18, l.18a
-    w_f, w_l, _, _ = federation.train(step, (w_f, w_l, u_f, u_l), S, t, eta, phase_two, w_g, draw=draw)
-    return w_f, w_l  # l.23
+    w_f_k, w_l_k, _, _ = federation.train(step, (w_f_k, w_l_k, u_f, u_l), S, t, eta, phase_two, w_g, draw=draw)
+    return w_f_k, w_l_k  # l.23
 
 
 def main(argv=None):
@@ -129,20 +129,20 @@ def main(argv=None):
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
     run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
     step = client_step(federation.net, args)
-    first = first_round_of_phase_two(federation)  # L*R (D4)
+    start = first_round_of_phase_two(federation)  # L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
-                  W_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
+                  w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
     for t, S in run.rounds(state, among=seen):  # l.4-6: S_t, [m] (D13)
-        w_f, w_l = client_update(federation, step, S, t, state.w_f, state.W_l, t >= first)  # l.7: [m, d] each
+        w_f_k, w_l_k = client_update(federation, step, S, t, state.w_f, state.w_l, t >= start)  # l.7: [m, d] each
         n_k = federation.n[S]  # [m]
-        state.w_f = federation.mean(w_f, n_k)  # l.7a (D15): [d]
-        if t >= first:
-            state.W_l[S] = w_l  # l.23: keep w^l_k; Phase I does not change it
-        run.sent(up=w_f.numel(), down=w_f.numel())
+        state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
+        if t >= start:
+            state.w_l[S] = w_l_k  # l.23: keep w^l_k; Phase I does not change it
+        run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
-            run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, first))
-    show(run, first)
+            run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, start))
+    show(run, start)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def main(argv=None):
 
 # Table 1, CIFAR-10, and what differs in the other columns of Tables 1 and 2. K and R are the paper's; C, E, B, eta, mu, nu and
 # Model Mixing's L (see `arguments`) are from the official scripts, since our copy of the paper has lost them.
-DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9,  # D8
-                eval_every=10)
+DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2, clients=100, fraction=0.1,  # D8
+                rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9, eval_every=10)
 BY_DATASET = {
     "cifar100": dict(rounds=300),
     "emnist": dict(rounds=100, split="semantic", fraction=0.01),
@@ -170,8 +170,8 @@ def arguments(argv):
     group.add_argument("--mu", type=common.nonnegative, default=0.01, help="mu, weight of the proximal term")
     group.add_argument("--nu", type=common.nonnegative, default=2.0, help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, share of the rounds before Phase II; 1: no Phase II, but see D4 (default: .8 with --mix layer, "
-                            ".4 with --mix model, and there .5 for CIFAR-100; for shapes always .5)")
+                       help="L, share of the rounds before Phase II; 1: no Phase II, but with --as official the last round "
+                            "(default: .8 with --mix layer, .4 with --mix model, and there .5 for CIFAR-100; for shapes .5)")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="in D1, D2 and D4 follow the paper, or the authors' code for v1")
     group.add_argument("--own-start", action="store_true", help="every client's w^l starts from a seed of its own (D3)")
@@ -198,19 +198,19 @@ def local_start(federation):
 
 def official_loss(net):
     """What the official code has in place of loss_3."""
-    has_partner = has_local_weight(net, official=True)
+    in_w_l = with_local_weight(net, official=True)
 
     def loss(net, w_f, w_l, w_g, lam, nu, mu, b):
-        W = mix(w_f, w_l, lam * has_partner)  # D2
+        W = mix(w_f, w_l, lam * in_w_l)  # D2
         distance = sum(z.norm() for z in ((1 - lam) * (w_f - w_g)).split(net.sizes))  # D1
-        cos = cosine(has_partner * w_f, has_partner * w_l)  # D2
+        cos = cosine(in_w_l * w_f, in_w_l * w_l)  # D2
         return common.cross_entropy(net(W, b.x), b) + nu * cos**2 + mu * distance
 
     return loss
 
 
-def has_local_weight(net, official):
-    """[d]: 1 for each weight of w^f that has a partner in w^l; officially biases have none (D2)."""
+def with_local_weight(net, official):
+    """[d]: 1 for each weight of w^f that is in w^l, too; officially biases are not (D2)."""
     return net.per_weight([float(not (official and name.endswith(".bias"))) for name, _, _ in net.tensors])
 
 
@@ -220,7 +220,7 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(federation):
-    """Counted from 0, and noted from 1. L*R = 2.9999999999999996 counts as 3 here; officially it counts as 2 (D4)."""
+    """t, counted from 0; the note that it prints counts from 1. L*R = 2.9999999999999996 is 3 here, officially 2 (D4)."""
     args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
     federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
@@ -230,12 +230,12 @@ def first_round_of_phase_two(federation):
 # Evaluation
 
 
-def personal_measures(federation, step, seen, state, t, first):
-    """What is known of the personal models after round t, by name."""
-    if t >= first:
-        measures = measure_mixtures(federation, seen, state.w_f, lambda S: state.W_l[S])  # D11
+def personal_measures(federation, step, seen, state, t, start):
+    """The record's measures of the personal models after round t. In Phase I they are the global model: lambda = 0."""
+    if t >= start:
+        measures = measure_mixtures(federation, seen, state.w_f, lambda S: state.w_l[S])  # D11
     else:
-        measures = {"personal": federation.evaluate_clients(state.w_f, among=seen)}  # lambda = 0 (D12)
+        measures = {"personal": federation.evaluate_clients(state.w_f, among=seen)}  # D12
     if federation.args.unseen and t == federation.args.rounds - 1:
         measures["unseen"] = measure_unseen(federation, step, seen, state)
     return measures
@@ -244,23 +244,23 @@ def personal_measures(federation, step, seen, state, t, first):
 def measure_mixtures(federation, clients, w_f, w_l_of):
     """Measures of the clients with these numbers at each of LAMBDAS and at each choice (D12). w_f [d]; w_l_of(S) [m, d]."""
     split, args = federation.split, federation.args
-    has_partner = has_local_weight(federation.net, args.as_ == "official")
-    part = "val" if args.client_val else "train"
+    in_w_l = with_local_weight(federation.net, args.as_ == "official")
+    chosen_on = "val" if args.client_val else "train"  # train: as many images as the client has for tests
     images = split.val if args.client_val else [train[: len(test)] for train, test in zip(split.train, split.test)]
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def W(S):
-            return mix(w_f, w_l_of(S), lam * has_partner)  # [m, d]
+            return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
 
-        chosen_on = federation.evaluate_clients(W, images, clients)
-        found.append({"lambda": lam, f"{part}_mean": chosen_on["mean"], f"{part}_loss": chosen_on["loss"],
+        seen = federation.evaluate_clients(W, images, clients)
+        found.append({"lambda": lam, f"{chosen_on}_mean": seen["mean"], f"{chosen_on}_loss": seen["loss"],
                       **federation.evaluate_clients(W, among=clients)})  # D10
-    by = {"loss": min(found, key=lambda measures: measures[f"{part}_loss"]),
-          "accuracy": max(found, key=lambda measures: measures[f"{part}_mean"])}
-    first, second = ("accuracy", "loss") if args.client_val else ("loss", "accuracy")
+    by = {"loss": min(found, key=lambda measures: measures[f"{chosen_on}_loss"]),
+          "accuracy": max(found, key=lambda measures: measures[f"{chosen_on}_mean"])}
+    rule, other_rule = ("accuracy", "loss") if args.client_val else ("loss", "accuracy")
     by_test = max(found, key=lambda measures: measures["mean"])
     at, short = dict(zip(LAMBDAS, found)), common.without_clients
-    return {"personal": by[first], f"personal@{part}-{second}": short(by[second]), "personal@test": short(by_test),
+    return {"personal": by[rule], f"personal@{chosen_on}-{other_rule}": short(by[other_rule]), "personal@test": short(by_test),
             "personal@lambda=0.5": short(at[0.5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, found)]}
 
 
@@ -273,35 +273,35 @@ def clients_that_train(federation):
 
 
 def measure_unseen(federation, step, seen, state):
-    """The others do ClientUpdate once, in Phase II, and are measured with the w^l that it gives, and the server's w^f (D14)."""
+    """The unseen clients do ClientUpdate once, in Phase II. Their new w^l_k are measured with the server's w^f (D14)."""
     unseen = np.setdiff1d(np.arange(federation.K), seen)
     here = federation.rows(unseen)
-    _, w_l = client_update(federation, step, here, federation.args.rounds, state.w_f, state.W_l, phase_two=True)
-    return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l[np.searchsorted(here, S)])
+    _, w_l_k = client_update(federation, step, here, federation.args.rounds, state.w_f, state.w_l, in_phase_two=True)
+    return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(here, S)])  # S: some of here
 
 
-def show(run, first):
+def show(run, start):
     """Prints the last round's choices of lambda; with --plot draws lambdas.png and marks Phase II in curves.png."""
     history = run.record()["rounds"]
     row = history[-1]
-    groups = [(name, part) for name, part in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in part]
-    for name, part in groups:
+    groups = [(name, m) for name, m in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in m]
+    for name, measures in groups:
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
         choices = [("personal", "smallest training loss"), ("personal@train-accuracy", "best training accuracy")]
         if run.args.client_val:
             choices = [("personal", "best validation accuracy"), ("personal@val-loss", "smallest validation loss")]
         for choice, how in (*choices, ("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
                             ("personal@lambda=0", "0: the global model")):
-            values = "".join(f"{part[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
-            print(f"{how:<28}{part[choice]['lambda']:>8}{values}")
+            values = "".join(f"{measures[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
+            print(f"{how:<28}{measures[choice]['lambda']:>8}{values}")
     if not run.args.plot:
         return
-    common.curves(run.record(), run.out / "curves.png", {first + 1: "Phase II begins"} if first < run.args.rounds else {})
+    common.curves(run.record(), run.out / "curves.png", {start + 1: "Phase II begins"} if start < run.args.rounds else {})
     if groups:
         title = f"SuPerFed, {run.args.mix} mixing\n{common.setting(run.record())}"
         with common.drawing(run.out / "lambdas.png", size=(6, 4.2), title=title) as axis:
-            for name, part in groups:
-                mean, std = (np.array([at[key] for at in part["lambdas"]]) for key in ("mean", "std"))
+            for name, measures in groups:
+                mean, std = (np.array([at[key] for at in measures["lambdas"]]) for key in ("mean", "std"))
                 bars = np.minimum(std, [mean, 1 - mean])  # an accuracy is in [0, 1]
                 axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", label=f"{name} clients, best {max(mean):.3f}")
             axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1))

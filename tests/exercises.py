@@ -155,8 +155,8 @@ def fedavgm_3(*runs):
 def superfed_1(without, with_):
     cos = []  # of w^f and w^l_k, mean over the clients that have trained
     for run in (without, with_):
-        trained = (run.W_l != w_0(run, client=1)).any(1)
-        cos.append(torch.cosine_similarity(run.W_l[trained].double(), run.w_f.double()[None]).mean().item())
+        trained = (run.w_l != w_0(run, client=1)).any(1)
+        cos.append(torch.cosine_similarity(run.w_l[trained].double(), run.w_f.double()[None]).mean().item())
     return {"cos, nu = 0": f"{cos[0]:.4f}", "cos, nu = 2": f"{cos[1]:.4f}"}, abs(cos[1]) < abs(cos[0]) / 2
 
 
@@ -166,7 +166,7 @@ def superfed_2(fedavg, superfed, large_nu):
 
 
 def superfed_3(run):
-    untouched = (run.W_l == w_0(run, client=1)).all(1).sum().item()
+    untouched = (run.w_l == w_0(run, client=1)).all(1).sum().item()
     up = [row["bytes_up"] / 1e6 for row in run.record["rounds"]]
     numbers = {"unchanged w^l of 20": str(untouched), "MB up in Phase I": f"{up[0]:.2f}", "in Phase II": f"{up[-1]:.2f}"}
     return numbers, 10 <= untouched <= 15 and len(set(up)) == 1

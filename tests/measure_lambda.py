@@ -28,7 +28,7 @@ def answers(folder):
     right, loss = [], []
     for lam in superfed.LAMBDAS:
         logits = [federation.logits(superfed.mix(state["w_f"], w_l, lam), images)
-                  for w_l, images in zip(state["W_l"], federation.split.test)]
+                  for w_l, images in zip(state["w_l"], federation.split.test)]
         labels = [federation.labels[torch.from_numpy(images)] for images in federation.split.test]
         right.append([(z.argmax(1) == y).tolist() for z, y in zip(logits, labels)])
         loss.append([F.cross_entropy(z.double(), y, reduction="none").tolist() for z, y in zip(logits, labels)])

@@ -83,7 +83,7 @@ def test_four_rounds_by_hand(official, own_start, toy_argv, tmp_path):
     more += ["--own-start"] * own_start
     _, state = run(superfed, [*argv, *more], tmp_path)
     np.testing.assert_allclose(state["w_f"].numpy(), w_f, atol=5e-6)
-    np.testing.assert_allclose(state["W_l"].numpy(), W_l, atol=5e-6)
+    np.testing.assert_allclose(state["w_l"].numpy(), W_l, atol=5e-6)
 
 
 def test_without_phase_two_only_the_proximal_term_is_left(toy_argv, tmp_path):
@@ -241,7 +241,7 @@ def test_only_the_federated_model_is_averaged_and_the_local_one_stays(tmp_path, 
     torch.testing.assert_close(state["w_f"], torch.full_like(last.w_g, n[last.S] @ last.S / n[last.S].sum()))
     for k in range(8):  # round 1 is Phase I, and leaves w^l as it was
         fresh = local_start(federation(argv), 3)
-        assert torch.equal(state["W_l"][k], torch.full_like(fresh, 1000 + k) if k in last.S else fresh)
+        assert torch.equal(state["w_l"][k], torch.full_like(fresh, 1000 + k) if k in last.S else fresh)
     assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 4 * last.w_g.numel()  # 2 rounds, 4 clients, 4 bytes
 
 
@@ -315,7 +315,7 @@ def test_unseen_clients_join_after_the_last_round(tmp_path, monkeypatch, capsys)
     assert last.phase_two == 1 and torch.equal(last.w_g, state["w_f"])
     fed = federation([*SMALL, "--seed", "1"])
     fresh = local_start(fed, 1).expand(8, -1)
-    assert torch.equal(state["W_l"], fresh) and torch.equal(last.start[1], fresh[last.S])
+    assert torch.equal(state["w_l"], fresh) and torch.equal(last.start[1], fresh[last.S])
     unseen = record["rounds"][-1]["unseen"]
     assert len(unseen["personal"]["per_client"]) == 3 and len(record["final"]["personal"]["per_client"]) == 5
     assert record["final"]["unseen"] == unseen
@@ -337,7 +337,7 @@ def test_a_run_resumed_in_phase_two_equals_an_uninterrupted_one_bit_for_bit(mix,
     whole, a = run(superfed, argv, tmp_path / "whole")
     killed(superfed, argv, tmp_path / "cut", lambda t, _: t == 4)
     again, b = run(superfed, [*argv, "--resume"], tmp_path / "cut")
-    assert torch.equal(a["w_f"], b["w_f"]) and torch.equal(a["W_l"], b["W_l"])
+    assert torch.equal(a["w_f"], b["w_f"]) and torch.equal(a["w_l"], b["w_l"])
     assert same(whole, again)
 
 
@@ -388,7 +388,7 @@ def test_lambda_is_chosen_by_the_loss_on_training_images(tmp_path):
     fed, final = federation(argv), record["final"]
     images = [train[: len(test)] for train, test in zip(fed.split.train, fed.split.test)]
     assert {len(index) for index in images} == {10}
-    found = [fed.evaluate_clients((1 - lam) * state["w_f"] + lam * state["W_l"], images) for lam in np.arange(11) / 10]
+    found = [fed.evaluate_clients((1 - lam) * state["w_f"] + lam * state["w_l"], images) for lam in np.arange(11) / 10]
     losses, means = [[at[name] for at in found] for name in ("loss", "mean")]
     assert [at["train_loss"] for at in final["lambdas"]] == pytest.approx(losses, abs=1e-6)
     assert [at["train_mean"] for at in final["lambdas"]] == pytest.approx(means, abs=1e-6)
@@ -403,7 +403,7 @@ def test_the_end_points_of_the_grid_are_the_two_models(version, tmp_path):
     argv = [*SMALL, "--mix", "layer", "--as", version]
     record, state = run(superfed, argv, tmp_path)
     fed, row = federation(argv), record["rounds"][-1]
-    local = state["W_l"].clone()
+    local = state["w_l"].clone()
     if version == "official":
         for a, b in ((307_200, 307_300), (308_300, 308_310)):  # the biases of 3072-100-10
             local[:, a:b] = state["w_f"][a:b]

@@ -139,7 +139,7 @@ def compare_first_version(load, line):
             f"Model Mixing, {what}: w^l of all clients",
             run,
             local_models(they),
-            parts(run.fed.net, state["W_l"], local=True),
+            parts(run.fed.net, state["w_l"], local=True),
             rounds=rounds,
         )
     k = next(k for k in range(run.fed.K) if k not in run.S[-1])  # it holds what it got, or what it made of it
@@ -256,7 +256,7 @@ def compare_layer_mixing(load, line, name, because=None):
         f"Layer Mixing{name}: w^l",
         run,
         check.vector(model, locals_),
-        parts(run.fed.net, state["W_l"][k], local=True),
+        parts(run.fed.net, state["w_l"][k], local=True),
         because=because,
     )
 
