@@ -11,8 +11,8 @@ its most skewed setting.
     .1     FedAvg, eta .03  .3530  .4076  11   fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.03-beta-0/0
     0      FedAvgM          .3913  .3913  15   fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
 
-There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on test images drawn
-with each client's class shares.
+There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on each client's test
+images, mean over the clients. fedavg.py says which images these are, and how to read [d], [m, d], net and grad.
 
 Section 4.2, in FedAvg's algorithm and its line numbers. K clients; P_k are the training images of client k, n_k their number.
 
@@ -37,8 +37,8 @@ Choices that change a number. docs/fedavgm.md has each in full.
 
     D1  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  eta and beta are the pair that Flower's reproduction chose for alpha 0 and 1. The paper's best pairs are lost.
-    D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether.
+    D3  eta, beta: Flower's pair for alpha 0 and 1. Its pair for .1 stays near chance here. The paper's best pairs are lost.
+    D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
     D5  alpha is the paper's: alpha/10 per class. Many libraries take alpha per class: their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
     D7  Lines 7a and 7b: the formulas are lost in our copy. This is PyTorch's form of Nesterov's momentum.
@@ -61,7 +61,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, with u = g + momentum * u + decay * w (D2)
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, u = g + momentum * u + decay * w
 
     return step
 
@@ -92,10 +92,10 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. B, eta, beta: Flower's reproduction
+# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. B, eta, beta: Flower's (D3)
 DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05, rounds=10_000, epochs=1,  # D5
-                batch_size=64, lr=0.0003, beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D3, D4
-                eval_every=50, target=[])
+                batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0, beta=0.99, weight_decay=0.004, model="tfcnn",  # D2, D3
+                transform="tensorflow", eval_every=50, target=[])  # D4
 BY_DATASET = {
     # ours, for a quick look
     "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, clients=20, fraction=0.5, batch_size=20, lr=0.05,

@@ -3,9 +3,9 @@ later published as Fed2 (KDD 2021). We had notes on the paper, and four of Fed2'
 
     python psinet.py --dataset cifar10                          (VGG-9, normalisation ablation; published: top-1 .8826)
     python psinet.py --dataset cifar10 --groups 0 --norm gn     (FedAvg with GroupNorm: .8334; bn: .8546; none: .8413)
-    python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817; 10: .6823; 100: .6723)
+    python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817)
 
-What to expect: global accuracy on CIFAR-10, 10 nodes with 4 classes each, 8 of 100 rounds, bf16, seed 0, two CPU cores.
+What to expect: global accuracy on CIFAR-10, 10 nodes with 4 classes each, --rounds 8 (of 100) --precision bf16, seed 0.
 
     method                last    minutes   record
     Psi-Net               .6575   11        results/scale-0.08/psinet-norm/psinet-cifar10-prune/0
@@ -13,7 +13,7 @@ What to expect: global accuracy on CIFAR-10, 10 nodes with 4 classes each, 8 of 
     FedAvg, GroupNorm     .4557   9         results/scale-0.08/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
 The method (sections 3 and 4), in our words. There is one model Omega; omega^i is the copy of it that node i trains. "global"
-is Omega on the central test images, "personal" is Omega on central test images in the class shares of each node.
+is Omega on the central test images, "personal" on central test images in each node's class shares. Notation: see fedavg.py.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each group g, and the depth: the layer where groups begin
@@ -33,15 +33,15 @@ is Omega on the central test images, "personal" is Omega on central test images 
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: in the first layer with groups, each group sees all shared channels. --enter slice: a slice, as usual elsewhere.
-    D2  Lines 3 to 5: the ungrouped network's widths, rounded up to multiples of G. A group starts like a layer of its own size.
+    D1  Line 3: in the first layer with groups, each group sees all shared channels. --enter slice: a slice of them.
+    D2  Lines 3 to 5: the ungrouped network's widths, rounded up to multiples of G. A group is drawn like a layer of its size.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
-    D6  Line 6: a node without images of a group's classes is the extreme case: our reading. --no-prune: all have all groups.
+    D6  Line 6: our reading of the extreme case. Line 12: softmax over the classes of the node's groups. --no-prune: all groups.
     D7  Line 12: eta, B, momentum, decay are those of FedMA's runs of FedAvg, flip and crop FedSLR's. T, E: from Fed2's figures.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
-    D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range. Sums are over classes.
+    D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range.
 """
 
 import argparse
@@ -69,29 +69,29 @@ import common
 class Layers(common.Weights):
     """Hands a model its layers: shared ones below the depth, and from there on layers cut into s groups.
 
-    s: the groups of this node, at most G. Where common.vgg9 asks for m.conv("conv6", x, 256, 3, padding=1), a node with all 10
-    groups gets a convolution with 260 outputs in 10 groups. G_i [s]: which of the G groups they are. parts, b: iterators over
-    the tensors of w, and over the BatchNorms' running statistics. mask: see Weights.batchnorm. seen: a list that gets (name,
-    input) of each layer.
+    s: how many groups this node has, 1 to G. G_i [s]: which ones. Where common.vgg9 asks for m.conv("conv6", x, 256, 3,
+    padding=1), a node with all 10 groups gets a convolution with 260 outputs in 10 groups. parts, r: iterators over the tensors
+    of w, and over the BatchNorms' running statistics. mask: see Weights.batchnorm. seen: a list that gets (name, input) of each
+    layer.
     """
 
-    def __init__(self, net, G_i, parts=None, b=None, mask=None, seen=None):
+    def __init__(self, net, G_i, parts=None, r=None, mask=None, seen=None):
         super().__init__(parts, net.route)
-        self.net, self.G_i, self.b, self.mask, self.seen = net, G_i, b, mask, seen
+        self.net, self.G_i, self.r, self.mask, self.seen = net, G_i, r, mask, seen
         self.first = None  # the first layer with groups, once the depth is reached
-        self.new_b = {}  # the next running statistics of each BatchNorm: [2, its channels]
+        self.new_r = {}  # the next running statistics of each BatchNorm: [2, its channels]
 
-    def cut(self, name, x, out, groups, init):
+    def grouped(self, name, x, out, groups, init):
         """(x, out, groups, init) of a layer: as the model asks for it below the depth, in s groups from there on. In the first
         layer with groups an output sees all shared channels, or a slice of them (D1)."""
         net, dense = self.net, groups == 1  # not dense: MobileNet's layers in which an output sees one channel
         if self.seen is not None:
             self.seen.append((name, x))
-        if dense and net.G and f"{name}.".startswith(f"{net.depth}."):
+        if dense and net.G and f"{name}.".startswith(f"{net.depth}."):  # the layer `depth`, or a part of it: block6.pointwise
             self.first = self.first or name
         if not self.first or not dense:
-            return x, out, groups, init  # l.2
-        out = net.s * -(-out // net.G)  # D2: of the G groups' outputs those of s groups
+            return x, out, groups, init  # l.2; not dense: an output sees a channel of its own group
+        out = net.s * -(-out // net.G)  # D2: s groups with out/G outputs each, rounded up
         if name == self.first and net.enter == "all":
             return x, out, 1, init  # D1: every output sees the whole of x
         if name == self.first:
@@ -99,12 +99,12 @@ class Layers(common.Weights):
         return x, out, net.s, start_of_a_group(init, net.G) if init else None  # l.3-4
 
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
-        x, out, groups, init = self.cut(name, x, out, groups, init)
+        x, out, groups, init = self.grouped(name, x, out, groups, init)
         y = super().conv(name, x, out, kernel, stride, padding, groups, init, bias)  # l.2-3
         return self.norm(name + "-norm", y) if bias else y  # without a bias the model asks for a norm itself
 
     def linear(self, name, x, out, init=None, bias=True):
-        x, out, groups, init = self.cut(name, x, out, 1, init)
+        x, out, groups, init = self.grouped(name, x, out, 1, init)
         return super().linear(name, x, out, init, bias, groups)  # l.4
 
     def norm(self, name, x, groups=2):
@@ -112,26 +112,26 @@ class Layers(common.Weights):
             return x
         if self.net.norm == "gn" and (self.first or not self.net.G):
             return super().groupnorm(name, x, self.net.s if self.first else groups)  # l.3 (D4)
-        b = next(self.b) if self.b else None
-        x, self.new_b[name] = self.batchnorm(name, x, b, self.mask)  # l.2
+        r = next(self.r) if self.r else None
+        x, self.new_r[name] = self.batchnorm(name, x, r, self.mask)  # l.2
         return x
 
     groupnorm = norm  # --norm's in the place of a model's own (D4)
 
 
 def client_step(net, args):
-    """Line 12 of LocalUpdate, for one node i and one minibatch. net: a PsiNet (below) with as many groups as node i has."""
+    """Line 12 of LocalUpdate, for one node i and one minibatch b. net: a PsiNet (below) with as many groups as node i has."""
 
-    def step(node, batch, eta):
-        w, b, u, G_i = node  # [d] weights, [d_b] running statistics, [d] momentum, [s] groups
+    def step(node, b, eta):
+        w, r, u, G_i = node  # [d] weights, [d_b] running statistics, [d] momentum, [s] groups
 
         def loss(w):
-            logits, new_b = net.forward(w, b, batch.x, G_i, batch.mask)
-            return common.cross_entropy(logits, batch), new_b
+            logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
+            return common.cross_entropy(logits, b), new_r
 
-        gradient, b = common.grad(loss, has_aux=True)(w)  # l.12: [d]; and the next b, [d_b]
-        w, u = common.sgd(args, w, u, gradient, eta, net.decayed)  # l.12: w - eta * u, u = momentum * u + gradient (D7)
-        return w, b, u, G_i
+        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_b]
+        w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u, u = g + momentum * u + decay * w
+        return w, r, u, G_i
 
     return step
 
@@ -143,56 +143,61 @@ def groups_of_nodes(federation, args):
     return torch.stack(has) | (not args.prune)
 
 
-def local_updates(federation, networks, has, w, b, S, t):
-    """w_i [m, d] and b_i [m, d_b] of the m nodes i in S after round t. Where node i lacks a group, its row has the server's
-    numbers."""
-    w_i, b_i, has = w.repeat(len(S), 1), b.repeat(len(S), 1), has[S]
+def local_updates(federation, networks, has, w, r, S, t):
+    """w_i [m, d] and r_i [m, d_b] of the nodes i in S after round t; the server's numbers where node i lacks a group."""
+    w_i, r_i, has = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]
     for s in has.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
-        rows = (has.sum(1) == s).nonzero()[:, 0]  # their places in S
-        G_i = has[rows].nonzero()[:, 1].view(len(rows), s)
-        own_w, own_b = federation.net.own(has[rows])  # which numbers of w and b they have
-        w_own = w_i[rows][own_w].view(len(rows), -1)  # l.8: Omega_shared, and Omega_g for g in G_i
-        b_own = b_i[rows][own_b].view(len(rows), -1)  # l.8
+        these = (has.sum(1) == s).nonzero()[:, 0]  # their places in S
+        G_i = has[these].nonzero()[:, 1].view(len(these), s)
+        has_w, has_r = federation.net.numbers_of(has[these])  # which numbers of w and r they have: equally many in each row
+        w_part = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, and Omega_g for g in G_i: a smaller network's w
+        r_part = r_i[these][has_r].view(len(these), -1)  # l.8
         net, step = networks[s]
         # federation.train does for each of these nodes, at once or one after the other:
-        #     for epoch in range(E), for batch in minibatches(shuffled images of i):        l.11 (D8)
-        #         node = step(node, batch, eta)                                             l.12
-        node = w_own, b_own, torch.zeros_like(w_own), G_i
-        w_own, b_own, _, _ = federation.train(step, node, S[rows.cpu().numpy()], t, federation.eta(t), net=net)
-        w_i[rows] = w_i[rows].masked_scatter(own_w, w_own)
-        b_i[rows] = b_i[rows].masked_scatter(own_b, b_own)
-    return w_i, b_i
+        #     for epoch in range(E):                                 l.11
+        #         for b in minibatches(shuffled(images of i), B):    l.11 (D8)
+        #             node = step(node, b, eta)                      l.12
+        nodes = w_part, r_part, torch.zeros_like(w_part), G_i
+        w_part, r_part, _, _ = federation.train(step, nodes, S[these.cpu().numpy()], t, federation.eta(t), net=net)
+        w_i[these] = w_i[these].masked_scatter(has_w, w_part)
+        r_i[these] = r_i[these].masked_scatter(has_r, r_part)
+    return w_i, r_i
 
 
-def aligned_average(federation, x_i, own, n_i, x):
-    """For each number of the server's x, which is w or b, the average over the nodes that have it; or x's, if none has it.
+def aligned_average(federation, z_i, has, n_i, z):
+    """For each number of z (w or r): the average over the nodes that have it. A number that no node has stays as it is.
 
-    x_i [m, d]: the nodes' numbers, own [m, d]: whether node i has the number, n_i [m], x [d] -> [d].
+    z_i [m, d]: the nodes' numbers. has [m, d]: whether node i has the number. n_i [m], z [d] -> [d].
     """
-    n = federation.sum(own.to(x_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
-    return torch.where(n > 0, federation.sum(x_i * own, n_i) / n.clamp(min=1), x)
+    n = federation.sum(has.to(z_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
+    return torch.where(n > 0, federation.sum(z_i * has, n_i) / n.clamp(min=1), z)
 
 
 def main(argv=None):
     args = arguments(argv)
-    federation = common.Federation(args, lambda _, *about: PsiNet(args, *about))  # l.1-4; about: shape, classes, device
+
+    def make_net(_, shape, classes, device):
+        return PsiNet(args, shape, classes, device)  # l.1-4
+
+    federation = common.Federation(args, make_net)
     run = common.Run(__file__, args, federation)
     has = groups_of_nodes(federation, args)  # l.6: [K, G]
     networks = {s: (net, client_step(net, args)) for s, net in networks_of_nodes(federation, args, has).items()}
-    macs = multiplications(federation, networks, has)  # [K]
+    macs_per_image = multiplications(federation, networks, has)  # [K]
 
-    state = State(w=federation.initial_weights(), b=federation.net.b_0, macs=0.0)  # l.5: Omega, [d] and [d_b] (D2)
+    state = State(w=federation.initial_weights(), r=federation.net.r_0, macs=0.0)  # l.5: Omega, [d] and [d_b] (D2)
     for t, S in run.rounds(state):  # l.7 (D8)
-        w_i, b_i = local_updates(federation, networks, has, state.w, state.b, S, t)  # l.8: [m, d], [m, d_b]
-        own_w, own_b = federation.net.own(has[S])  # which numbers node i has, [m, d], [m, d_b]
+        w_i, r_i = local_updates(federation, networks, has, state.w, state.r, S, t)  # l.8: [m, d], [m, d_b]
+        has_w, has_r = federation.net.numbers_of(has[S])  # which numbers node i has, [m, d], [m, d_b]
         n_i = federation.n[S]  # [m]
-        state.w = aligned_average(federation, w_i, own_w, n_i, state.w)  # l.9-10: [d]
-        state.b = aligned_average(federation, b_i, own_b, n_i, state.b)  # l.9-10: [d_b]
-        state.macs += args.epochs * float(federation.sum(macs[S], n_i.double()))
-        run.sent(up=int(own_w.sum() + own_b.sum()), down=int(own_w.sum() + own_b.sum()))
+        state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]
+        state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_b]
+        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # of all forward passes so far
+        run.sent(up=int(has_w.sum() + has_r.sum()), down=int(has_w.sum() + has_r.sum()))
         if run.evaluates():
-            omega = torch.cat([state.w, state.b])
-            run.log(federation.evaluate(omega), federation.evaluate_clients(omega), macs=state.macs, **tv(federation, omega, t))
+            omega = torch.cat([state.w, state.r])
+            own = {"macs": state.macs, **measure_tv(federation, omega, t)}
+            run.log(federation.evaluate(omega), federation.evaluate_clients(omega), **own)
     show(run)
 
 
@@ -213,18 +218,18 @@ MISSING = -1e9  # the logit of a class that a pruned node doesn't have: its prob
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    own = parser.add_argument_group("Psi-Net")
-    own.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0: FedAvg on the network without groups")
-    own.add_argument("--depth", help="the layer where grouping starts (unless given: "
+    flags = parser.add_argument_group("Psi-Net")
+    flags.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0: FedAvg on the network without groups")
+    flags.add_argument("--depth", help="the layer where grouping starts (unless given: "
                                      + ", ".join(f"{layer} of {model}" for model, layer in DEPTH.items()) + ")")
-    own.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
+    flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
                      help="gn: GroupNorm in layers with groups, BatchNorm below them (with --groups 0: GroupNorm everywhere); "
                           "bn: BatchNorm everywhere")
-    own.add_argument("--enter", choices=("all", "slice"), default="all",
+    flags.add_argument("--enter", choices=("all", "slice"), default="all",
                      help="which shared channels a group sees in the first layer with groups")
-    own.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
+    flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
                      help="G_i: nodes do without the groups of whose classes they have no image; --no-prune: all have all")
-    own.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance TV, and tv.png")
+    flags.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance TV, and tv.png")
     args = common.parse(parser, BY_DATASET, argv)
     args.prune = args.prune and args.groups > 0
     if args.tv and args.groups:
@@ -242,8 +247,8 @@ def arguments(argv):
 class PsiNet(common.Net):
     """A model of common.py in G groups, or the part of it that a node with s of the G groups has.
 
-    Omega is two vectors: the weights w [d], and the running statistics b [d_b] of all BatchNorms, at first b_0. group [d] and
-    group_b [d_b]: of each number of w and of b its group, or -1 if it is shared. M [G, classes/G]: the classes of each group.
+    Omega is two vectors: the weights w [d], and the running statistics r [d_b] of all BatchNorms, at first r_0. group [d] and
+    group_r [d_b]: of each number of w and of r its group, or -1 if it is shared. M [G, classes/G]: the classes of each group.
     """
 
     def __init__(self, args, shape, classes, device="cpu", s=None):
@@ -253,39 +258,39 @@ class PsiNet(common.Net):
             common.refuse(f"--groups {self.G} can't have equally many of the {classes} classes; use a divisor of {classes}")
         self.M = torch.arange(classes, device=device).view(max(self.G, 1), -1)  # l.1 (D3)
         self.s, self.route = s or len(self.M), "conv"
-        layers = Layers(self, torch.arange(self.s))
-        super().__init__(args.model, shape, classes, device, weights=layers)  # asks for all layers once
-        where = dict(self.layers)
-        if self.G and not layers.first:
-            names = dict.fromkeys(layer.split(".")[0] for layer in where if "norm" not in layer)
+        asked = Layers(self, torch.arange(self.s))
+        super().__init__(args.model, shape, classes, device, weights=asked)  # asks for all layers once
+        slice_of = dict(self.layers)
+        if self.G and not asked.first:
+            names = dict.fromkeys(layer.split(".")[0] for layer in slice_of if "norm" not in layer)
             common.refuse(f"--depth {self.depth}: no layer of {args.model} to group from; it has {', '.join(names)}")
         self.name += f" in {self.s} groups from {self.depth} on" if self.G else " without groups"
         self.group, groups = torch.full((self.d,), -1, device=device), torch.arange(self.s, device=device)
         for size, (_, span, _) in zip(self.sizes, self.tensors):
-            if layers.first and span.start >= where[layers.first].start:  # a tensor's groups lie one after the other
+            if asked.first and span.start >= slice_of[asked.first].start:  # a tensor's groups lie one after the other
                 self.group[span] = groups.repeat_interleave(size // self.s)
-        self.batchnorms, b_0 = list(layers.new_b), [new.flatten().to(device) for new in layers.new_b.values()]
-        self.sizes_b, self.b_0 = [len(new) for new in b_0], torch.cat([torch.zeros(0, device=device), *b_0])
+        self.batchnorms, r_0 = list(asked.new_r), [new.flatten().to(device) for new in asked.new_r.values()]
+        self.sizes_r, self.r_0 = [len(new) for new in r_0], torch.cat([torch.zeros(0, device=device), *r_0])
         # a BatchNorm has as many means and variances as it has scales and shifts
-        self.group_b = torch.cat([self.group[:0], *(self.group[where[name]] for name in self.batchnorms)])
+        self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])
 
-    def own(self, has):
-        """Which numbers of w and b nodes have: those of their groups, and all shared ones, whose group is -1. has [m, G] ->
+    def numbers_of(self, has):
+        """Which numbers of w and r nodes have: those of their groups, and all shared ones, whose group is -1. has [m, G] ->
         [m, d], [m, d_b]."""
-        return tuple(has[:, group.clamp(min=0)] | (group < 0) for group in (self.group, self.group_b))
+        return tuple(has[:, group.clamp(min=0)] | (group < 0) for group in (self.group, self.group_r))
 
-    def forward(self, w, b, x, G_i, mask=None, seen=None):
-        """The logits [B, classes], and the next b. G_i [s]: this network's groups. mask [B]: given in training (see
+    def forward(self, w, r, x, G_i, mask=None, seen=None):
+        """The logits [B, classes], and the next r. G_i [s]: this network's groups. mask [B]: given in training (see
         Weights.batchnorm). seen: see Layers."""
-        running = (part.view(2, -1) for part in b.split(self.sizes_b))
+        running = (part.view(2, -1) for part in r.split(self.sizes_r))
         layers = Layers(self, G_i, iter(w.to(x.dtype).split(self.sizes)), running, mask, seen)
         logits = self.model(layers, x, self.classes).to(w.dtype)  # [B, s * classes/G]
         classes = self.M[G_i].flatten().expand(len(x), -1)  # l.4: whose logits they are; all others are MISSING
         logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, classes, logits)
-        return logits, torch.cat([b[:0], *(new.flatten() for new in layers.new_b.values())])
+        return logits, torch.cat([r[:0], *(new.flatten() for new in layers.new_r.values())])
 
     def __call__(self, omega, x):
-        """For evaluation: omega = [w | b] -> logits [B, classes]."""
+        """For evaluation: omega = [w | r] -> logits [B, classes]."""
         return self.forward(omega[: self.d], omega[self.d :], x, torch.arange(self.s, device=x.device))[0]
 
 
@@ -310,7 +315,7 @@ def networks_of_nodes(federation, args, has):
         federation.notes += [
             f"groups  {'layer':<20}{'groups':<8}{'group sees':>10}{'gives':>7}   {'norm':<11}{'weights':>10}",
             *("        {:<20}{:<8}{:>10}{:>7}   {:<11}{:>10,}".format(*row) for row in table(net)),
-            "M       " + ", ".join(f"{g}: {' '.join(map(str, own))}" for g, own in enumerate(net.M.tolist())),
+            "M       " + ", ".join(f"{g}: {' '.join(map(str, classes))}" for g, classes in enumerate(net.M.tolist())),
             f"nodes   {common.spread(counts)} of {net.G} groups, {common.spread([networks[s].d for s in counts])} weights "
             "(least/mean/most)"]
     return networks
@@ -321,8 +326,8 @@ def table(net):
     kernels = {name.removesuffix(".weight"): shape for name, _, shape in net.tensors if name.endswith(".weight")}
     for (name, where), (following, behind) in zip(net.layers, [*net.layers[1:], ("", None)]):
         if len(kernels[name]) > 1:
-            cut, normed = net.group[where.start] >= 0, len(kernels.get(following, "..")) == 1
-            yield (name, net.s if cut else "shared", kernels[name][1], kernels[name][0] // (net.s if cut else 1),
+            grouped, normed = net.group[where.start] >= 0, len(kernels.get(following, "..")) == 1
+            yield (name, net.s if grouped else "shared", kernels[name][1], kernels[name][0] // (net.s if grouped else 1),
                    ("BatchNorm" if following in net.batchnorms else "GroupNorm") if normed else "",
                    (behind if normed else where).stop - where.start)
 
@@ -332,7 +337,7 @@ def multiplications(federation, networks, has):
     x, macs = federation.transform(federation.images[:1]), {}
     for s, (net, _) in networks.items():
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            net(torch.zeros(net.d + len(net.b_0), device=x.device), x)
+            net(torch.zeros(net.d + len(net.r_0), device=x.device), x)
         macs[s] = counter.get_total_flops() // 2  # it counts multiplications and additions
     return torch.tensor([macs[s] for s in has.sum(1).tolist()], dtype=torch.double, device=x.device)
 
@@ -368,7 +373,7 @@ def total_variance(P):
     return (P - P.mean(0)).norm(dim=1).mean()
 
 
-def tv(federation, omega, t):
+def measure_tv(federation, omega, t):
     """With --tv, after the last round, what the record gets: TV by layers."""
     if not federation.args.tv or t < federation.args.rounds - 1:
         return {}

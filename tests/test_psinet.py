@@ -52,7 +52,7 @@ def start(net, seed=0):
     """Weights and running statistics, all different from those that training starts with."""
     rng = np.random.default_rng(seed)
     w = net.init(rng).double() + 0.05 * torch.from_numpy(rng.normal(size=net.d))
-    return w, net.b_0.double() * 1.5 + 0.1 * torch.from_numpy(rng.random(len(net.group_b)))
+    return w, net.r_0.double() * 1.5 + 0.1 * torch.from_numpy(rng.random(len(net.group_r)))
 
 
 X = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
@@ -71,7 +71,7 @@ def some_batch(x=X, y=None):
 def test_one_group_without_norm_and_no_groups_are_the_plain_network(model, groups, norm):
     """MobileNet has a norm of its own: without groups and with GroupNorm it is the plain one."""
     net, plain = psi(model, groups, None, norm), common.Net(model, (3, 32, 32), 10)
-    assert net.tensors == plain.tensors and not len(net.group_b)
+    assert net.tensors == plain.tensors and not len(net.group_r)
     w, x = plain.init(np.random.default_rng(0)), X[:2].float()
     assert torch.equal(w, net.init(np.random.default_rng(0)))
     torch.testing.assert_close(net(w, x), plain(w, x), atol=1e-5, rtol=1e-5)
@@ -84,8 +84,8 @@ def test_parameters_by_hand():
     channels = 32 + 64 + 128 + 128 + 256  # of BatchNorm
     assert psi("vgg9", 10, "conv6", "none").d == lower + upper == 1_380_230
     net = psi("vgg9", 10, "conv6", "gn")
-    assert net.d == lower + upper + 2 * (channels + 260) and len(net.group_b) == 2 * channels
-    assert len(psi("vgg9", 10, "conv6", "bn").group_b) == 2 * (channels + 260)
+    assert net.d == lower + upper + 2 * (channels + 260) and len(net.group_r) == 2 * channels
+    assert len(psi("vgg9", 10, "conv6", "bn").group_r) == 2 * (channels + 260)
     assert psi("vgg9", 10, "conv6", "none", "slice").d == lower + upper - 9 * 256 * 260 + 9 * 26 * 260
     # the default: conv5 has groups of outputs, conv6 is the first with groups of inputs too
     lower -= 9 * 128 * 256 + 256
@@ -115,13 +115,13 @@ def test_multiplications_by_hand():
 def test_a_pruned_network_s_parameters_and_multiplications_by_hand():
     """2 of 5 groups of tiny; 4 of 10 groups of VGG-9: 104 of 260 channels, 208 of 520 neurons, 4 of 10 logits."""
     tiny_s = (27 * 6 + 6 + 12) + (54 * 4 + 4 + 8) + (2 * 4 + 4 + 8) + (2 * 6 + 6) + (3 * 4 + 4)  # with norms
-    assert psi(s=2).d == tiny_s and len(psi(s=2).group_b) == 12
+    assert psi(s=2).d == tiny_s and len(psi(s=2).group_r) == 12
     lower = ((3, 32, 32), (32, 64, 32), (64, 128, 16), (128, 128, 16))  # channels in and out, pixels
     upper = ((128, 104, 8), (26, 104, 8))  # conv5 sees all channels, conv6 those of its group
     full = ((26 * 16, 208), (52, 208), (52, 4))
     net = psi("vgg9", 10, None, "gn", s=4)
     assert net.d == sum(9 * a * b + 3 * b for a, b, _ in lower + upper) + sum(a * b + b for a, b in full)
-    assert len(net.group_b) == 2 * (32 + 64 + 128 + 128)
+    assert len(net.group_r) == 2 * (32 + 64 + 128 + 128)
     assert macs(net) == sum(9 * a * b * size**2 for a, b, size in lower + upper) + sum(a * b for a, b in full)
     widths = [32, 64, 128, 128, 256, 256, *[208] * 6, 412, 412]  # MobileNet: 4 of 10 groups of 520 and 1030 from block6 on
     d = 27 * 32 + 9 * 256 + 256 * 208 + sum(9 * a + a * b for a, b in zip(widths[:5], widths[1:6]))
@@ -226,7 +226,7 @@ def test_images_that_fill_up_do_not_count():
 
 def sub(net, keep):
     """Which numbers of w and b a node with the groups `keep` has."""
-    return ((group == -1) | torch.isin(group, torch.tensor(keep)) for group in (net.group, net.group_b))
+    return ((group == -1) | torch.isin(group, torch.tensor(keep)) for group in (net.group, net.group_r))
 
 
 @pytest.mark.parametrize("model, enter, norm", [
@@ -237,7 +237,7 @@ def test_a_pruned_network_is_the_rest_of_the_whole_one(model, enter, norm):
     whole, part = (psi(model, 5, depth, norm, enter, s=s) for s in (None, 2))
     w, b = start(whole)
     own_w, own_b = sub(whole, keep)
-    assert part.d == own_w.sum() and len(part.group_b) == own_b.sum()
+    assert part.d == own_w.sum() and len(part.group_r) == own_b.sum()
     mask = torch.ones(4).double()
     full, full_b = whole.forward(w, b, X[:4], every(whole), mask)
     logits, new_b = part.forward(w[own_w], b[own_b], X[:4], torch.tensor(keep), mask)
@@ -281,15 +281,15 @@ def test_groups_are_averaged_over_their_owners_and_nobody_else_changes_them(tmp_
     has = [{0, 1}, {0, 1}, {1, 2}, {1, 2}]
     assert all({c // 2 for c in own} == groups for own, groups in zip(classes, has)) and len(set(n)) > 1
     assert [call.S for call in calls] == [[0, 1, 2, 3]] and calls[0].start[3].tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]]
-    first_w, first_b = net.init(common.stream(0, "initialisation")), net.b_0
+    first_w, first_b = net.init(common.stream(0, "initialisation")), net.r_0
     for group, nodes in ((-1, [0, 1, 2, 3]), (0, [0, 1]), (1, [0, 1, 2, 3]), (2, [2, 3])):
         mean = np.average(nodes, weights=n[nodes])
-        assert (net.group == group).any() and (net.group_b == group).any()
+        assert (net.group == group).any() and (net.group_r == group).any()
         np.testing.assert_allclose(state["w"][net.group == group], mean, rtol=1e-5)
-        np.testing.assert_allclose(state["b"][net.group_b == group], 100 + mean, rtol=1e-5)
+        np.testing.assert_allclose(state["r"][net.group_r == group], 100 + mean, rtol=1e-5)
     for group in (3, 4):  # nobody's
         assert torch.equal(state["w"][net.group == group], first_w[net.group == group])
-        assert torch.equal(state["b"][net.group_b == group], first_b[net.group_b == group])
+        assert torch.equal(state["r"][net.group_r == group], first_b[net.group_r == group])
     own_w, own_b = sub(net, [0, 1])
     assert record["bytes_up"] == record["bytes_down"] == 4 * 4 * int(own_w.sum() + own_b.sum())
     assert record["rounds"][0]["macs"] == n.sum() * macs(psi(norm="bn", s=2))
@@ -312,7 +312,7 @@ def test_nodes_with_different_numbers_of_groups(tmp_path, monkeypatch):
     for k, own, b, u, groups in seen:
         assert groups.tolist() == sorted({(k + j) % 10 // 5 for j in range(3)})
         own_w, _ = sub(net, groups.tolist())
-        assert torch.equal(own, w[own_w]) and torch.equal(b, net.b_0) and not u.any()
+        assert torch.equal(own, w[own_w]) and torch.equal(b, net.r_0) and not u.any()
     torch.testing.assert_close(state["w"], w + 1, atol=1e-5, rtol=0)
 
 
@@ -323,7 +323,7 @@ def test_a_node_leaves_other_groups_alone(tmp_path):
     w = net.init(common.stream(0, "initialisation"))
     for prune in (False, True):
         _, state = run(psinet, [*argv, *["--no-prune"] * (not prune)], tmp_path / str(prune))
-        for group, before, after in ((net.group, w, state["w"]), (net.group_b, net.b_0, state["b"])):
+        for group, before, after in ((net.group, w, state["w"]), (net.group_r, net.r_0, state["r"])):
             assert torch.equal(before[group > 0], after[group > 0]) is prune
             for changed in (0, -1):
                 assert not torch.equal(before[group == changed], after[group == changed])
@@ -337,7 +337,7 @@ def permuted(norm):
     net = psi(norm=norm)
     other = psi(norm=norm)
     other.M = net.M[ORDER]
-    return net, other, *(torch.where(group < 0, group, ORDER[group]) for group in (other.group, other.group_b))
+    return net, other, *(torch.where(group < 0, group, ORDER[group]) for group in (other.group, other.group_r))
 
 
 def reorder(z, group, name):
@@ -356,12 +356,12 @@ def test_the_order_of_a_nodes_groups_does_not_matter(norm):
     args = SimpleNamespace(momentum=0.9, weight_decay=0.01)
     batch, eta = some_batch(y=torch.tensor([2, 3, 9, 0, 2, 6])), torch.tensor(0.3).double()
     one = psinet.client_step(net, args)((w, b, 0 * w, every(net)), batch, eta)
-    w_, b_ = reorder(w, net.group, name_w), reorder(b, net.group_b, name_b)
+    w_, b_ = reorder(w, net.group, name_w), reorder(b, net.group_r, name_b)
     assert not torch.equal(w, w_)
     torch.testing.assert_close(other(torch.cat([w_, b_]), X), net(torch.cat([w, b]), X))
     two = psinet.client_step(other, args)((w_, b_, 0 * w, every(net)), batch, eta)
     torch.testing.assert_close(reorder(two[0], name_w, net.group), one[0])
-    torch.testing.assert_close(reorder(two[1], name_b, net.group_b), one[1])
+    torch.testing.assert_close(reorder(two[1], name_b, net.group_r), one[1])
 
 
 @pytest.mark.parametrize("norm", ["gn", "bn"])
@@ -384,12 +384,12 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
             networks[s] = part, psinet.client_step(part, args)
         w_i, b_i = psinet.local_updates(fed, networks, has, w, b, np.arange(3), 0)
         assert fed.net is net  # evaluation is the whole network's
-        return w_i, b_i, *net.own(has)
+        return w_i, b_i, *net.numbers_of(has)
 
     w_i, b_i, own_w, own_b = updates(net, w, b, has)
-    back_w, back_b, back_own_w, back_own_b = updates(other, reorder(w, net.group, name_w), reorder(b, net.group_b, name_b), has[:, ORDER])
+    back_w, back_b, back_own_w, back_own_b = updates(other, reorder(w, net.group, name_w), reorder(b, net.group_r, name_b), has[:, ORDER])
     for whole, own, back, own_, names, old in ((w_i, own_w, back_w, back_own_w, (name_w, net.group), w),
-                                               (b_i, own_b, back_b, back_own_b, (name_b, net.group_b), b)):
+                                               (b_i, own_b, back_b, back_own_b, (name_b, net.group_r), b)):
         mixed, mixed_own, naive = whole.clone(), own.clone(), whole.clone()
         mixed[1], mixed_own[1], naive[1] = reorder(back[1], *names), reorder(own_[1], *names), back[1]
         n_i = fed.n.double()
@@ -462,7 +462,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     whole, a = run(psinet, argv, tmp_path / "whole")
     killed(psinet, argv, tmp_path / "cut", lambda t, _: t == 3)
     again, b = run(psinet, [*argv, "--resume"], tmp_path / "cut")
-    assert torch.equal(a["w"], b["w"]) and torch.equal(a["b"], b["b"]) and len(b["b"]) == 12
+    assert torch.equal(a["w"], b["w"]) and torch.equal(a["r"], b["r"]) and len(b["r"]) == 12
     assert same(whole, again)
 
 
@@ -470,7 +470,7 @@ def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path):
     argv = [*SMALL, "--rounds", "1", "--client-test", "0.2"]
     record, state = run(psinet, argv, tmp_path)
     fed, net = common.Federation(psinet.arguments(argv)), psi()
-    z = torch.cat([state["w"], state["b"]])
+    z = torch.cat([state["w"], state["r"]])
     with torch.no_grad():
         logits = net(z, common.scale(fed.images[fed.data.train :]))
         own = net(z, common.scale(fed.images[fed.split.test[1]]))
