@@ -45,7 +45,7 @@ Code that the choices cite. "Official" is code by the method's authors.
     FedSLR's code         huangtiansheng/fedslr      has many of the methods
     SuPerFed's later code vaseline555/SuPerFed       for the KDD 2022 version; the tables of version 1 are older
     DisPFL's code         rong-dai/DisPFL            by some of FedSpa's authors
-    PFLlib, FL-bench      TsingZ0/PFLlib, KarhouTam/FL-bench    collections of many methods
+    PFLlib                TsingZ0/PFLlib             a collection of many methods
 """
 
 from math import cos, pi
@@ -121,7 +121,7 @@ def first_linear_layer(net):
 
 
 def logits_of_parts(net, lower, upper, x):
-    """The logits of the model w = (lower, upper). Apart, so that the gradient by one of them does not compute the other's."""
+    """The logits of the model w = (lower, upper). The gradient by one part then costs nothing for the other."""
     n = sum(where.stop <= len(lower) for _, where, _ in net.tensors)  # tensors in `lower`
     tensors = [*lower.to(x.dtype).split(net.sizes[:n]), *upper.to(x.dtype).split(net.sizes[n:])]
     return net.model(common.Weights(iter(tensors), net.route), x, net.classes).to(lower.dtype)
@@ -205,7 +205,7 @@ def fedprox(federation, run, args):
     arXiv 1812.06127. fedprox-ft adds line 5, and so does fedavg-ft, whose mu is 0: SuPerFed's FedProx-LU and FedAvg-LU ("local
     update"), after Wang et al. 2019.
 
-     1  for each round t:  S_t
+     1  w_0;  for each round t:  S_t
      2      for each client k in S_t:  w_k = w_t
      3          for each minibatch b:  w_k = w_k - eta * gradient of (f_k(w_k; b) + mu/2 * ||w_k - w_t||^2)
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
@@ -224,7 +224,7 @@ def fedprox(federation, run, args):
         return descend(w, u, gradient(w, b) + mu * (w - w_t), eta)  # l.3 (D1)
 
     mu = torch.tensor(0.0 if args.method == "fedavg-ft" else args.mu, device=federation.device)
-    state = State(w=federation.initial_weights())  # [d]
+    state = State(w=federation.initial_weights())  # l.1: [d]
     for t, S in run.rounds(state):  # l.1
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), mu, state.w)  # l.3 (D2)
@@ -304,8 +304,8 @@ def feddyn(federation, run, args):
 
     Personal is w. FedAvg's bytes: the server can compute every g_k by itself. fedslr.py without its low-rank penalty is FedDyn
     with alpha = 1/eta_g.
-    D1  Line 5: SGD in place of the paper's exact minimum. Unlike the official code: alpha is the same for all clients,
-        gradients are not clipped, and there is no weight decay (--weight-decay 1e-3).
+    D1  Line 5: SGD in place of the paper's exact minimum. The official code divides alpha by n_k / (mean n), clips gradients to
+        the norm 10 and has a weight decay of 1e-3. Here none of the three (the last: --weight-decay).
     D2  Global is w. The official code evaluates only means of theta_k. That of all clients' last theta_k is recorded as "all".
     D3  The default alpha is FedSLR's; the official example for CIFAR-10 has .01. The paper has no momentum (--momentum 0).
     """
@@ -350,8 +350,8 @@ def apfl(federation, run, args):
 
     Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay acts on the mixture.
-    D2  Line 4: once in a round, as in FedTorch, but before both steps; the paper could not be read again. By default alpha_k
-        is fixed, at FedSLR's .5.
+    D2  Line 4: once in a round, as in FedTorch, but before both steps; we had no copy of the paper. By default alpha_k is
+        fixed, at FedSLR's .5.
     D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper, from memory, the gradient comes before w_k's step.
     D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line 9.
     D5  Line 9: weighted by n_k. FedSLR's code has the plain mean.
@@ -387,8 +387,8 @@ def apfl(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         eta, w, v, alpha = federation.eta(t), state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # l.3: [m, d] and [m]
         if args.adaptive:
-            b = [first_minibatch(row, t) for row in S]
-            alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=b)  # l.4 (D2)
+            first = [first_minibatch(row, t) for row in S]  # numbers of images
+            alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=first)  # l.4 (D2)
         start = (w, torch.zeros_like(w), v, torch.zeros_like(v), alpha)
         w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, eta)  # l.5
         n_k = federation.n[S]  # [m]
@@ -484,6 +484,7 @@ def lg_fedavg(federation, run, args):
         convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
     D3  Personal is of the last round, with the current w. The official number is each client's best round on test images.
+    D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
     """
     step, lower = sgd_step(federation.net, args), personal_layers(federation.net, args)  # lower: a slice of w (D1)
     w = federation.initial_weights()  # D2
@@ -495,7 +496,7 @@ def lg_fedavg(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         w = models(S)  # l.3: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
-        state.w, state.V[S] = federation.mean(w_k), w_k[:, lower]  # l.5
+        state.w, state.V[S] = federation.mean(w_k), w_k[:, lower]  # l.5 (D4); l.4
         sent = len(S) * (len(state.w) - state.V.all.shape[1])
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -701,8 +702,8 @@ def fedspa(federation, run, args):
         U_k = w_k - w  # l.5
         share = args.drop / 2 * (1 + cos(pi * t / args.rounds))  # l.6 (D3)
         kept = counts - np.floor(share * counts + 1e-9).astype(int)  # l.6
-        keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: [m, d]
-        state.M[S] = highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts)  # l.7
+        keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: of M_k's ones the largest |w_k|, [m, d]
+        state.M[S] = highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts)  # l.7: these, then the largest |g_k|
         n_k = federation.n[S]  # [m]
         state.w = state.w + federation.mean(U_k, n_k)  # l.8 (D5): [d]
         run.sent(up=len(S) * active, down=len(S) * active)
@@ -747,7 +748,7 @@ def fedma(federation, run, args):
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
      4      for each layer l = 1, ..., L:
-     5          each k in S_t, for each minibatch b:  the layers l to L of w_k = those - eta * gradient by them of f_k(w_k; b)
+     5          each k in S_t, for each minibatch b:  SGD on f_k(w_k; b), a step on the layers l to L of w_k alone
      6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
@@ -786,7 +787,8 @@ def fedma(federation, run, args):
             if last:
                 eta, epochs = eta * args.last_lr, epochs * args.last_epochs  # D4
             matched, free = w_k[:, : layer.start], w_k[:, layer.start :]  # constant; trained: the layers l, ..., L
-            step, start = train_last if last else train_upper, (free, torch.zeros_like(free), matched)
+            step = train_last if last else train_upper
+            start = free, torch.zeros_like(free), matched
             free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, phase=l)  # l.5 (D4)
             w_k = torch.cat([matched, free], 1)
             V = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1]

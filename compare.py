@@ -1,6 +1,7 @@
-"""Methods side by side, on the same split, model, initial weights, sampled clients, rounds, epochs, minibatches and rate.
+"""Methods side by side, on the same images and split. Model, initial weights, sampled clients, rounds, epochs, minibatches and
+rate are the same, too, but for the exceptions that OWN (below) and docs/compare.md list.
 
-    python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/mine
+    python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
     python compare.py --methods all --jobs 2                        (make compare: the embedded images)
     python compare.py --methods fedavg,fedprox --set fedprox.mu=0.1 --dataset cifar10 --split dirichlet --alpha 0.3
 
@@ -53,7 +54,7 @@ METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm
 
 
 def plain(shared):
-    """SGD without momentum, with a rate between eta and what momentum comes to in the long run, eta/(1 - momentum)."""
+    """SGD without momentum, at 5/2 of the others' rate if they have momentum: for .9 between eta and eta/(1 - momentum)."""
     return {"momentum": 0, "lr": round(shared.lr * (5 / 2 if shared.momentum else 1), 6)}
 
 
@@ -65,11 +66,12 @@ def everybody(shared):
 
 # What a method has of its own although the others share it: the settings, and why.
 OWN = {
-    **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "per-fedavg")},
+    **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "per-fedavg")},
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               "theta_lr is the rate of SGD here; lr = 1/lambda moves w_k to theta_k"),
-    "persfl": (everybody, "all clients take part in every round; distillation comes on top, in the last one"),
+               "theta_lr is the rate of SGD here; lr = 1/lambda: in the first round w_k moves to theta_k, later nearly"),
+    "persfl": (lambda shared: plain(shared) | everybody(shared),
+               "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
 
@@ -124,7 +126,7 @@ def parsed(main, argv, what):
 def plan(args, shared):
     """The Methods that --methods and --set name."""
     names = METHODS if args.methods == "all" else list(filter(None, args.methods.split(",")))
-    found, own = {}, [word.partition(".")[::2] for word in args.set]
+    found, sets = {}, [word.partition(".")[::2] for word in args.set]
     found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
     settings = {name: value for name, value in vars(shared).items()
                 if name not in ("seed", "out", "resume", "plot", *found_by_split)}
@@ -144,7 +146,7 @@ def plan(args, shared):
         if not callable(main):
             common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
         wanted = settings | (OWN[name][0](shared) if name in OWN else {})
-        mine = [word for method, word in own if method == name]
+        mine = [word for method, word in sets if method == name]
         for word in mine:
             refuse_foreign(name, word, words, settings)
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
@@ -154,7 +156,7 @@ def plan(args, shared):
                 flag = f"--{key.replace('_', '-')} {wanted[key]}"
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
         found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}"))
-    for method, word in own:
+    for method, word in sets:
         if not word:
             common.refuse(f"--set {method}: there is no parameter; say METHOD.PARAMETER=VALUE")
         if method not in found:
@@ -303,7 +305,7 @@ def write_table(rows, records, shared, args, out):
     some = next(iter(records.values()))[0]
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, "seed", "device")}
     notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
-    own = [f"- `--set {word}`" for word in args.set]
+    changed = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
@@ -315,8 +317,8 @@ s a round: seconds of training on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"
-    if notes or own:
-        text += "What is not shared:\n\n" + "\n".join([*notes, *own]) + "\n\n"
+    if notes or changed:
+        text += "What is not shared:\n\n" + "\n".join([*notes, *changed]) + "\n\n"
     text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
     (out / "compare.md").write_text(text, encoding="utf-8")
     with open(out / "compare.csv", "w", newline="") as file:

@@ -4,10 +4,10 @@
     python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
-w (GKR) has low rank and is common; p_i is sparse and client i's own. "global": w on the central test images; "gkr": w on each
-client's own; "personal": w + p_i, the mixed model, on each client's own. The paper's Algorithm 2, in our words. Its text names
-lines 6, 7, 14, 20; other numbers are ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*:
-the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
+w (GKR) has low rank and is the same for all clients; p_i is sparse and client i's own. "global": w on the central test images.
+"gkr": w on each client's own test images. "personal": w + p_i, the mixed model, on these. The paper's Algorithm 2, in our
+words. Its text names lines 6, 7, 14, 20; other numbers are ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as
+a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
@@ -32,13 +32,13 @@ the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
 Choices that change a number, in full in docs/fedslr.md:
-    D1  Line 1: p_i starts as a copy of w^0's kernels and matrices, as in the authors' code; without GroupNorm at 0 (--p-start).
+    D1  Line 1: p_i is a copy of w^0's kernels and matrices with resnet18 and mobilenet, as in the authors' code; else 0.
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
     D5  Line 7 changes kernels and matrices alone, no biases, no GroupNorm. Line 20 shrinks all of p_i.
-    D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts as d.
-    D7  Test images of a client: floor(100 * share) of each class. The paper says 100 images.
+    D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts whole.
+    D7  A client's test images: of each class floor(100 * the class's share of its training images). The paper: 100 images.
     D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: FedAvg, then line 7's argmin. No gamma_i.
     D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. Numbers that are not 0 count.
     D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again, so that clients share images.
@@ -56,7 +56,7 @@ import common
 
 
 def soft(x, tau):
-    """sign(x) * max(|x| - tau, 0): x without what of it lies between -tau and tau."""
+    """sign(x) * max(|x| - tau, 0): moves each number of x towards 0 by tau, and stops at 0."""
     return x - x.clamp(-tau, tau)
 
 
@@ -69,11 +69,11 @@ def pi(kernel):
 def prox_nuclear(net, v, tau):
     """argmin over w of tau * sum over l of ||pi(w_l)||_* + ||w - v||^2 / 2: w [d], and the ranks [L] of the pi(w_l)."""
     parts, ranks = list(v.split(net.sizes)), []  # a part for each of the model's tensors
-    for i, _, _ in matrices(net):  # D5
-        shape = net.tensors[i][2]
-        U, s, Vh = svd(pi(parts[i].view(shape)))  # l.7: pi(v_l) = U diag(s) Vh
+    for l, _, _ in matrices(net):  # D5
+        shape = net.tensors[l][2]
+        U, s, Vh = svd(pi(parts[l].view(shape)))  # l.7: pi(v_l) = U diag(s) Vh
         s = soft(s, tau)
-        parts[i] = pi_inverse((U * s) @ Vh, shape).to(v).flatten()
+        parts[l] = pi_inverse((U * s) @ Vh, shape).to(v).flatten()
         ranks.append((s > 0).sum())
     return torch.cat(parts), torch.stack(ranks)
 
@@ -130,16 +130,16 @@ def main(argv=None):
         #             client = step_w(client, b, eta, w_t)           l.12-14; client is w and gamma_i
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
         w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
-        for row, i in enumerate(S):
-            state.gamma[i] += 1 / args.eta_g * (w_t - w_i[row])  # l.6, l.16
+        for j, i in enumerate(S):
+            state.gamma[i] += 1 / args.eta_g * (w_t - w_i[j])  # l.6, l.16
         if args.memory_efficient:  # l.6 of Algorithm 3
             state.gamma_mean = state.gamma_mean + federation.sum(1 / args.eta_g * (w_t - w_i)) / M
         else:
             state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
-        del w_i  # makes room for Phase II, which needs w^t alone and so may stand behind line 7
+        del w_i  # for lack of memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
-        # Phase II. The same loops with the fusion epochs and step_p, the images in another order (phase=1): l.18-20
+        # Phase II (listed before line 7; it needs w^t alone): loops as above, images in another order (phase=1): l.18-20
         state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
@@ -187,7 +187,7 @@ def arguments(argv):
 
 
 def matrices(net):
-    """(i: place among the tensors, rows, columns of its pi) for the L kernels and matrices of a model."""
+    """(l: its place among the tensors, rows, columns of its pi) for the L kernels and matrices of a model."""
     shapes = [(i, (*shape, 1, 1)) for i, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
     return [(i, n * k1, c * k2) for i, (n, c, k1, k2, *_) in shapes]
 
@@ -230,8 +230,8 @@ def svd(A):
 def count_factors(net, ranks):
     """Numbers in a model whose matrices have these ranks [L]: a matrix has the smaller of rows*columns and of its factors."""
     sizes = list(net.sizes)
-    for (i, rows, columns), rank in zip(matrices(net), ranks.tolist()):
-        sizes[i] = min(rows * columns, rank * (rows + columns))  # D6
+    for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
+        sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
     return sum(sizes)
 
 
@@ -265,13 +265,13 @@ def local_step(net, args):
 def appendix_a2(run):
     """The server's loop of lpgd and gpgd: the mean of the w_i, (19); for gpgd line 7's argmin with v = this mean, (21)."""
     args, federation = run.args, run.federation
-    net, one, two = federation.net, local_step(federation.net, args), phase_two(federation.net, args)
+    net, step_w, step_p = federation.net, local_step(federation.net, args), phase_two(federation.net, args)
     w = federation.initial_weights()
     state = State(w=w, ranks=full_ranks(net), numbers=net.d, p=federation.per_client(first_p(net, args, w)))
     for t, S in run.rounds(state):
         eta, w_t = federation.eta(t), state.w
-        w_i = federation.train(one, w_t.expand(len(S), -1), S, t, eta)
-        state.p[S] = federation.train(two, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
+        w_i = federation.train(step_w, w_t.expand(len(S), -1), S, t, eta)
+        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)
         state.w = federation.mean(w_i)
         if args.variant == "gpgd":
@@ -291,7 +291,7 @@ def measures(run, state, t):
     nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
     mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0
-    names = [federation.net.tensors[i][0].removesuffix(".weight") for i, _, _ in matrices(federation.net)]
+    names = [federation.net.tensors[l][0].removesuffix(".weight") for l, _, _ in matrices(federation.net)]
     result = {
         "personal": federation.evaluate_clients(lambda S: state.w + state.p[S]),  # D4
         "gkr": common.without_clients(federation.evaluate_clients(state.w)),
@@ -341,8 +341,8 @@ def finish(run, state):
 def export(path, net, w, ranks):
     """Writes w [d] to a file; a matrix with more numbers than its factors as these: kernels [n, r, k1, 1] and [r, c, 1, k2]."""
     parts = {name: w[where].view(shape).cpu().clone() for name, where, shape in net.tensors}
-    for (i, rows, columns), r in zip(matrices(net), ranks.tolist()):
-        name, _, shape = net.tensors[i]
+    for (l, rows, columns), r in zip(matrices(net), ranks.tolist()):
+        name, _, shape = net.tensors[l]
         n, c, k1, k2 = (*shape, 1, 1)[:4]
         if r * (rows + columns) < rows * columns:
             U, s, Vh = torch.linalg.svd(pi(parts[name]), full_matrices=False)

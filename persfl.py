@@ -45,9 +45,9 @@ are K users with n_k training images, n in all, and E_G rounds. A_k(b) and O_k(b
 
 Choices that change a number. docs/persfl.md has each in full.
 
-    D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. The last model, G_{E_G+1}, is none.
+    D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
-    D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E = 10, no momentum are our choice. The paper's line 16 has E_L, too.
+    D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E = 10, no momentum are our choice. The paper's line 16 has E_L.
     D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
@@ -142,7 +142,8 @@ def main(argv=None):
     run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")
     step = client_step(federation.net, args)
 
-    G, K, students = federation.initial_weights(), len(federation.clients), None  # l.2: G_1, [d]
+    G, students = federation.initial_weights(), None  # l.2: G_1, [d]
+    K = len(federation.clients)  # all users; with several processes those of this one
     state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
                   round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: O [K, d], l' [K]
     for t, S in run.rounds(state, among=seen):  # l.1, l.3-4: Stage 1; S are all users that train, [m]
@@ -235,7 +236,7 @@ def teachers(run, state, args):
     if args.teacher == "optimal":
         return state.O
     run.sent(up=0, down=state.O.numel())
-    return state.G.expand(len(state.O), -1)
+    return state.G.expand(len(state.O), -1)  # l.11
 
 
 def accuracies(federation, students, images):
@@ -319,16 +320,16 @@ def show(rows, out, args):
         titles = ["PersFL-GD" if title == "PersFL" and args.soft == "ce" else title for title in group["users"]]
         print(f"\n{name:<10}" + "".join(f"{title:>17}" for title in titles))
         users = dict(enumerate(zip(*group["users"].values()), first[name]))
-        lines = {**users, "mean": group["mean"].values(), "std": group["std"].values()}
-        for user, line in lines.items():
+        table = {**users, "mean": group["mean"].values(), "std": group["std"].values()}
+        for user, line in table.items():
             values = [100 * value if i < 3 else value for i, value in enumerate(line)]
             print(f"{user:<10}" + "".join(f"{value:>17.2f}" for value in values))
     for name, group in groups.items() if args.plot else ():
         students = np.array(group["students"])  # [m, 11]
         columns, k = min(5, len(students)), first[name]
-        lines = -(-len(students) // columns)
-        path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * lines)
-        with common.drawing(path, lines, columns, size, "accuracy of the students, by $\\lambda$ and $T$") as axes:
+        plot_rows = -(-len(students) // columns)
+        path, size = out / f"students-{name.replace(' ', '-')}s.png", (3 * columns, 3 * plot_rows)
+        with common.drawing(path, plot_rows, columns, size, "accuracy of the students, by $\\lambda$ and $T$") as axes:
             for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
                 for T in sorted({T for T, _ in GRID}):  # at lambda 0 and 1 one student stands for every T
                     points = sorted((lam, a) for (at, lam), a in zip(GRID, accuracy) if at == T or lam in (0, 1))
