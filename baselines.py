@@ -914,6 +914,7 @@ BY_DATASET = {
     "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    theta_lr=0.02, transform="normalize", eval_every=3),
 }
+PLAIN = "centralised", "scaffold", "per-fedavg"  # on shapes without momentum: with it they can diverge or learn less (docs/run.md)
 
 
 def arguments(argv):
@@ -946,7 +947,10 @@ def arguments(argv):
     group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
     group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")
     group.add_argument("--last-decay", type=common.nonnegative, default=1e-4, help="fedma: weight decay for the last layer")
-    return common.parse(parser, BY_DATASET, argv)
+    args = common.parse(parser, BY_DATASET, argv)
+    if args.method in PLAIN:
+        args = common.parse(parser, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
+    return args
 
 
 def main(argv=None):

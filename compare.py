@@ -67,6 +67,7 @@ def everybody(shared):
 # What a method has of its own although the others share it: the settings, and why.
 OWN = {
     **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "per-fedavg")},
+    "centralised": (plain, "with the others' momentum and rate it diverges"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
                "theta_lr is the rate of SGD here; lr = 1/lambda: in the first round w_k moves to theta_k, later nearly"),
