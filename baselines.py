@@ -914,7 +914,7 @@ BY_DATASET = {
     "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    theta_lr=0.02, transform="normalize", eval_every=3),
 }
-PLAIN = "centralised", "scaffold", "per-fedavg"  # on shapes without momentum: with it they can diverge or learn less (docs/run.md)
+PLAIN = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge or learn less (docs/run.md)
 
 
 def arguments(argv):

@@ -66,7 +66,7 @@ def test_the_table_is_that_of_the_records(go, capsys):
     page, printed = (go.out / "compare.md").read_text(), capsys.readouterr().out
     for line in page.splitlines():
         assert not line.startswith("|") or line in printed
-    assert "persfl: all clients take part" in page and "`--set lastlayer.mix=0.25`" in page
+    assert "all clients take part in every round; distillation" in page and "`--set lastlayer.mix=0.25`" in page
     for name in ("curves", "clients"):
         assert (go.out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (go.out / f"{name}.svg").read_text()
 
@@ -77,7 +77,7 @@ def test_all_share_what_is_shared(go):
     args = {name: r["args"] for name, r in records.items()}
     assert (args["fedslr/0"]["lr"], args["fedslr/0"]["momentum"]) == (0.075, 0)
     assert (args["persfl/0"]["fraction"], args["persfl/0"]["rounds"]) == (1, 1)
-    apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "fraction", "rounds", "eval_every"}, "fedslr/0": {"out", "lr", "momentum"}}
+    apart = {"fedavg/0": {"out"}, "persfl/0": {"out", "lr", "momentum", "fraction", "rounds", "eval_every"}, "fedslr/0": {"out", "lr", "momentum"}}
     for name, keys in apart.items():
         both = set(args[name]) & set(args["fedavg/0"])
         assert len(both) > 25 and {key for key in both if args[name][key] != args["fedavg/0"][key]} <= keys
