@@ -1048,14 +1048,15 @@ class Federation:
 
     def describe(self):
         """Prints three lines on what is trained, images, split and model, and the notes."""
-        share = f", {self.args.fraction:g} of them in a round"
+        K, C = len(self.whole.train), self.args.fraction
+        share = "all" if C == 1 else "one" if int(C * K + 1e-9) <= 1 else f"{C * 100:g} %"
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
         kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
               + (", whose clients are known (--split natural)" if data.owner is not None else ""))
-        print(f"split   {self.args.split}: {len(sizes)} clients{share}, training images {spread(sizes)}, "
+        print(f"split   {self.args.split}: {K} client{'s' * (K > 1)}, {share} in a round, training images {spread(sizes)}, "
               f"own test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
               f"{self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"

@@ -399,7 +399,7 @@ def view(command, measure, scale):
     n = of if all(map(reading.on_target, [r.record for r in use])) else n
     diverged = sum(r.ended == "diverged" for r in found)
     notes = [f"{n} of {of} rounds"] * (n < of) + [f"{diverged} of {len(found)} diverged"] * (diverged > 0)
-    notes += ["bf16"] * any(map(bf16, use))
+    notes += ["bf16"] * any(map(bf16, use)) + ["stale"] * any(r.state == "stale" for r in use)
     if use[0].ended == "diverged":
         return Shown(use, None, None, n < of, ", ".join(notes))
     mean, std = reading.combine([reading.last(r.record, measure) for r in use], measure)
@@ -463,8 +463,8 @@ HOW_TO_READ = """How to read a cell:
 - `?`: the paper's number is lost in our copy, or the paper only draws it. `-`: the paper has no such cell. `·`: not run.
 - **!**: ours differs from the paper's by more than the standard deviation. It is said only of runs of full length and of two
   seeds or more.
-- `[40 of 200 rounds]`: our run is shorter than the paper's. `[bf16]`: computed in half precision. `[3 of 4 settings tried]`:
-  we show the best of those 3.
+- `[40 of 200 rounds]`: our run is shorter than the paper's. `[bf16]`: computed in half precision. `[stale]`: made by other
+  source files than today's. `[3 of 4 settings tried]`: we show the best of those 3.
 """
 RUNS_ARE = """The runs that made the numbers of [the tables]({paper}.md). The command is for seed 0; for seed s add
 `--seed s --split-seed s`. Minutes are for one seed. *stale*: made by other source files than today's.

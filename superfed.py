@@ -33,7 +33,7 @@ all formulas: 12 and 16 to 18 are restored from the paper's text and slides, 7a 
     13   for each of E local epochs:
     14       cut the client's training images into minibatches of size B
     15       for each minibatch b:
-    16           lambda ~ U(0,1), one for the model (Model Mixing) or one per layer (Layer Mixing); in Phase I lambda = nu = 0
+    16           lambda ~ U(0,1), one for the model (Model Mixing) or each layer (Layer Mixing); if t < L*R: lambda = nu = 0
     17           W = (1-lambda) w^f + lambda w^l_k
     18           loss = l(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(u, v) = <u, v> / (||u|| ||v||)      (3)
     18a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
@@ -129,12 +129,12 @@ def main(argv=None):
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
     run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
     step = client_step(federation.net, args)
-    start = first_round_of_phase_two(federation)  # L*R (D4)
+    start = first_round_of_phase_two(federation)  # l.16: L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
     for t, S in run.rounds(state, among=seen):  # l.4-6: S_t, [m] (D13)
-        w_f_k, w_l_k = client_update(federation, step, S, t, state.w_f, state.w_l, t >= start)  # l.7: [m, d] each
+        w_f_k, w_l_k = client_update(federation, step, S, t, state.w_f, state.w_l, t >= start)  # l.7, l.16: [m, d] each
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
         if t >= start:
@@ -304,7 +304,7 @@ def show(run, start):
                 mean, std = (np.array([at[key] for at in measures["lambdas"]]) for key in ("mean", "std"))
                 bars = np.minimum(std, [mean, 1 - mean])  # an accuracy is in [0, 1]
                 axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", label=f"{name} clients, best {max(mean):.3f}")
-            axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylabel="accuracy, mean and std over clients", ylim=(0, 1))
+            axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)", ylabel="accuracy, mean and std over clients")
         print("lambdas.png: the clients' accuracy on the way from the global model (lambda = 0) to their local ones (1). "
               "curves.png: accuracy and loss, round by round.")
 

@@ -230,11 +230,13 @@ def code_side(file, lines, key):
 
 def listing(file, doc, lines, told, key="", about=""):
     """The two columns, and below them the choices, whose text told[D] is from the page in Markdown."""
+    words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence, and for links to the page
+    words = [s for s in re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if "docs/" not in s] if words else []
     full = "\n".join(f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
                      f"{markdown(told[D])}</details>" for D, line in choices(doc).items())
     return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n<div class="pseudo">\n{paper_side(doc, key)}\n'
             f'</div></div>\n{code_side(file, lines, key)}</div>\n'
-            f'<div class="choices"><h3>Choices that change a number</h3>\n{full}\n</div>')
+            f'<div class="choices"><h3>Choices that change a number</h3>\n{paragraph(" ".join(words)) if words else ""}{full}\n</div>')
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -93,8 +93,8 @@ TABLES = [
     L=0.8 | ? 46.74 89.36  ? 47.06 90.07
     L=0.9 | ? 47.73 89.74  ? 48.06 89.62
     """, table_3, 4, "", {
-        "L=0.0": "This is one seed. An early Phase II makes Layer Mixing's global model worse here, too, but half as much as "
-                 "in the paper. We have no explanation.",
+        "L=0.0": "This is one seed, and each client's w^l started from a seed of its own (`--own-start`). An early Phase II "
+                 "makes Layer Mixing's global model worse here, too, but half as much as in the paper. We have no explanation.",
     }),
     table("superfed-figure-2", "Figure 2: mu and nu, CIFAR-10, 100 rounds", "nu=0 nu=1 nu=2 nu=5", """
     MM mu=0           | 81.70 82.60 83.80 84.20
@@ -114,7 +114,7 @@ TABLES = [
         "LM mu=0.01/nu=2":
             "The paper's L of Layer Mixing is not known. With .8, 12 of the 100 clients are never sampled in Phase II. They "
             "are evaluated with a random local model and have .434. The other 88 clients have .855. With Model Mixing the "
-            "same 88 clients have .845.",
+            "same 88 clients have .845. Each client's w^l started from a seed of its own (`--own-start`).",
     }, figures.lambdas),
     table("superfed-figure-3", "Figure 3: the global model over the rounds, CIFAR-10", "top-1 loss",
           unknown(("SuPerFed-MM", "SuPerFed-LM"), 2), lambda row, column: (run(row, "cifar10"), GLOBAL[column]), 1,

@@ -287,7 +287,7 @@ def test_a_trial_leaves_the_pages_alone(small, trial, capsys):
 def test_results_of_other_sources_are_stale_until_accepted_or_run_again(small):
     go()
     (small / "common.py").write_text("# changed\n")
-    assert "| A | 47.09 / 50.00 (1) |" in page(small) and page(small).count("| stale |") == 2
+    assert "| A | 47.09 / 50.00 (1) [stale] |" in page(small) and page(small).count("| stale |") == 2
     go("--accept reviewed --only t-1/stand_in")
     assert "| stale |" not in written(small)  # both runs' names begin so
     entry = json.loads((small / "results" / "accepted.json").read_text())[0]
@@ -306,7 +306,7 @@ def test_acceptance_is_of_one_record(small):
     go("--accept reviewed")
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
     path.write_text(path.read_text().replace("0.5}}", "0.6}}"))
-    assert "| A | 47.09 / 60.00 (1) |" in page(small) and page(small).count("| stale |") == 1
+    assert "| A | 47.09 / 60.00 (1) [stale] |" in page(small) and page(small).count("| stale |") == 1
 
 
 def test_a_record_of_other_arguments_does_not_count(small, capsys):
