@@ -681,7 +681,7 @@ def cnn(m, x, classes):
     The pooling stands before the ReLU: the same function, a quarter of the work. Xavier initialisation, as its code.
     """
     if x.shape[2:] not in ((28, 28), (32, 32), (64, 64)):
-        raise ValueError("it is made for 28x28, 32x32 and 64x64")
+        raise ValueError("it is made for 28x28, 32x32 and 64x64; resnet18, mnistnet and 2nn take nearly any size")
     pool, kernel = (3 if x.shape[2] == 64 else 2), (3 if x.shape[2] == 32 else 2)
     x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5, init=xavier_normal(32, x.shape[1], 5)), pool))
     x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5, init=xavier_normal(64, 32, 5)), pool))
@@ -881,6 +881,14 @@ def augment_once(data, rng, pad=4):
     return data._replace(images=images.numpy())
 
 
+def images_for(args):
+    """The Data of args.dataset, with args.limit and args.augment_once."""
+    data = load_data(args.dataset, args.data_dir)
+    if args.limit:
+        data = limit_images(data, args.limit)
+    return augment_once(data, stream(args.split_seed, "split", 1)) if args.augment_once else data
+
+
 def tensorflow(x, u=None, size=24):
     """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip, brightness, contrast; per image
     mean 0 and standard deviation 1. Without u: the central window. Its ranges (+-63 of 255, 0.2 to 1.8) are from memory.
@@ -996,13 +1004,9 @@ class Federation:
         self.device, self.rank, self.processes = engine.find_device(args.device)
         if self.processes > 1 and int(os.environ["LOCAL_RANK"]):
             dist.barrier()  # the first process of each machine downloads and decodes, the others wait
-        self.data = load_data(args.dataset, args.data_dir)
+        self.data = images_for(args)
         if self.processes > 1 and not int(os.environ["LOCAL_RANK"]):
             dist.barrier()
-        if args.limit:
-            self.data = limit_images(self.data, args.limit)
-        if args.augment_once:
-            self.data = augment_once(self.data, stream(args.split_seed, "split", 1))
         self.whole = split_clients(self.data, args)
         if len(self.whole.train) < self.processes:
             refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")

@@ -1,5 +1,5 @@
 """Methods side by side, on the same images and split. Model, initial weights, sampled clients, rounds, epochs, minibatches and
-rate are the same, too, but for the exceptions that OWN (below) and docs/compare.md list.
+rate are the same, too, but for the exceptions that docs/compare.md lists.
 
     python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
     python compare.py --methods all --jobs 2                        (make compare: the embedded images)
@@ -103,7 +103,9 @@ def arguments(argv):
     for word in rest:
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and figures are drawn")
-    return args, common.parse(common.parser(__doc__, **SHARED), {}, rest)
+    shared = common.parser(__doc__, **SHARED)
+    shared.error = lambda message: common.refuse(f"{message}; a method's own parameter is --set METHOD.PARAMETER=VALUE")
+    return args, common.parse(shared, {}, rest)
 
 
 def flags(settings):
@@ -112,7 +114,7 @@ def flags(settings):
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in named.items()]
 
 
-def parsed(main, argv, what):
+def parsed(main, argv, what, file):
     """What a file makes of its flags; its refusal becomes ours."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
@@ -120,14 +122,15 @@ def parsed(main, argv, what):
         except SystemExit:
             args = None
     if args is None:
-        common.refuse(f"{what}: {said.getvalue().partition('error: ')[2].strip() or 'no common.Federation(args) in its main'}")
+        why = said.getvalue().partition("error: ")[2].strip() or "no common.Federation(args) in its main"
+        common.refuse(f"{what}: {why}".replace("(see --help)", f"(see python {file} --help)"))
     return args
 
 
 def plan(args, shared):
     """The Methods that --methods and --set name."""
     names = METHODS if args.methods == "all" else list(filter(None, args.methods.split(",")))
-    found, sets = {}, [word.partition(".")[::2] for word in args.set]
+    found, sets = {}, [(method, dashed(word)) for method, _, word in (word.partition(".") for word in args.set)]
     found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
     settings = {name: value for name, value in vars(shared).items()
                 if name not in ("seed", "out", "resume", "plot", *found_by_split)}
@@ -151,18 +154,24 @@ def plan(args, shared):
         for word in mine:
             refuse_foreign(name, word, words, settings)
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
-        made = parsed(main, argv[: len(argv) - len(mine)], f"--methods: {name}")
+        made = parsed(main, argv[: len(argv) - len(mine)], f"--methods: {name}", file)
         for key in settings:
             if made[key] != wanted[key]:
                 flag = f"--{key.replace('_', '-')} {wanted[key]}"
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
-        found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}"))
+        found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}", file))
     for method, word in sets:
         if not word:
             common.refuse(f"--set {method}: there is no parameter; say METHOD.PARAMETER=VALUE")
         if method not in found:
             common.refuse(f"--set {method}.{word}: --methods has no {method}")
     return list(found.values())
+
+
+def dashed(word):
+    """bias_rate=1 -> bias-rate=1"""
+    name, sign, value = word.partition("=")
+    return name.replace("_", "-") + sign + value
 
 
 def refuse_foreign(name, word, words, settings):
@@ -230,13 +239,17 @@ def stop(number, _):
     sys.exit(128 + number)
 
 
-def train_all(methods, args):
+def train_all(methods, args, shared):
     """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
-    todo, children = {}, []
+    todo, children, images = {}, [], None
     places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
               for seed in range(args.seeds) for method in methods}
     for (name, seed), (method, folder) in places.items():
         found = record(method, folder)
+        if found:
+            images = images or common.images_for(shared).fingerprint()
+            if found["data"]["fingerprint"] != images:
+                common.refuse(f"{folder} has a record of other images than {shared.dataset} has now; use another --out")
         stale = found and changed(method, found)
         if stale:
             print(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record becomes result.previous.json")
@@ -253,6 +266,9 @@ def train_all(methods, args):
                 if code not in (0, 3):  # 3: diverged, which is a result
                     command = "" if code == 2 else f" (python {shlex.join(todo[name, seed])})"
                     common.refuse(f"{name}, seed {seed}: {said}{command}")
+                method, folder = places[name, seed]
+                if not record(method, folder):
+                    common.refuse(f'{method.file} has trained nothing; does it end with  if __name__ == "__main__": main()  ?')
                 tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -266,8 +282,9 @@ def train_all(methods, args):
 # The table and the figures
 
 MEASURES = {  # title: of a finished run's record
-    "global": lambda r: r["final"].get("global", {}).get("top1"), "personal": lambda r: r["final"]["personal"]["mean"],
-    "worst tenth": lambda r: r["final"]["personal"]["worst_decile"],
+    "global": lambda r: r["final"].get("global", {}).get("top1"),
+    "personal": lambda r: r["final"].get("personal", {}).get("mean"),
+    "worst tenth": lambda r: r["final"].get("personal", {}).get("worst_decile"),
     "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6, "s a round": lambda r: r["seconds_per_round"],
 }
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.") for i in range(7)]  # 7: of common.drawing
@@ -304,7 +321,10 @@ def lines(rows):
 def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
-    settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, "seed", "device")}
+    unused = ["clients"] * (shared.split in ("semantic", "natural"))
+    unused += ["per_client"] * (shared.split not in ("shards", "classes", "lognormal"))
+    unused += ["alpha"] * ("dirichlet" not in shared.split and shared.split not in ("fedma", "fedslr"))
+    settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
     changed = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
@@ -340,13 +360,15 @@ def curve(runs, part, key):
 
 def draw(rows, records, shared, out):
     """curves.png and clients.png, and both as .svg."""
-    rows = [row for row in rows if row["personal"]]
+    rows = [row for row in rows if row["personal"]]  # all but those that diverged, or have no personal measures
     some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
+    styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
     title = f"{common.setting(some)}, {rows[0]['seeds']} seed{'s' * (rows[0]['seeds'] > 1)}"
     parts = (("global", "top1", "accuracy of the server's model"), ("personal", "mean", "mean accuracy of the clients' models"))
     with common.drawing(out / "curves.png", 1, 2, (11, 5.5), f"{title}: mean and standard deviation over the seeds") as axes:
         for axis, (part, key, label) in zip(axes, parts):
-            for name, style in zip(names, itertools.cycle(STYLES)):
+            for name in names:
+                style = styles[name]
                 x, mean, std = curve(records[name], part, key)
                 x = x * records[name][0]["args"]["fraction"] / shared.fraction  # persfl's rounds have more clients
                 axis.plot(x, mean, label=name, **style)
@@ -369,7 +391,7 @@ def main(argv=None):
     out = pathlib.Path(args.out)
     methods = plan(args, shared)
     check_folder(out)
-    records = train_all(methods, args)
+    records = train_all(methods, args, shared)
     splits = {(r["data"]["fingerprint"], r["split"]["fingerprint"]): f"{name}, seed {seed}"
               for name, runs in records.items() for seed, r in enumerate(runs)}
     if len(splits) > 1:

@@ -405,7 +405,7 @@ class Run:
         if self.unwritten:
             path, why = next(iter(self.unwritten.items()))
             refuse(f"{path} can't be written: {why}; make room, and start again with --resume", alone=True)
-        print(f"record  {self.out}/result.json")
+        print(f"record  {self.out}/result.json" + "; to go on: the same command with --resume" * (status == "interrupted"))
         if self.args.plot and status == "finished" and is_main_process():
             plot(record, self.federation, self.out)
 

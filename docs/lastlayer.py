@@ -17,6 +17,7 @@ from types import SimpleNamespace as State
 import torch
 
 import common
+import fedavg
 
 
 def client_step(net, args):
@@ -37,7 +38,7 @@ def client_step(net, args):
 def main(argv=None):
     parser = common.parser(__doc__)
     parser.add_argument("--mix", type=common.fraction, default=0.5, help="lambda, the client's share of its last layer")
-    args = common.parse(parser, {}, argv)
+    args = common.parse(parser, {"shapes": fedavg.BY_DATASET["shapes"]}, argv)
     federation = common.Federation(args)
     run = common.Run(__file__, args, federation)
     step, last, lam = client_step(federation.net, args), federation.net.last_layers(1), args.mix  # last: a slice of w

@@ -180,3 +180,37 @@ def test_processes_of_their_own(toy, tmp_path):
     assert "| lastlayer | 0." in done.stdout
     done = subprocess.run([*argv[:2], "--help"], cwd=tmp_path / "runs", capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("\n") <= 40 and [path.name for path in (tmp_path / "runs").iterdir()] == ["compare"]
+
+
+def test_changed_images_are_refused(go, toy, capsys):
+    """The data set's file is another one than the finished records'."""
+    go("fedavg", "--seeds", "1")
+    arrays = dict(np.load(toy))
+    np.savez(toy, **arrays | {"y_train": arrays["y_train"][::-1]})
+    refused(capsys, "has a record of other images than", go, "fedavg", "--seeds", "1")
+    assert not go.trained
+
+
+def test_a_file_that_trains_nothing_is_refused(go, tmp_path, monkeypatch, capsys):
+    """Its last two lines are missing: the program ends at once, without a record."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    monkeypatch.setattr(compare, "train", lambda *_: (0, ""))
+    refused(capsys, "has trained nothing; does it end with", go, str(mine), "--seeds", "1")
+
+
+def test_a_method_without_personal_measures_has_empty_cells(go, tmp_path):
+    mine = tmp_path / "mine.py"
+    text = pathlib.Path(fedavg.__file__).read_text()
+    mine.write_text(text.replace(", federation.evaluate_clients(state.w)", ""))
+    assert mine.read_text() != text
+    go(f"fedavg,{mine}", "--seeds", "1")
+    row = next(line for line in (go.out / "compare.md").read_text().splitlines() if line.startswith("| mine |"))
+    assert [not cell.strip() for cell in row.split("|")[2:5]] == [False, True, True]
+
+
+def test_ways_to_misspell_an_own_parameter(go, capsys):
+    refused(capsys, "a method's own parameter is --set METHOD.PARAMETER=VALUE", go, "fedprox", "--mu", "1")
+    refused(capsys, "baselines.py --help", go, "fedprox", "--set", "fedprox.moo=1")
+    go("fedprox-ft", "--seeds", "1", "--set", "fedprox-ft.finetune_epochs=2")
+    assert json.loads((go.out / "fedprox-ft/0/result.json").read_text())["args"]["finetune_epochs"] == 2

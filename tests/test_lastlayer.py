@@ -32,8 +32,8 @@ def test_two_rounds_by_hand(toy, tmp_path):
 
 def test_its_ends_are_fedavg_and_fedper(tmp_path):
     _, w = run(fedavg, [*QUICK, "--momentum", "0"], tmp_path / "fedavg")
-    _, w_0 = run(lastlayer, [*QUICK, "--mix", "0"], tmp_path / "0")
+    _, w_0 = run(lastlayer, [*QUICK, "--momentum", "0", "--mix", "0"], tmp_path / "0")
     torch.testing.assert_close(w_0["w"], w["w"])
     fedper, _ = run(baselines, ["--method", "fedper", *QUICK, "--momentum", "0"], tmp_path / "fedper")
-    record, _ = run(lastlayer, [*QUICK, "--mix", "1"], tmp_path / "1")
+    record, _ = run(lastlayer, [*QUICK, "--momentum", "0", "--mix", "1"], tmp_path / "1")
     assert record["final"]["personal"]["per_client"] == fedper["final"]["personal"]["per_client"]
