@@ -624,6 +624,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if args.quick:
+        others = (args.only, args.scale != 1, args.budget, args.list, args.measure, args.dry_run, args.tables, args.accept)
+        if any(others):
+            p.error("--quick goes with --seeds alone")
         return quick(args.seeds)
     commands = chosen(args.only)
     if not commands:

@@ -459,7 +459,7 @@ def test_the_list_and_the_dry_run_run_nothing(small, capsys):
 
 
 def test_refusals_are_one_line(small, capsys):
-    for words, why in (("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
+    for words, why in (("--quick --dry-run", "--quick goes with --seeds alone"), ("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
                        ("--scale 2", "at most 1"), ("--verbose", "belongs to --list"), ("--unknown", "unrecognized")):
         refused(capsys, why, go, words)
 
