@@ -21,7 +21,7 @@ FEDSLR = "fedslr.py --dataset shapes --limit 6000"
 AS_FEDSLR = ("fedavg.py --dataset shapes --limit 6000 --split fedslr --alpha 0.1 --client-test 0 --rounds 20 --batch-size 20 "
              "--lr 0.05 --lr-decay 0.998 --momentum 0 --weight-decay 1e-3", "personal/mean")
 PERSFL = "persfl.py --dataset shapes --limit 3000"
-GROUPED = "psinet.py --dataset shapes --limit 3000 --no-prune"
+GROUPED = "psinet.py --dataset shapes --limit 3000"
 FEDAVGM_WINS = [f"{SKEWED} 1 --lr {lr} --beta {beta}" for lr, beta in ((0.01, 0.9), (0.03, 0.7))]
 FEDAVG_LOSES = [f"{SKEWED} 1 --lr {lr} --beta 0" for lr in (0.03, 0.1)]
 CLAIMS = [
