@@ -383,7 +383,7 @@ def draw(rows, records, shared, out):
         axis.set_yticks(range(1, len(names) + 1), names[::-1])
         seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
         axis.plot(*zip(*seen, (None, None)), "D", color="C1", label="the server's model, on the central test images")
-        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds", xlim=(0, 1))
+        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds")
 
 
 def main(argv=None):
