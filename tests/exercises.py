@@ -117,7 +117,7 @@ def megabytes(run):
 def fedavg_1(one_start, alone, two_starts):
     accuracies = [top1(run) for run in (alone, one_start, two_starts)]
     names = ("one network alone", "average, one start", "average, two starts")
-    numbers = {name: f"{accuracy:.3f}" for name, accuracy in zip(names, accuracies)}
+    numbers = {name: f"{accuracy:.4f}" for name, accuracy in zip(names, accuracies)}
     return numbers, accuracies[2] < accuracies[0] < accuracies[1]
 
 
