@@ -457,14 +457,3 @@ def test_models_that_are_not_functions_of_their_weights_are_refused(model, words
                                           ("cnnn", "--model cnnn is unknown")])
 def test_models_that_are_not_there_are_refused(model, words, capsys):
     refused(capsys, words, fedavg.main, [*QUICK, "--model", model])
-
-
-def test_the_readmes_lines_draw_two_methods(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"quick": QUICK[2:]}
-    exec(readme_lines("import json, matplotlib.pyplot as plt, numpy, fedavgm").replace('"--out"', '*quick, "--out"').replace("012", "01"), names)
-    for line, name in zip(names["plt"].gca().lines, ("fedavgm", "fedavg"), strict=True):
-        finals = [json.load(open(f"runs/{name}/{seed}/result.json"))["final"]["global"] for seed in "01"]
-        assert line.get_xydata()[-1].tolist() == pytest.approx([2, np.mean([final["top1"] for final in finals])])
-    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
-    names["plt"].close("all")
