@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import baselines
 import common
-from records import FREE
+from records import BY_ALPHA, BY_NUMBER, FREE
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -322,11 +322,10 @@ def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
     unused = ["clients"] * (shared.split in ("semantic", "natural"))
-    unused += ["per_client"] * (shared.split not in ("shards", "classes", "lognormal"))
-    unused += ["alpha"] * ("dirichlet" not in shared.split and shared.split not in ("fedma", "fedslr"))
+    unused += ["per_client"] * (shared.split not in BY_NUMBER) + ["alpha"] * (shared.split not in BY_ALPHA)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
-    changed = [f"- `--set {word}`" for word in args.set]
+    chosen = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
@@ -338,8 +337,8 @@ s a round: seconds of training on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"
-    if notes or changed:
-        text += "What is not shared:\n\n" + "\n".join([*notes, *changed]) + "\n\n"
+    if notes or chosen:
+        text += "What is not shared:\n\n" + "\n".join([*notes, *chosen]) + "\n\n"
     text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
     (out / "compare.md").write_text(text, encoding="utf-8")
     with open(out / "compare.csv", "w", newline="") as file:
