@@ -167,17 +167,22 @@ class Result(NamedTuple):
 NOT_COMPARED = (*FREE, "device", "precision", "eval_every", "seed", "split_seed", "rounds")
 
 
+def has_arguments(record, command):
+    """Whether a record is of the command's arguments. What it does not name counts as equal."""
+    then, now = record["args"], arguments(command)
+    return all(then.get(name, value) == value for name, value in now.items() if name not in NOT_COMPARED)
+
+
 def result(command, seed, scale=1.0):
     path = (RESULTS if scale == 1 else RESULTS / f"scale-{scale:g}") / place(command) / str(seed)
     if not (path / "result.json").exists():
         return Result(command, seed, scale, path, "missing", None, "")
     record, mark = load(path / "result.json", (path / "result.json").stat().st_mtime_ns)
     r = Result(command, seed, scale, path, "", record, mark)
-    args = {name: value for name, value in arguments(command).items() if name not in NOT_COMPARED}
-    args |= {"seed": seed, "split_seed": seed, "rounds": r.wanted}
+    own = {"seed": seed, "split_seed": seed, "rounds": r.wanted}
     here = r.ended != "interrupted" or (record["args"].get("precision"), record["environment"]["device"]) == (
         arguments(command).get("precision"), device())  # where it was interrupted, it can be resumed
-    if not here or any(record["args"].get(name, value) != value for name, value in args.items()):
+    if not here or not has_arguments(record, command) or any(record["args"].get(name, own[name]) != own[name] for name in own):
         return r._replace(state="other arguments")
     sources = record["environment"]["sources"]
     today, key = {name: digest(name) for name in (*sources, *SHARED)}, str(path.relative_to(RESULTS))
@@ -563,7 +568,7 @@ def quick(seeds):
         words = expand(command, out, seed=seed, split_seed=seed)
         path, sources = out / "result.json", {name: digest(name) for name in (words[0], *SHARED)}
         kept = json.loads(path.read_text()) if path.exists() else None
-        if kept and kept["status"] == "finished" and kept["environment"]["sources"] == sources:
+        if kept and kept["status"] == "finished" and kept["environment"]["sources"] == sources and has_arguments(kept, command):
             return kept
         print(f"python {command} (seed {seed})", flush=True)
         subprocess.run([sys.executable, *words], cwd=HERE, stdout=subprocess.DEVNULL, check=True)
