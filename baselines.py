@@ -35,7 +35,8 @@ Local SGD has momentum and weight decay. The momentum starts at 0 in every round
 
 federation.train(step, start, S, t, *shared) takes each client of S through "for each minibatch b: client = step(client, b,
 *shared)", and begins with the client's row of `start`. epochs=: instead of E. phase=: another order of the images. images=:
-instead of the client's own training images.
+instead of the client's own training images. V = federation.per_client(x) keeps a row x for every client: V[S] are the rows of
+the clients in S, V[S] = y replaces them, V.all has all rows.
 
 Code that the choices cite. "Official" is code by the method's authors.
 
@@ -66,7 +67,7 @@ def with_decay(g, w, decayed, decay):
 
 
 def local_sgd(net, args):
-    """gradient(w, b) of f_k(w; b), and descend(w, u, g, eta), SGD's step along g with the momentum u. All but eta are [d]."""
+    """gradient(w, b): of f_k(w; b). descend(w, u, g, eta) -> (w, u): a step of SGD against g; u is the momentum. All [d]."""
 
     def gradient(w, b):
         def loss(w):
@@ -137,14 +138,14 @@ def steps_on_parts(net, args, decay):
 
     def on_lower(client, b, eta):
         lower, u, upper = client  # u: momentum of what is trained
-        if not len(lower):
+        if not len(lower):  # all layers are personal
             return client
         g = with_decay(by_lower(lower, upper, b), lower, net.decayed[: len(lower)], decay)
         return *common.sgd(args, lower, u, g, eta), upper
 
     def on_upper(client, b, eta):
         upper, u, lower = client
-        if not len(upper):
+        if not len(upper):  # no layer is personal
             return client
         g = with_decay(by_upper(lower, upper, b), upper, net.decayed[len(lower) :], decay)
         return *common.sgd(args, upper, u, g, eta), lower
@@ -219,15 +220,16 @@ def fedprox(federation, run, args):
     gradient, descend = local_sgd(federation.net, args)
     fine_tune = sgd_step(federation.net, args)
 
-    def step(client, b, eta, mu, w_t):
+    mu = 0.0 if args.method == "fedavg-ft" else args.mu
+
+    def step(client, b, eta, w_t):
         w, u = client  # [d] weights, [d] momentum
         return descend(w, u, gradient(w, b) + mu * (w - w_t), eta)  # l.3 (D1)
 
-    mu = torch.tensor(0.0 if args.method == "fedavg-ft" else args.mu, device=federation.device)
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t, S in run.rounds(state):  # l.1
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), mu, state.w)  # l.3 (D2)
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), state.w)  # l.3 (D2)
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.4: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
@@ -330,7 +332,7 @@ def feddyn(federation, run, args):
         state.Theta[S] = theta
         run.sent(up=theta.numel(), down=theta.numel())
         if run.evaluates():
-            of_all = federation.all_reduce(state.Theta.sum()) / K  # D2
+            of_all = federation.sum(state.Theta) / K  # D2
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w), all=federation.evaluate(of_all))
 
 
@@ -350,8 +352,8 @@ def apfl(federation, run, args):
 
     Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay acts on the mixture.
-    D2  Line 4: once in a round, as in FedTorch, but before both steps; we had no copy of the paper. By default alpha_k is
-        fixed, at FedSLR's .5.
+    D2  Line 4: once in a round, as in FedTorch, but before both steps; we had no copy of the paper. b has the images of line
+        5's first minibatch, augmented in another way. By default alpha_k is fixed, at FedSLR's .5.
     D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper, from memory, the gradient comes before w_k's step.
     D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line 9.
     D5  Line 9: weighted by n_k. FedSLR's code has the plain mean.
@@ -423,10 +425,10 @@ def fedper(federation, run, args):
         return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D1)
-        w = models(S)  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
+        w = models(S)  # l.3: (w, v_k), [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: (w_k, v_k), [m, d]
         n_k = federation.n[S]  # [m]
-        state.w, state.V[S] = federation.mean(w_k, n_k), w_k[:, head]  # l.5 (D3)
+        state.w, state.V[S] = federation.mean(w_k, n_k), w_k[:, head]  # l.5 (D3); l.4
         sent = len(S) * (len(state.w) - state.V.all.shape[1])
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -463,7 +465,8 @@ def fedrep(federation, run, args):
         v_k, _, _ = federation.train(on_head, (v, torch.zeros_like(v), w), S, t, eta, phase=1)  # l.4
         w_k, _, _ = federation.train(on_body, (w, torch.zeros_like(w), v_k), S, t, eta, epochs=args.body_epochs)  # l.5 (D1)
         n_k = federation.n[S]  # [m]
-        state.w, state.V[S] = federation.mean(torch.cat([w_k, v_k], 1), n_k), v_k  # l.6 (D3)
+        state.w = federation.mean(torch.cat([w_k, v_k], 1), n_k)  # l.6 (D3): [d]; the mean of the heads is not used
+        state.V[S] = v_k  # l.4
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(models))
@@ -480,8 +483,8 @@ def lg_fedavg(federation, run, args):
      5      w = mean over S_t of w_k
 
     Personal is (v_k, w); there is no global model. Only w is sent, and only to S_t.
-    D1  Line 1: N is all layers before the first fully connected one, as in FedSLR. The official code for CIFAR-10 has the
-        convolutions global, against the paper.
+    D1  Line 1: N is all layers before the first fully connected one, but at least 1, as in FedSLR. The official code for
+        CIFAR-10 has the convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
     D3  Personal is of the last round, with the current w. The official number is each client's best round on test images.
     D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
@@ -494,8 +497,8 @@ def lg_fedavg(federation, run, args):
         return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t, S in run.rounds(state):  # l.2
-        w = models(S)  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
+        w = models(S)  # l.3: (v_k, w), [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: (v_k, w_k), [m, d]
         state.w, state.V[S] = federation.mean(w_k), w_k[:, lower]  # l.5 (D4); l.4
         sent = len(S) * (len(state.w) - state.V.all.shape[1])
         run.sent(up=sent, down=sent)
@@ -610,10 +613,10 @@ def per_fedavg(federation, run, args):
     """
     gradient, descend = local_sgd(federation.net, args)
     sums = sums_of_gradients(federation, gradient)
-    last = 2 if args.hessian_free else 1  # the turn at which a group is complete
+    alpha, last = args.per_fedavg_alpha, 2 if args.hessian_free else 1  # last: the turn at which a group is complete
     refuse_small_clients(federation, args, last + 1)
 
-    def step(client, b, beta, alpha):
+    def step(client, b, beta):
         """Minibatches come one at a time, so that a group takes two or three turns. z and g wait for the next turn.
 
             turn  b    gradient at             gives
@@ -632,12 +635,11 @@ def per_fedavg(federation, run, args):
         return w, u, z, g, (turn + 1) % (last + 1)
 
     state = State(w=federation.initial_weights())  # l.1: [d]
-    alpha = torch.tensor(args.per_fedavg_alpha, device=federation.device)
     everyone = np.arange(len(federation.clients))
     for t, S in run.rounds(state):  # l.2
         n_k, w = federation.n[S], state.w.expand(len(S), -1)  # l.3: [m], [m, d]
         zero, turn = torch.zeros_like(w), torch.zeros_like(n_k)
-        w_k, *_ = federation.train(step, (w, zero, zero, zero, turn), S, t, federation.eta(t), alpha)  # l.4 (D1): [m, d]
+        w_k, *_ = federation.train(step, (w, zero, zero, zero, turn), S, t, federation.eta(t))  # l.4 (D1): [m, d]
         state.w = federation.mean(w_k, n_k)  # l.9 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -696,13 +698,13 @@ def fedspa(federation, run, args):
 
     for t, S in run.rounds(state):  # l.2
         M_k = state.M[S]  # [m, d]
-        w = M_k * state.w  # l.3: [m, d]
-        zero = torch.zeros_like(w)
-        w_k, _, g_k, _ = federation.train(step, (w, zero, zero, M_k.float()), S, t, federation.eta(t))  # l.4
-        U_k = w_k - w  # l.5
+        start = M_k * state.w  # l.3: [m, d]
+        zero = torch.zeros_like(start)
+        w_k, _, g_k, _ = federation.train(step, (start, zero, zero, M_k.float()), S, t, federation.eta(t))  # l.4
+        U_k = w_k - start  # l.5
         share = args.drop / 2 * (1 + cos(pi * t / args.rounds))  # l.6 (D3)
-        kept = counts - np.floor(share * counts + 1e-9).astype(int)  # l.6
-        keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, kept)  # l.6: of M_k's ones the largest |w_k|, [m, d]
+        left = counts - np.floor(share * counts + 1e-9).astype(int)  # l.6
+        keep = highest(torch.where(M_k, w_k.abs(), -1), net.sizes, left)  # l.6: of M_k's ones the largest |w_k|, [m, d]
         state.M[S] = highest(torch.where(keep, torch.inf, g_k.abs()), net.sizes, counts)  # l.7: these, then the largest |g_k|
         n_k = federation.n[S]  # [m]
         state.w = state.w + federation.mean(U_k, n_k)  # l.8 (D5): [d]
@@ -930,7 +932,8 @@ def arguments(argv):
     group.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
     group.add_argument("--personal", type=common.nonnegative_int,
                        help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
-                            "layers (unless given: all before the first fully connected one); a normalisation counts as one")
+                            "layers (unless given: all before the first fully connected one, but at least 1); a normalisation "
+                            "counts as one")
     group.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
     group.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
     group.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")

@@ -956,7 +956,7 @@ def padded(lists, width):
 
 
 class Batch(NamedTuple):
-    """One client's minibatch: x [B,C,h,w], y [B], mask [B] (0 where a row only fills up), draw [...] (see train)."""
+    """One client's minibatch: x [B,C,H,W], y [B], mask [B] (0 where a row only fills up), draw [...] (see train)."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -1095,8 +1095,8 @@ class Federation:
 
     def mean(self, x, n=None):
         """The mean over the clients of all processes, or their average with the weights n:  x [m, ...], n [m] -> [...]."""
-        m = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
-        return self.sum(x, n) / self.all_reduce(m)
+        total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
+        return self.sum(x, n) / self.all_reduce(total)
 
     def add_up(self, up, down):
         """The bytes that all processes' clients sent in this round, and which share of what was trained together was padding."""

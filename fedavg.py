@@ -13,7 +13,7 @@ paper, here: rounds. last: the last accuracy. min: minutes of training beside ot
     all  .464  1474   569.1  .9706  3    results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.464-rounds-2948/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on each client's test
-images, mean over the clients: central ones drawn with the client's class shares; with --client-test above 0 images of its own.
+images, mean over the clients: images of its own (--client-test above 0), or central ones, drawn with its class shares.
 
 How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
 gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. So w_k and n_k have m rows.
@@ -71,11 +71,11 @@ def main(argv=None):
     run = common.Run(__file__, args, federation)
     step = client_step(federation.net, args)
 
-    state = State(w=federation.initial_weights())  # l.1 (D4): [d]
-    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients (D3)
+    state = State(w=federation.initial_weights())  # l.1 (D4): [d]; state: what the server keeps from round to round
+    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients, by Federation.sample (D3)
         eta = federation.eta(t)
         w = state.w.expand(len(S), -1)  # [m, d]
-        # federation.train does for each client k of S, at once or one after the other:
+        # federation.train (its methods plan and train_alone) does for each client k of S, at once or one after the other:
         #     for epoch in range(E):                           l.9
         #         for b in minibatches(shuffled(P_k), B):      l.8, l.10 (D2)
         #             client = step(client, b, eta)            l.11

@@ -37,7 +37,7 @@ Choices that change a number. docs/fedavgm.md has each in full.
 
     D1  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  eta, beta: Flower's pair for alpha 0 and 1. Its pair for .1 stays near chance here. The paper's best pairs are lost.
+    D3  eta, beta: Flower's pair for alpha 0 and 1. Its pair for .1 learns more slowly here. The paper's best pairs are lost.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
     D5  alpha is the paper's: alpha/10 per class. Many libraries take alpha per class: their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
@@ -80,10 +80,10 @@ def main(argv=None):
         # federation.train's loops over epochs and minibatches are l.8-10 (D1), as in fedavg.py
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
         n_k = federation.n[S]  # [m]
-        dw = state.w - federation.mean(w_k, n_k)  # l.7: [d]
+        dw = state.w - federation.mean(w_k, n_k)  # l.7, since the n_k/n sum to 1: [d]
         state.v = args.beta * state.v + dw  # l.7a: [d]
-        nesterov = args.server_momentum == "nesterov"
-        state.w = state.w - (dw + args.beta * state.v if nesterov else state.v)  # l.7b (D7): [d]
+        step_of_w = state.v if args.server_momentum == "plain" else dw + args.beta * state.v  # l.7b (D7)
+        state.w = state.w - step_of_w  # l.7b: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))

@@ -4,10 +4,10 @@
     python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
-w (GKR) has low rank and is the same for all clients; p_i is sparse and client i's own. "global": w on the central test images.
-"gkr": w on each client's own test images. "personal": w + p_i, the mixed model, on these. The paper's Algorithm 2, in our
-words. Its text names lines 6, 7, 14, 20; other numbers are ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as
-a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
+w, the "global knowledge representation" (GKR), has low rank and is the same for all clients. p_i is sparse and client i's own.
+"global": w on the central test images; "gkr": on client i's own. "personal": w + p_i, the mixed model, on these. Algorithm 2,
+in our words; lines 7, 14, 20 have the numbers of Algorithm 1, the others are ours. M clients; f_i: client i's loss; pi(w_l):
+layer l's kernel as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
@@ -40,7 +40,7 @@ Choices that change a number, in full in docs/fedslr.md:
     D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts whole.
     D7  A client's test images: of each class floor(100 * the class's share of its training images). The paper: 100 images.
     D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: FedAvg, then line 7's argmin. No gamma_i.
-    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. Numbers that are not 0 count.
+    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers that are not 0.
     D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again, so that clients share images.
 """
 
@@ -120,7 +120,7 @@ def main(argv=None):
     prox = prox_l1 if args.variant == "s+s" else prox_nuclear  # D9
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma_mean=0 * w_0, gamma=federation.per_client(0 * w_0),
+    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(0 * w_0),
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma and p are [M, d]
     for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D2)
         eta, w_t = federation.eta(t), state.w
@@ -129,17 +129,16 @@ def main(argv=None):
         #         for b in minibatches(shuffled(images of i), B):    l.11
         #             client = step_w(client, b, eta, w_t)           l.12-14; client is w and gamma_i
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
+        # state.gamma.of(S) is state.gamma[S], but a client's row is fetched only when its turn comes
         w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
         for j, i in enumerate(S):
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[j])  # l.6, l.16
-        if args.memory_efficient:  # l.6 of Algorithm 3
-            state.gamma_mean = state.gamma_mean + federation.sum(1 / args.eta_g * (w_t - w_i)) / M
-        else:
-            state.gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
-        v = federation.mean(w_i) - args.eta_g * state.gamma_mean  # l.7: [d]
+        gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
+        v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: [d]
         del w_i  # for lack of memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
-        # Phase II (listed before line 7; it needs w^t alone): loops as above, images in another order (phase=1): l.18-20
+        # Phase II. As a part of line 5 it comes before line 7; here behind it, with the same result, since it uses w^t and not
+        # w^{t+1}. Loops as above, with the images in another order (phase=1, as train calls it): l.18-20
         state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
@@ -171,8 +170,7 @@ def arguments(argv):
     own.add_argument("--p-start", choices=("zero", "copy"),
                      help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
-                     help="lpgd: line 7 in every local step; gpgd: FedAvg, then line 7; s+s: a sparse w (D8, D9)")
-    own.add_argument("--memory-efficient", action="store_true", help="Algorithm 3: the server keeps only the mean of gamma")
+                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w (D8, D9)")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors to FILE, and measure how fast it is")
     args = common.parse(parser, BY_DATASET, argv)
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
@@ -188,8 +186,8 @@ def arguments(argv):
 
 def matrices(net):
     """(l: its place among the tensors, rows, columns of its pi) for the L kernels and matrices of a model."""
-    shapes = [(i, (*shape, 1, 1)) for i, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
-    return [(i, n * k1, c * k2) for i, (n, c, k1, k2, *_) in shapes]
+    shapes = [(l, (*shape, 1, 1)) for l, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
+    return [(l, n * k1, c * k2) for l, (n, c, k1, k2, *_) in shapes]
 
 
 def in_matrices(net):

@@ -14,7 +14,7 @@ DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: m
     DS-3    50       .3648    .9131        .9123    13        results/persfl-2/persfl-cifar10-split-lognormal/0
 
 G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
-lambda weighs the teacher's answers against the labels (0, "fine-tuned": no teacher). The temperature T softens the answers.
+lambda weighs the teacher's answers, softened by T, against the labels. With lambda = 0 ("fine-tuned") A_k only starts at O_k.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last row, G in those before.
 
 The paper's Algorithm 1, in our words, with its line numbers. Lines 9 to 11 are ours: there the paper only closes loops. There
@@ -32,7 +32,7 @@ are K users with n_k training images, n in all, and E_G rounds. A_k(b) and O_k(b
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid:  A_k = O_k, trained by lines 14 to 22. User k keeps the best of these students
+    13  for each user k and each pair (T, lambda) of the grid:  A_k = O_k, trained by lines 14 to 22. User k keeps the best A_k
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
@@ -84,25 +84,26 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.9: w - eta * u, with u = momentum * u + g
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.9: u = momentum * u + g + decay * w, then w - eta * u
 
     return step
 
 
 def student_step(net, args, grid=GRID):
     """Stage 2's body, for one user and one minibatch b: a step of all of the user's students, one for each pair of the grid."""
-    T, lam = torch.tensor(grid, dtype=torch.float, device=net.decayed.device).T  # [11], [11]
+    T, lam = torch.tensor(grid, dtype=torch.float, device=net.decayed.device).unbind(1)  # [11], [11]
 
     def step(user, b, eta):
         A, u, O = user  # [11, d] the students' weights, [11, d] their momentum, [d] the teacher's weights
         O_b = net(O, b.x)  # O_k(b): [B, classes]
 
-        def loss(A, T, lam):  # of one student
+        def loss(A, T, lam):  # of one student: A [d], and two numbers
             A_b = net(A, b.x)  # A_k(b): [B, classes]
             log_s = (O_b / T).log_softmax(1)  # l.21: log s_b
             log_a = (A_b / T).log_softmax(1)
-            soft = log_s.exp() * (log_s - log_a if args.soft == "kl" else -log_a)  # l.20: KL or CE (D5)
-            soft = (soft.sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4)
+            difference = log_s - log_a if args.soft == "kl" else -log_a
+            soft = (log_s.exp() * difference).sum(1)  # l.20: KL, or CE (D5): [B]
+            soft = (soft * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4); b.mask is 0 for padding
             hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
 
@@ -127,8 +128,9 @@ def stage_2(federation, run, O, args):
     #     for epoch in range(E):                                                  l.16
     #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
     #             A, u, O = step((A, u, O), b, eta)                               l.18-22
-    A, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, args.rounds, eta, epochs=args.distill_epochs)
-    accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on --select's images, validation: [K, 11]
+    t = args.rounds  # behind the last round: images in an order of their own
+    A, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, t, eta, epochs=args.distill_epochs)
+    accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on validation images (--select val): [K, 11]
     best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K] (D6)
     return A, A[torch.arange(len(O)), torch.from_numpy(best)]
 
@@ -139,7 +141,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")  # why --resume refuses more
     step = client_step(federation.net, args)
 
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]
@@ -156,13 +158,15 @@ def main(argv=None):
         w = state.G.expand(len(S), -1)  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.9: [m, d]
         state.G = federation.mean(w_k, federation.n[S])  # l.10: G_{e+1}, [d] (D2)
-        run.sent(up=w_k.numel(), down=K * len(G))
+        run.sent(up=w_k.numel(), down=K * len(state.G))
         if e == args.rounds:  # e = E_G; in the record Stage 2 is a part of this round
             O = teachers(run, state, args)  # state.O, or l.11: [K, d] (D8)
             students, state.A = stage_2(federation, run, O, args)  # l.12: Stage 2
         if run.evaluates():
             run.log(federation.evaluate(state.G), **measure(federation, state, students, args))
-    return report(run, args)
+    last = run.record()["rounds"][-1]
+    show([last], run.out, args)
+    return last
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,13 +306,6 @@ def average(parts):
         "std": {name: column.std(ddof=min(1, len(column) - 1)) for name, column in table.items()},
         "students": students.tolist(),
     }
-
-
-def report(run, args):
-    """Prints and draws the last round's table of users; returns that round."""
-    row = run.record()["rounds"][-1]
-    show([row], run.out, args)
-    return row
 
 
 def show(rows, out, args):

@@ -52,9 +52,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 
-# VGG-9 in 10 groups from conv5 on, for CIFAR-10, as a run prints it. What one group sees and gives are channels or neurons.
+# VGG-9 in 10 groups from conv5 on, for CIFAR-10, as a run prints it. A group sees and gives channels or neurons.
 #
-#     layer       groups   group sees     gives   norm         weights
+#     layer       groups   group sees     gives   norm         weights   with the norm's
 #     conv1       shared            3        32   BatchNorm        960   l.2
 #     conv2       shared           32        64   BatchNorm     18,624   l.2
 #     conv3       shared           64       128   BatchNorm     74,112   l.2
@@ -70,27 +70,27 @@ class Layers(common.Weights):
     """Hands a model its layers: shared ones below the depth, and from there on layers cut into s groups.
 
     s: how many groups this node has, 1 to G. G_i [s]: which ones. Where common.vgg9 asks for m.conv("conv6", x, 256, 3,
-    padding=1), a node with all 10 groups gets a convolution with 260 outputs in 10 groups. parts, r: iterators over the tensors
-    of w, and over the BatchNorms' running statistics. mask: see Weights.batchnorm. seen: a list that gets (name, input) of each
-    layer.
+    padding=1), a node with all 10 groups gets a convolution with 260 outputs in 10 groups. parts, running: iterators over the
+    tensors of w, and over the BatchNorms' running statistics. mask: see Weights.batchnorm. seen: a list that gets (name, input)
+    of each layer.
     """
 
-    def __init__(self, net, G_i, parts=None, r=None, mask=None, seen=None):
+    def __init__(self, net, G_i, parts=None, running=None, mask=None, seen=None):
         super().__init__(parts, net.route)
-        self.net, self.G_i, self.r, self.mask, self.seen = net, G_i, r, mask, seen
+        self.net, self.G_i, self.running, self.mask, self.seen = net, G_i, running, mask, seen
         self.first = None  # the first layer with groups, once the depth is reached
-        self.new_r = {}  # the next running statistics of each BatchNorm: [2, its channels]
+        self.new_running = {}  # the next running statistics of each BatchNorm: [2, its channels]
 
     def grouped(self, name, x, out, groups, init):
         """(x, out, groups, init) of a layer: as the model asks for it below the depth, in s groups from there on. In the first
         layer with groups an output sees all shared channels, or a slice of them (D1)."""
-        net, dense = self.net, groups == 1  # not dense: MobileNet's layers in which an output sees one channel
+        net, depthwise = self.net, groups > 1  # depthwise: MobileNet's layers in which an output sees one channel
         if self.seen is not None:
             self.seen.append((name, x))
-        if dense and net.G and f"{name}.".startswith(f"{net.depth}."):  # the layer `depth`, or a part of it: block6.pointwise
+        if not depthwise and net.G and f"{name}.".startswith(f"{net.depth}."):  # `depth`, or a part of it: block6.pointwise
             self.first = self.first or name
-        if not self.first or not dense:
-            return x, out, groups, init  # l.2; not dense: an output sees a channel of its own group
+        if not self.first or depthwise:
+            return x, out, groups, init  # l.2; depthwise: an output sees a channel of its own group
         out = net.s * -(-out // net.G)  # D2: s groups with out/G outputs each, rounded up
         if name == self.first and net.enter == "all":
             return x, out, 1, init  # D1: every output sees the whole of x
@@ -112,8 +112,8 @@ class Layers(common.Weights):
             return x
         if self.net.norm == "gn" and (self.first or not self.net.G):
             return super().groupnorm(name, x, self.net.s if self.first else groups)  # l.3 (D4)
-        r = next(self.r) if self.r else None
-        x, self.new_r[name] = self.batchnorm(name, x, r, self.mask)  # l.2
+        running = next(self.running) if self.running else None
+        x, self.new_running[name] = self.batchnorm(name, x, running, self.mask)  # l.2
         return x
 
     groupnorm = norm  # --norm's in the place of a model's own (D4)
@@ -123,13 +123,13 @@ def client_step(net, args):
     """Line 12 of LocalUpdate, for one node i and one minibatch b. net: a PsiNet (below) with as many groups as node i has."""
 
     def step(node, b, eta):
-        w, r, u, G_i = node  # [d] weights, [d_b] running statistics, [d] momentum, [s] groups
+        w, r, u, G_i = node  # [d] weights of this net, [d_b] its running statistics, [d] momentum, [s] groups
 
         def loss(w):
             logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
-            return common.cross_entropy(logits, b), new_r
+            return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
-        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_b]
+        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_b] (Weights.batchnorm)
         w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u, u = g + momentum * u + decay * w
         return w, r, u, G_i
 
@@ -145,11 +145,11 @@ def groups_of_nodes(federation, args):
 
 def local_updates(federation, networks, has, w, r, S, t):
     """w_i [m, d] and r_i [m, d_b] of the nodes i in S after round t; the server's numbers where node i lacks a group."""
-    w_i, r_i, has = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]
-    for s in has.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
-        these = (has.sum(1) == s).nonzero()[:, 0]  # their places in S
-        G_i = has[these].nonzero()[:, 1].view(len(these), s)
-        has_w, has_r = federation.net.numbers_of(has[these])  # which numbers of w and r they have: equally many in each row
+    w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_b], [m, G]
+    for s in has_S.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
+        these = (has_S.sum(1) == s).nonzero()[:, 0]  # their places in S
+        G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
+        has_w, has_r = federation.net.numbers_of(has_S[these])  # which numbers of w and r they have: equally many in each row
         w_part = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, and Omega_g for g in G_i: a smaller network's w
         r_part = r_i[these][has_r].view(len(these), -1)  # l.8
         net, step = networks[s]
@@ -164,13 +164,13 @@ def local_updates(federation, networks, has, w, r, S, t):
     return w_i, r_i
 
 
-def aligned_average(federation, z_i, has, n_i, z):
+def aligned_average(federation, z_i, has_z, n_i, z):
     """For each number of z (w or r): the average over the nodes that have it. A number that no node has stays as it is.
 
-    z_i [m, d]: the nodes' numbers. has [m, d]: whether node i has the number. n_i [m], z [d] -> [d].
+    z_i [m, d]: the nodes' numbers. has_z [m, d]: whether node i has the number. n_i [m], z [d] -> [d].
     """
-    n = federation.sum(has.to(z_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
-    return torch.where(n > 0, federation.sum(z_i * has, n_i) / n.clamp(min=1), z)
+    n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
+    return torch.where(n > 0, federation.sum(z_i * has_z, n_i) / n.clamp(min=1), z)
 
 
 def main(argv=None):
@@ -269,7 +269,7 @@ class PsiNet(common.Net):
         for size, (_, span, _) in zip(self.sizes, self.tensors):
             if asked.first and span.start >= slice_of[asked.first].start:  # a tensor's groups lie one after the other
                 self.group[span] = groups.repeat_interleave(size // self.s)
-        self.batchnorms, r_0 = list(asked.new_r), [new.flatten().to(device) for new in asked.new_r.values()]
+        self.batchnorms, r_0 = list(asked.new_running), [new.flatten().to(device) for new in asked.new_running.values()]
         self.sizes_r, self.r_0 = [len(new) for new in r_0], torch.cat([torch.zeros(0, device=device), *r_0])
         # a BatchNorm has as many means and variances as it has scales and shifts
         self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])
@@ -287,7 +287,7 @@ class PsiNet(common.Net):
         logits = self.model(layers, x, self.classes).to(w.dtype)  # [B, s * classes/G]
         classes = self.M[G_i].flatten().expand(len(x), -1)  # l.4: whose logits they are; all others are MISSING
         logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, classes, logits)
-        return logits, torch.cat([r[:0], *(new.flatten() for new in layers.new_r.values())])
+        return logits, torch.cat([r[:0], *(new.flatten() for new in layers.new_running.values())])
 
     def __call__(self, omega, x):
         """For evaluation: omega = [w | r] -> logits [B, classes]."""

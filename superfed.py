@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores take half an hour; these runs shared theirs: 111 min.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. A run takes half an hour on two CPU cores.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -35,7 +35,7 @@ all formulas: 12 and 16 to 18 are restored from the paper's text and slides, 7a 
     15       for each minibatch b:
     16           lambda ~ U(0,1), one for the model (Model Mixing) or each layer (Layer Mixing); if t < L*R: lambda = nu = 0
     17           W = (1-lambda) w^f + lambda w^l_k
-    18           loss = l(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(u, v) = <u, v> / (||u|| ||v||)      (3)
+    18           loss = CE(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(u, v) = <u, v> / (||u|| ||v||)      (3)
     18a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
     23   keep w^l_k, return w^f to the server
 
@@ -45,14 +45,14 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
-    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data .8 is a guess. On all, mu and nu are guesses.
+    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data .8 is a guess. mu and nu always are.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all clients: least training loss; --client-val: best validation accuracy.
+    D12  "personal": one of 0, .1, ..., 1 for all clients, that of least training loss (--client-val: best validation accuracy).
     D13  Line 5: C*K is rounded down.
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
@@ -97,23 +97,24 @@ def client_step(net, args):
             return local_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
 
         g_f, g_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)  # l.18a: gradient of loss, by w^f and by w^l_k (D16)
-        w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: w^f - eta * u_f, u_f = momentum * u_f + g_f (D7)
-        w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.18a: w^l_k - eta * u_l
+        w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: u_f = momentum * u_f + g_f, w^f - eta * u_f (D7)
+        w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.18a: so does w^l_k
         return w_f, w_l, u_f, u_l
 
     return step
 
 
-def client_update(federation, step, S, t, w_g, w_l, in_phase_two):
-    """ClientUpdate in round t for the clients k of S. w_g [d]: the server's w^f; w_l [K, d]: the w^l_k of all clients.
-    Returns the trained w^f_k and w^l_k, [m, d] each."""
-    w_f_k, w_l_k = w_g.expand(len(S), -1), w_l[S]  # l.11-12: [m, d] each
+def client_update(federation, step, S, t, start, w_f, w_l):
+    """ClientUpdate in round t for the clients k of S. start: Phase II's first round. w_f [d]: the server's w^f. w_l [K, d]: the
+    w^l_k of all clients. Returns the trained w^f_k and w^l_k, [m, d] each."""
+    w_g = w_f  # l.12: `step` does not change it
+    w_f_k, w_l_k = w_f.expand(len(S), -1), w_l[S]  # l.11: [m, d] each
     u_f, u_l = torch.zeros_like(w_l_k), torch.zeros_like(w_l_k)  # momentum (D7)
     eta = learning_rate(federation, t)  # D4
-    phase_two = torch.tensor(float(in_phase_two), device=federation.device)
+    phase_two = torch.tensor(float(t >= start), device=federation.device)  # l.16: 0 if t < L*R (D4)
 
     def draw(rng, steps):
-        return rng.random((steps, len(federation.net.layers)))  # l.16: b.draw of each minibatch; Model Mixing uses the first
+        return rng.random((steps, len(federation.net.layers)))  # l.16: a row is b.draw; Model Mixing uses its first number
 
     # federation.train does for each client k of S, at once or one after the other:
     #     for epoch in range(E):                                      l.13
@@ -127,18 +128,18 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")
+    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses more --rounds
     step = client_step(federation.net, args)
     start = first_round_of_phase_two(federation)  # l.16: L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
     for t, S in run.rounds(state, among=seen):  # l.4-6: S_t, [m] (D13)
-        w_f_k, w_l_k = client_update(federation, step, S, t, state.w_f, state.w_l, t >= start)  # l.7, l.16: [m, d] each
+        w_f_k, w_l_k = client_update(federation, step, S, t, start, state.w_f, state.w_l)  # l.7: [m, d] each
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
         if t >= start:
-            state.w_l[S] = w_l_k  # l.23: keep w^l_k; Phase I does not change it
+            state.w_l[S] = w_l_k  # l.23: keep w^l_k. In Phase I only --weight-decay would change it
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, start))
@@ -187,7 +188,7 @@ def arguments(argv):
 
 def local_start(federation):
     """w^l_0 [d], the same for all clients; with --own-start a function: client's number -> its own w^l_0 (D3)."""
-    def initial(k):
+    def initial(k):  # k + 1, since 0 is the stream of w^f_0
         return federation.net.init(common.stream(federation.args.seed, "initialisation", 0, k + 1))
 
     return initial if federation.args.own_start else initial(0)
@@ -220,7 +221,7 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(federation):
-    """t, counted from 0; the note that it prints counts from 1. L*R = 2.9999999999999996 is 3 here, officially 2 (D4)."""
+    """t, counted from 0; for the run's notes, from 1. L*R = 2.9999999999999996 is 3 here, officially 2 (D4)."""
     args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
     federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
@@ -237,7 +238,7 @@ def personal_measures(federation, step, seen, state, t, start):
     else:
         measures = {"personal": federation.evaluate_clients(state.w_f, among=seen)}  # D12
     if federation.args.unseen and t == federation.args.rounds - 1:
-        measures["unseen"] = measure_unseen(federation, step, seen, state)
+        measures["unseen"] = measure_unseen(federation, step, seen, state, start)
     return measures
 
 
@@ -252,8 +253,8 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
         def W(S):
             return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
 
-        seen = federation.evaluate_clients(W, images, clients)
-        found.append({"lambda": lam, f"{chosen_on}_mean": seen["mean"], f"{chosen_on}_loss": seen["loss"],
+        at_home = federation.evaluate_clients(W, images, clients)
+        found.append({"lambda": lam, f"{chosen_on}_mean": at_home["mean"], f"{chosen_on}_loss": at_home["loss"],
                       **federation.evaluate_clients(W, among=clients)})  # D10
     by = {"loss": min(found, key=lambda measures: measures[f"{chosen_on}_loss"]),
           "accuracy": max(found, key=lambda measures: measures[f"{chosen_on}_mean"])}
@@ -272,11 +273,11 @@ def clients_that_train(federation):
     return np.sort(common.stream(federation.args.split_seed, "split", 2).permutation(K)[unseen:])
 
 
-def measure_unseen(federation, step, seen, state):
+def measure_unseen(federation, step, seen, state, start):
     """The unseen clients do ClientUpdate once, in Phase II. Their new w^l_k are measured with the server's w^f (D14)."""
     unseen = np.setdiff1d(np.arange(federation.K), seen)
     here = federation.rows(unseen)
-    _, w_l_k = client_update(federation, step, here, federation.args.rounds, state.w_f, state.w_l, in_phase_two=True)
+    _, w_l_k = client_update(federation, step, here, federation.args.rounds, start, state.w_f, state.w_l)
     return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(here, S)])  # S: some of here
 
 

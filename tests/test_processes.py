@@ -32,7 +32,6 @@ COMMANDS = {  # an algorithm joins by a line
     "superfed, model": ["superfed", *SOME, "--mix", "model", "--unseen", "1"],
     "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
     "fedslr": ["fedslr", *SOME, "--model", "cnn"],
-    "fedslr, memory-efficient": ["fedslr", *SOME, "--model", "cnn", "--memory-efficient"],
     "persfl": ["persfl", *SOME, "--model", "mnistnet", "--unseen", "1", "--fraction", "1"],
     "psinet": ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--prune"],
     **{f"{method}, one client": ["baselines", "--method", method, *more, *SOME, "--model", "mnistnet", "--batch-size", "10",
