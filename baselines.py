@@ -38,15 +38,7 @@ federation.train(step, start, S, t, *shared) takes each client of S through "for
 instead of the client's own training images. V = federation.per_client(x) keeps a row x for every client: V[S] are the rows of
 the clients in S, V[S] = y replaces them, V.all has all rows.
 
-Code that the choices cite. "Official" is code by the method's authors.
-
-    FedTorch              MLOPTPSU/FedTorch          APFL's authors'
-    pFedMe's code         CharlieDinh/pFedMe         pFedMe's authors'; it has Per-FedAvg, too
-    PersFL's code         siddharthdivi/Unifying-Distillation-with-Personalization-in-Federated-Learning; a copy of pFedMe's
-    FedSLR's code         huangtiansheng/fedslr      has many of the methods
-    SuPerFed's later code vaseline555/SuPerFed       for the KDD 2022 version; the tables of version 1 are older
-    DisPFL's code         rong-dai/DisPFL            by some of FedSpa's authors
-    PFLlib                TsingZ0/PFLlib             a collection of many methods
+Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
 
 from math import cos, pi

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import vmap
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
 import engine
@@ -100,7 +101,7 @@ def parser(doc, **defaults):
                    help="share of a client's images held out for validation; superfed.py and persfl.py alone use them")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
     g = p.add_argument_group("training (the same in every file)")
-    g.add_argument("--model", default="cnn", type=known_model, metavar="NAME",
+    g.add_argument("--model", default="cnn", metavar="NAME",
                    help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
     g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
     g.add_argument("--rounds", type=positive_int, default=100, help="T or R, rounds of communication")
@@ -147,6 +148,7 @@ def parse(p, by_dataset, argv=None):
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
+    find_model(args.model)  # refuses a name that is none
     if given.clients and args.split in ("semantic", "natural"):
         p.error(f"--split {args.split} finds its own clients; leave out --clients")
     if args.out == "":
@@ -370,11 +372,6 @@ def split_dirichlet_classes(labels, classes, rng, args, least=10, balance=False)
            "use a larger --alpha or fewer --clients")
 
 
-def split_fedma(labels, classes, rng, args):
-    """FedMA's hetero-dir: split_dirichlet_classes with the balance step, which makes the clients' sizes more alike."""
-    return split_dirichlet_classes(labels, classes, rng, args, balance=True)
-
-
 def split_classes(labels, classes, rng, args):
     """s random classes per client and equal sizes (Psi-Net's "N x c"; PersFL's DS-1, FedPer's).
 
@@ -483,7 +480,8 @@ def split_natural(data):
 
 SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
-    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr, "fedma": split_fedma,
+    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
+    "fedma": functools.partial(split_dirichlet_classes, balance=True),  # FedMA's hetero-dir
 }
 
 
@@ -643,11 +641,8 @@ class Net:
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
-        return self.model(self.weights(w, x), x, self.classes).to(w.dtype)
-
-    def weights(self, w, x):
-        """The Weights that a model reads w [d] from, in the precision of x."""
-        return Weights(iter(w.to(x.dtype).split(self.sizes)), self.route)
+        weights = Weights(iter(w.to(x.dtype).split(self.sizes)), self.route)
+        return self.model(weights, x, self.classes).to(w.dtype)
 
     def init(self, rng):
         """Initial weights [d], drawn on the CPU from a numpy Generator, the same for every device."""
@@ -821,12 +816,6 @@ def find_model(name):
     return getattr(load_file(path), function)
 
 
-def known_model(name):
-    """--model's argparse type: the name, if there is such a model."""
-    find_model(name)
-    return name
-
-
 def check_model(model, shape, classes):
     """Raises what is wrong with a model from elsewhere: its logits must be those of its weights and of each image alone."""
     if isinstance(model, torch.nn.Module) or not callable(model) or isinstance(model, type):
@@ -945,14 +934,6 @@ DRAWS = {"scale": 0, "normalize": 0, "tensorflow": 5, "fedslr": 4}  # random num
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Training and evaluation
-
-
-def padded(lists, width):
-    """Lists of image numbers as one array [len(lists), width], filled up with 0, and a mask: where it isn't filling."""
-    index, mask = np.zeros((len(lists), width), np.int64), np.zeros((len(lists), width), bool)
-    for i, numbers in enumerate(lists):
-        index[i, : len(numbers)], mask[i, : len(numbers)] = numbers, True
-    return index, mask
 
 
 class Batch(NamedTuple):
@@ -1201,10 +1182,11 @@ class Federation:
         def work(rows):
             if len(rows) == 1:  # 500 images at a time, however many it has
                 return self.logits(W(here[rows])[0], own[rows[0]])
-            index, mask = padded([own[k] for k in rows], max(len(own[k]) for k in rows))
-            these = torch.from_numpy(index).to(self.device)
+            parts = [torch.from_numpy(own[k]) for k in rows]
+            these = pad_sequence(parts, batch_first=True).to(self.device)  # filled up with image 0
+            real = torch.arange(these.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
             x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
-            return vmap(self.net)(W(here[rows]), x)[torch.from_numpy(mask).to(self.device)]
+            return vmap(self.net)(W(here[rows]), x)[real.to(self.device)]
 
         parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
         if fitting < most:

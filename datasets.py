@@ -11,7 +11,7 @@ import torchvision
 from PIL import Image
 from tqdm import tqdm
 
-from engine import refuse
+from engine import first_line, refuse
 
 
 class Data(NamedTuple):
@@ -56,8 +56,7 @@ def load_data(name, folder="data"):
         try:
             arrays = read_tiny_imagenet(pathlib.Path(folder)) if name == "tinyimagenet" else read_torchvision(name, folder)
         except Exception as problem:  # torchvision's readers raise nearly anything on broken files
-            why = (str(problem) or type(problem).__name__).splitlines()[0]
-            refuse(f"could not get the data set {name}: {why}. Check the network and {folder}/, or make {path} with x_train, "
+            refuse(f"could not get the data set {name}: {first_line(problem)}. Check the network and {folder}/, or make {path} with x_train, "
                    "y_train, x_test, y_test")
     else:
         refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, or the path of a .npz")

@@ -315,8 +315,6 @@ def finish(run, state):
         for row in (rows[-1], max(rows, key=lambda row: row[part]["mean"])):
             values = [*(row[part][key] for key in columns), row["numbers"][model] / 1e6]
             print(f"{name:<8}{row['round']:>8}" + "".join(f"{value:>14.4f}" for value in values))
-    sent = sum(row["bytes_up"] + row["bytes_down"] for row in history) / 1e9
-    print(f"sent    {sent:.2f} GB up and down in {len(history)} rounds")
     print("ranks   " + ", ".join(f"{name} {rank}/{most}" for (name, rank), most in zip(rows[-1]["ranks"].items(), full)))
     if times := rows[-1].get("latency"):
         print(f"export  {run.args.export}; {times['dense_ms']} ms dense, {times['factorised_ms']} ms factorised, 20 images")

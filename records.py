@@ -542,11 +542,12 @@ def curves(record, path, marks={}):
 def plot(record, federation, out):
     """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
     curves(record, out / "curves.png")
-    accuracies = np.sort(record["final"]["personal"]["per_client"])
-    with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting(record)}") as axis:
-        axis.bar(range(1, len(accuracies) + 1), accuracies, width=1)
-        axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
-        axis.set(xlabel="client, in the order of accuracy", ylabel="accuracy on the client's\nown test images", ylim=(0, 1))
+    if personal := record["final"].get("personal"):
+        accuracies = np.sort(personal["per_client"])
+        with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting(record)}") as axis:
+            axis.bar(range(1, len(accuracies) + 1), accuracies, width=1)
+            axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
+            axis.set(xlabel="client, in the order of accuracy", ylabel="accuracy on the client's\nown test images", ylim=(0, 1))
 
     from matplotlib import colormaps
 

@@ -15,7 +15,7 @@ and tables share runs. Seed s is `--seed s --split-seed s`. PersFL's and FedAvgM
 
 A run's record is results/TABLE/RUN/SEED/result.json, where TABLE is the first table that needs the run. With --scale 0.1 it is
 under results/scale-0.1/. A record counts if today's source files made it with the command's arguments. A record of other source
-files is stale: the pages say so, and the next run moves it to runs/stale/. --accept makes stale records count (accepted.json).
+files is stale: the pages say so, and the next run replaces it. --accept makes stale records count (accepted.json).
 
 With --only, --scale or --budget a run is a trial: the pages stay as they are until --tables. Two machines can share the work by
 --only. To merge, copy one's results/ over the other's and rebuild the pages.
@@ -32,7 +32,6 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -307,13 +306,8 @@ def argv(r, **own):
 
 def train(r, deadline=None):
     """Runs or resumes one run; returns its exit code, or None when the time is up."""
-    if r.state in ("stale", "other arguments"):
-        away = RUNS / "stale" / r.path.relative_to(RESULTS).with_name(f"{r.seed}-{r.mark}")
-        away.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(r.path, away)  # perhaps to another file system
-        print(f"moved   the old result, {r.state}, to {away}")
-    r.path.mkdir(parents=True, exist_ok=True)
-    child = subprocess.Popen([sys.executable, *argv(r), "--resume"], cwd=HERE)
+    go_on = ["--resume"] * (r.state not in ("stale", "other arguments"))  # without it, the old record is put aside
+    child = subprocess.Popen([sys.executable, *argv(r), *go_on], cwd=HERE)
     try:
         code = child.wait(deadline and max(0.1, deadline - time.monotonic()))
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:

@@ -484,8 +484,7 @@ def test_what_a_run_sends_and_reports(tmp_path, capsys):
     for part, W in (("gkr", state["w"]), ("personal", state["w"] + state["p"])):
         expected = fed.evaluate_clients(W)
         assert {**rows[-1][part], "per_client": expected["per_client"]} == expected
-    out = capsys.readouterr().out
-    assert "ms factorised" in out and f"{(record['bytes_up'] + record['bytes_down']) / 1e9:.2f} GB up and down" in out
+    assert "ms factorised" in capsys.readouterr().out
     latency = record["final"]["latency"]
     assert set(latency) == {"dense_ms", "factorised_ms"} and min(latency.values()) > 0
     (tmp_path / "w.pt").unlink()  # a finished run can be exported later

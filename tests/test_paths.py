@@ -370,7 +370,7 @@ def test_rounding_is_no_fault_and_every_fault_is_more(model, precision, monkeypa
             z = super().take(*args)
             return z if common.vmapped() else rounded(z, precision)
 
-    monkeypatch.setattr(fed.net, "weights", lambda w, x: Rounded(iter(w.split(fed.net.sizes)), fed.net.route))
+    monkeypatch.setattr(common, "Weights", Rounded)
     monkeypatch.setattr(fed.net, "model", lambda m, x, classes: model_(m, x if common.vmapped() else rounded(x, precision), classes))
 
     def faulty(fed, step, state, index, *rest):

@@ -297,7 +297,6 @@ def test_results_of_other_sources_are_stale_until_accepted_or_run_again(small):
     assert len(log(small)) == 2
     go()
     assert len(log(small)) == 4 and "| stale |" not in written(small)
-    assert len(list(small.glob("runs/stale/t-1/*/0-*/result.json"))) == 2
 
 
 def test_acceptance_is_of_one_record(small):
@@ -427,7 +426,7 @@ def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monke
 
 
 def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
-    """Its state can't be resumed on another kind of device, so it is moved away."""
+    """Its state can't be resumed on another kind of device."""
     folder = small / "results" / "t-1" / "stand_in" / "0"
     go("--only t-1/stand_in")
     record = json.loads((folder / "result.json").read_text())
@@ -435,7 +434,7 @@ def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
     (folder / "state.pt").write_text("4")
     monkeypatch.setattr(reproduce, "device", lambda: "another device")
     go("--only t-1/stand_in")
-    assert log(small).count("0.1 0 from 0") == 2 and len(list((small / "runs" / "stale").rglob("state.pt"))) == 1
+    assert log(small).count("0.1 0 from 0") == 2
 
 
 def test_the_list_and_the_dry_run_run_nothing(small, capsys):
