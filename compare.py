@@ -44,7 +44,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 # `python fedavg.py --help` are shared, too, with the defaults that stand there.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
               transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.02, lr_decay=0.95, momentum=0.9,
-              eval_every=3)
+              eval_every=5)
 
 # A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
 METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
@@ -64,6 +64,11 @@ def everybody(shared):
     return {"fraction": 1, "rounds": rounds, "eval_every": every}
 
 
+def half_the_rounds(shared):
+    """For a method that does more in a round."""
+    return {"rounds": max(1, round(shared.rounds / 2))}
+
+
 # What a method has of its own although the others share it: the settings, and why.
 OWN = {
     **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "per-fedavg")},
@@ -71,6 +76,7 @@ OWN = {
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
                "theta_lr is the rate of SGD here; lr = 1/lambda: in the first round w_k moves to theta_k, later nearly"),
+    "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared),
                "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one"),
 }
@@ -369,7 +375,7 @@ def draw(rows, records, shared, out):
             for name in names:
                 style = styles[name]
                 x, mean, std = curve(records[name], part, key)
-                x = x * records[name][0]["args"]["fraction"] / shared.fraction  # persfl's rounds have more clients
+                x = x * shared.rounds / records[name][0]["args"]["rounds"]  # fewer rounds, each with more work
                 axis.plot(x, mean, label=name, **style)
                 band = (mean - std).clip(0), (mean + std).clip(max=1)
                 axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
