@@ -98,7 +98,7 @@ def client_step(net, args):
 
         g_f, g_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)  # l.18a: gradient of loss, by w^f and by w^l_k (D16)
         w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: u_f = momentum * u_f + g_f, w^f - eta * u_f (D7)
-        w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.18a: so does w^l_k
+        w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.18a: w^l_k in the same way
         return w_f, w_l, u_f, u_l
 
     return step
