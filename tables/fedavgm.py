@@ -40,7 +40,7 @@ TABLES = [
     FedAvg  | 30.1
     FedAvgM | 76.9
     """, headline, 1, "The abstract does not name E and C; E=1 and C=.05 are taken. alpha=0 is one class per client.", {
-        "All": "These runs have 500 of 10,000 rounds. FedAvgM's result depends most on its rate and momentum ([what was "
+        "All": "These runs have 500 or 1,000 of 10,000 rounds. FedAvgM's result depends most on its rate and momentum ([what was "
                "measured](../docs/fedavgm.md)).",
     }),
     table("fedavgm-figure-5", "Figures 2, 3 and 5: accuracy over alpha", [f"alpha={a}" for a in ALPHAS],
