@@ -852,6 +852,11 @@ def scale(x, u=None):
     return x.permute(0, 3, 1, 2).float() / 255
 
 
+def centre(x, u=None):
+    """To [-1/2, 1/2] (probably FedAvg's for MNIST: docs/fedavg.md)."""
+    return scale(x) - 0.5
+
+
 def window(x, top, left, size, flip):
     """Per image, size = (h, w) pixels from row top [n] and column left [n], mirrored where flip [n]: [n,h,w,C]."""
     i, j = (torch.arange(length, device=x.device) for length in size)
@@ -928,8 +933,9 @@ def fedslr(data):
     return transform
 
 
-TRANSFORMS = {"scale": lambda data: scale, "normalize": normalize, "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
-DRAWS = {"scale": 0, "normalize": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per training image
+TRANSFORMS = {"scale": lambda data: scale, "centre": lambda data: centre, "normalize": normalize,
+              "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
+DRAWS = {"scale": 0, "centre": 0, "normalize": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per training image
 
 
 # ---------------------------------------------------------------------------------------------------------------------

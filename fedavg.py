@@ -94,7 +94,7 @@ def main(argv=None):
 DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200, epochs=5, batch_size=10,
                 lr=0.1, momentum=0.0, target=[])
 BY_DATASET = {
-    "mnist": dict(rounds=1000, model="mnistcnn", target=[0.99]),
+    "mnist": dict(rounds=1000, model="mnistcnn", transform="centre", target=[0.99]),
     "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn", transform="tensorflow", target=[0.8, 0.82, 0.85]),
     # ours, for a quick look
     "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5,

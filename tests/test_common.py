@@ -574,6 +574,15 @@ def test_initial_weights_have_their_distribution(model, name, std):
 # Transforms
 
 
+def test_scale_and_centre():
+    """A byte from 0 to 255 becomes a number from 0 to 1, or from -1/2 to 1/2; channels come first."""
+    images = torch.tensor([[[[0, 255], [51, 102]]]], dtype=torch.uint8)  # one image of 1x2 pixels with 2 channels
+    want = torch.tensor([[[[0.0, 0.2]], [[1.0, 0.4]]]])
+    data = datasets.Data("x", images.numpy(), np.zeros(1), 1, 2)
+    torch.testing.assert_close(common.TRANSFORMS["scale"](data)(images), want)
+    torch.testing.assert_close(common.TRANSFORMS["centre"](data)(images, torch.zeros(1, 0)), want - 0.5)
+
+
 def test_tensorflow_transform():
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(60, 190, (4, 32, 32, 3), dtype=np.uint8))

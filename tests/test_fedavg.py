@@ -156,7 +156,7 @@ def test_defaults_are_tables_2_and_3():
         assert args.rounds == {"mnist": 1000, "cifar10": 2000}[name]
         assert (args.split, args.clients, args.fraction, args.epochs, args.momentum, args.client_test) == ("iid", 100, 0.1, 5, 0, 0)
         assert arguments("--dataset", name, "--target").target == []
-    assert arguments("--dataset", "cifar10").transform == "tensorflow" and arguments("--dataset", "mnist").transform == "scale"
+    assert arguments("--dataset", "cifar10").transform == "tensorflow" and arguments("--dataset", "mnist").transform == "centre"
     assert all(arguments("--dataset", name).target == [] for name in ("cifar100", "emnist", "tinyimagenet", "shapes", "mine.npz"))
 
 
