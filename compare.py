@@ -59,7 +59,7 @@ def plain(shared):
 
 
 def everybody(shared):
-    """All clients in fewer rounds, so that as many clients are trained in all."""
+    """All clients in every round, but fewer rounds, so that as many clients are trained in all."""
     rounds, every = (max(1, round(number * shared.fraction)) for number in (shared.rounds, shared.eval_every))
     return {"fraction": 1, "rounds": rounds, "eval_every": every}
 
@@ -72,13 +72,15 @@ def half_the_rounds(shared):
 # What a method has of its own although the others share it: the settings, and why.
 OWN = {
     **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "per-fedavg")},
-    "centralised": (plain, "with the others' momentum and rate it diverges"),
+    "centralised": (lambda shared: plain(shared) | everybody(shared),
+                    "with the others' momentum and rate it diverges; it has all clients' images in every round"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
                "theta_lr is the rate of SGD here; lr = 1/lambda: in the first round w_k moves to theta_k, later nearly"),
     "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
-    "persfl": (lambda shared: plain(shared) | everybody(shared),
-               "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one"),
+    "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
+               "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, with "
+               "two epochs in place of the file's five"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
 

@@ -56,8 +56,8 @@ def load_data(name, folder="data"):
         try:
             arrays = read_tiny_imagenet(pathlib.Path(folder)) if name == "tinyimagenet" else read_torchvision(name, folder)
         except Exception as problem:  # torchvision's readers raise nearly anything on broken files
-            refuse(f"could not get the data set {name}: {first_line(problem)}. Check the network and {folder}/, or make {path} with x_train, "
-                   "y_train, x_test, y_test")
+            refuse(f"could not get the data set {name}: {first_line(problem)}. Check the network and {folder}/, or make {path} with "
+                   "x_train, y_train, x_test, y_test")
     else:
         refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, or the path of a .npz")
     data = check_data(path.stem, path if path.exists() else name, *arrays)
@@ -178,9 +178,9 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
 
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
     radius, angle = uniform(0.5, 0.8, 1, 1), uniform(-0.5, 0.5, 1, 1)
-    x, y = axis[None, None, :] - uniform(-0.25, 0.25, 1, 1), axis[None, :, None] - uniform(-0.25, 0.25, 1, 1)
-    u = (x * np.cos(angle) + y * np.sin(angle)) / radius  # the shape's own axes, in which it has about the size 1
-    v = (y * np.cos(angle) - x * np.sin(angle)) / radius
+    right, down = uniform(-0.25, 0.25, 1, 1), uniform(-0.25, 0.25, 1, 1)
+    ground, tilt, lighter = uniform(0.0, 0.6, 1, 1, 3), uniform(-0.2, 0.2, 2, 3), uniform(0.0, 0.6, 1, 1, 3)
+    noise, loud = rng.standard_normal((n, size, size, 3), dtype=np.float32), uniform(0.02, 0.15, 1, 1, 1)
 
     def disc(u, v, r):
         return r - np.sqrt(u * u + v * v)
@@ -200,15 +200,20 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
         lambda u, v: np.maximum(np.maximum(box(u - 0.62, v, 0.17, 0.8), box(u + 0.62, v, 0.17, 0.8)), box(u, v, 0.17, 0.8)),
         lambda u, v: np.minimum(disc(u, v + 0.4, 0.95), v + 0.4),
     )
-    depth = np.empty((n, size, size), np.float32)
-    for c, shape in enumerate(inside):
-        depth[label == c] = shape(u[label == c], v[label == c])
-    cover = np.clip(depth * radius * size / 2 + 0.5, 0, 1)[..., None]  # soft outline, one pixel wide
-    ground, tilt = uniform(0.0, 0.6, 1, 1, 3), uniform(-0.2, 0.2, 2, 3)
-    ground = ground + axis[None, :, None, None] * tilt[:, None, None, 0] + axis[None, None, :, None] * tilt[:, None, None, 1]
-    colour = ground.mean((1, 2), keepdims=True) + uniform(0.0, 0.6, 1, 1, 3)  # of any hue, lighter than the ground
-    noise = rng.standard_normal((n, size, size, 3), dtype=np.float32) * uniform(0.02, 0.15, 1, 1, 1)
-    images = (np.clip(ground + cover * (colour - ground) + noise, 0, 1) * 255).astype(np.uint8)
+
+    def draw(i):
+        x, y = axis[None, None, :] - right[i], axis[None, :, None] - down[i]
+        u = (x * np.cos(angle[i]) + y * np.sin(angle[i])) / radius[i]  # the shape's own axes, in which it has about the size 1
+        v = (y * np.cos(angle[i]) - x * np.sin(angle[i])) / radius[i]
+        depth = np.empty_like(u)
+        for c, shape in enumerate(inside):
+            depth[label[i] == c] = shape(u[label[i] == c], v[label[i] == c])
+        cover = np.clip(depth * radius[i] * size / 2 + 0.5, 0, 1)[..., None]  # soft outline, one pixel wide
+        back = ground[i] + axis[None, :, None, None] * tilt[i, None, None, 0] + axis[None, None, :, None] * tilt[i, None, None, 1]
+        colour = back.mean((1, 2), keepdims=True) + lighter[i]  # of any hue, lighter than the ground
+        return (np.clip(back + cover * (colour - back) + noise[i] * loud[i], 0, 1) * 255).astype(np.uint8)
+
+    images = np.concatenate([draw(slice(start, start + 250)) for start in range(0, n, 250)])  # in parts: twice as fast
     return images[:train], label[:train], images[train:], label[train:]
 
 
