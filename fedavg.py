@@ -4,13 +4,14 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
     python fedavg.py --dataset mnist              Table 2: CNN, E=5, B=10, IID (published: 99 % after 20 rounds)
     python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
 
-What to expect: rounds until 97 % in Table 1, `--dataset mnist --model 2nn --epochs 1 --target .97` with --batch-size B and --lr
-eta of the row; IID, C=.1, seed 0. B=all, which is `--batch-size 0`, is FedSGD: one step a round, by all the client's images.
-paper, here: rounds. last: the last accuracy. min: minutes of training beside other programs on two CPU cores.
+What to expect: rounds until 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist --model 2nn --epochs 1
+--target .97`, with --batch-size B and --lr eta); IID, C=.1, seed 0. B=all is `--batch-size 0`: FedSGD, one step a round, by all
+the client's images. last: the last accuracy. min: minutes of training beside other programs on two CPU cores.
 
-    B    eta   paper  here   last   min  record
-    10   .215  87     36.6   .9704  2    results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.215-rounds-174/0
-    all  .464  1474   569.1  .9706  3    results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.464-rounds-2948/0
+         E  B    eta   paper  here    last  min record
+    CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
+    2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
+    2NN  1  all  .215  1474   1472.2  .9708 2   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.215-rounds-2948/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on each client's test
 images, mean over the clients: images of its own (--client-test above 0), or central ones, drawn with its class shares.
@@ -40,7 +41,7 @@ Choices that change a number. docs/fedavg.md has each in full.
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Line 1, the scaling of pixels, the ranges of the augmentation, eta: the paper does not say. docs/fedavg.md: where from.
+    D4  Line 1, eta, MNIST's pixels (here from -1/2 to 1/2), the augmentation's ranges: not in the paper. docs/fedavg.md: why.
 """
 
 from types import SimpleNamespace as State
