@@ -59,7 +59,7 @@ def with_decay(g, w, decayed, decay):
 
 
 def local_sgd(net, args):
-    """gradient(w, b): of f_k(w; b). descend(w, u, g, eta) -> (w, u): a step of SGD against g; u is the momentum. All [d]."""
+    """gradient(w, b): of f_k(w; b). descend(w, u, g, eta) -> (w, u): a step of SGD against g. w, g, u (the momentum): [d]."""
 
     def gradient(w, b):
         def loss(w):
@@ -475,7 +475,7 @@ def lg_fedavg(federation, run, args):
      5      w = mean over S_t of w_k
 
     Personal is (v_k, w); there is no global model. Only w is sent, and only to S_t.
-    D1  Line 1: N is all layers before the first fully connected one, but at least 1, as in FedSLR. The official code for
+    D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1. The official code for
         CIFAR-10 has the convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
     D3  Personal is of the last round, with the current w. The official number is each client's best round on test images.

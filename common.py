@@ -99,7 +99,9 @@ def parser(doc, **defaults):
                         "images instead, drawn with its class shares")
     g.add_argument("--client-val", type=fraction, default=0.0,
                    help="share of a client's images held out for validation; superfed.py and persfl.py alone use them")
-    g.add_argument("--transform", default="scale", choices=TRANSFORMS, help="what is done to images before the model")
+    g.add_argument("--transform", default="scale", choices=TRANSFORMS,
+                   help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; normalize: each channel to mean 0 and deviation 1; "
+                        "the others: a paper's")
     g = p.add_argument_group("training (the same in every file)")
     g.add_argument("--model", default="cnn", metavar="NAME",
                    help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
@@ -148,7 +150,7 @@ def parse(p, by_dataset, argv=None):
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
-    find_model(args.model)  # refuses a name that is none
+    find_model(args.model)  # refuses a name without a model
     if given.clients and args.split in ("semantic", "natural"):
         p.error(f"--split {args.split} finds its own clients; leave out --clients")
     if args.out == "":
@@ -853,7 +855,7 @@ def scale(x, u=None):
 
 
 def centre(x, u=None):
-    """To [-1/2, 1/2] (probably FedAvg's for MNIST: docs/fedavg.md)."""
+    """To [-1/2, 1/2] (fedavg.py's for MNIST: docs/fedavg.md says why)."""
     return scale(x) - 0.5
 
 

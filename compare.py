@@ -65,7 +65,7 @@ def everybody(shared):
 
 
 def half_the_rounds(shared):
-    """For a method that does more in a round."""
+    """For a method that trains several times in a round."""
     return {"rounds": max(1, round(shared.rounds / 2))}
 
 
@@ -79,8 +79,8 @@ OWN = {
                "theta_lr is the rate of SGD here; lr = 1/lambda: in the first round w_k moves to theta_k, later nearly"),
     "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
-               "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, with "
-               "two epochs in place of the file's five"),
+               "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, "
+               "with two epochs in place of the file's five"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
 
@@ -155,7 +155,7 @@ def plan(args, shared):
         if name in found or name in METHODS and file.parent != HERE:
             common.refuse(f"--methods: two methods are called {name}, one of them {file}")
         main = getattr(common.load_file(file), "main", None)
-        if not callable(main):
+        if not inspect.isfunction(main) or not inspect.signature(main).parameters:
             common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
         wanted = settings | (OWN[name][0](shared) if name in OWN else {})
         mine = [word for method, word in sets if method == name]

@@ -213,7 +213,7 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
         colour = back.mean((1, 2), keepdims=True) + lighter[i]  # of any hue, lighter than the ground
         return (np.clip(back + cover * (colour - back) + noise[i] * loud[i], 0, 1) * 255).astype(np.uint8)
 
-    images = np.concatenate([draw(slice(start, start + 250)) for start in range(0, n, 250)])  # in parts: twice as fast
+    images = np.concatenate([draw(slice(start, start + 250)) for start in range(0, n, 250)])  # in parts, which is faster
     return images[:train], label[:train], images[train:], label[train:]
 
 

@@ -5,13 +5,13 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
     python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
 
 What to expect: rounds until 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist --model 2nn --epochs 1
---target .97`, with --batch-size B and --lr eta); IID, C=.1, seed 0. B=all is `--batch-size 0`: FedSGD, one step a round, by all
-the client's images. last: the last accuracy. min: minutes of training beside other programs on two CPU cores.
+--target .97 --batch-size B --lr eta`), IID, C=.1, seed 0. B=all, `--batch-size 0`, is FedSGD. last: the last accuracy. min:
+minutes of training on one core beside other programs. D4's pixels were chosen by the 2NN's rows; the CNN was run afterwards.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
     2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
-    2NN  1  all  .215  1474   1472.2  .9708 2   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.215-rounds-2948/0
+    2NN  1  all  .215  1474   1472.2  .9708 3   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.215-rounds-2948/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on each client's test
 images, mean over the clients: images of its own (--client-test above 0), or central ones, drawn with its class shares.
@@ -39,9 +39,9 @@ The paper's Algorithm 1, in our words. K clients; P_k are the training images of
 Choices that change a number. docs/fedavg.md has each in full.
 
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
-    D2  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper cuts them once.
+    D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Line 1, eta, MNIST's pixels (here from -1/2 to 1/2), the augmentation's ranges: not in the paper. docs/fedavg.md: why.
+    D4  Line 1, eta, MNIST's pixels (-1/2 to 1/2), padding, the augmentation's ranges: not in the paper. docs/fedavg.md: why.
 """
 
 from types import SimpleNamespace as State
@@ -73,10 +73,10 @@ def main(argv=None):
     step = client_step(federation.net, args)
 
     state = State(w=federation.initial_weights())  # l.1 (D4): [d]; state: what the server keeps from round to round
-    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients, by Federation.sample (D3)
-        eta = federation.eta(t)
+    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients, by Federation.sample (D3), until --target
+        eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
-        # federation.train (its methods plan and train_alone) does for each client k of S, at once or one after the other:
+        # federation.train does for each client k of S, at once or one after the other (Federation.plan and train_alone):
         #     for epoch in range(E):                           l.9
         #         for b in minibatches(shuffled(P_k), B):      l.8, l.10 (D2)
         #             client = step(client, b, eta)            l.11

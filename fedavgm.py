@@ -37,7 +37,7 @@ Choices that change a number. docs/fedavgm.md has each in full.
 
     D1  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  eta, beta: Flower's pair for alpha 0 and 1. Its pair for .1 learns more slowly here. The paper's best pairs are lost.
+    D3  eta, beta: Flower's pair for alpha 0 and 1 (D5's alpha). Its pair for .1 learns more slowly. The paper's are lost.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
     D5  alpha is the paper's: alpha/10 per class. Many libraries take alpha per class: their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
@@ -75,7 +75,7 @@ def main(argv=None):
     w_0 = federation.initial_weights()
     state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: [d] each
     for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients (D6)
-        eta = federation.eta(t)
+        eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
         # federation.train's loops over epochs and minibatches are l.8-10 (D1), as in fedavg.py
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]

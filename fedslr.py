@@ -5,7 +5,7 @@
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
 w, the "global knowledge representation" (GKR), has low rank and is the same for all clients. p_i is sparse and client i's own.
-"global": w on the central test images; "gkr": on client i's own. "personal": w + p_i, the mixed model, on these. Algorithm 2,
+"global": w on the central test images; "gkr": w on client i's own. "personal": w + p_i, the mixed model, on these. Algorithm 2,
 in our words; lines 7, 14, 20 have the numbers of Algorithm 1, the others are ours. M clients; f_i: client i's loss; pi(w_l):
 layer l's kernel as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
 
@@ -137,8 +137,8 @@ def main(argv=None):
         v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: [d]
         del w_i  # for lack of memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
-        # Phase II. As a part of line 5 it comes before line 7; here behind it, with the same result, since it uses w^t and not
-        # w^{t+1}. Loops as above, with the images in another order (phase=1, as train calls it): l.18-20
+        # Phase II is a part of line 5. It stands behind line 7 here. It uses w^t, not w^{t+1}, so the result is the same.
+        # Its loops are as above, with the images in another order (train's phase=1): l.18-20
         state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)

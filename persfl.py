@@ -14,7 +14,7 @@ DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: m
     DS-3    50       .3648    .9131        .9123    13        results/persfl-2/persfl-cifar10-split-lognormal/0
 
 G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
-lambda weighs the teacher's answers, softened by T, against the labels. With lambda = 0 ("fine-tuned") A_k only starts at O_k.
+lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last row, G in those before.
 
 The paper's Algorithm 1, in our words, with its line numbers. Lines 9 to 11 are ours: there the paper only closes loops. There
@@ -32,7 +32,7 @@ are K users with n_k training images, n in all, and E_G rounds. A_k(b) and O_k(b
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each user k and each pair (T, lambda) of the grid:  A_k = O_k, trained by lines 14 to 22. User k keeps the best A_k
+    13  for each pair (T, lambda) of the grid, for every user k:  A_k = O_k; then lines 14 to 22. Each user keeps its best A_k
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
@@ -141,7 +141,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")  # why --resume refuses more
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")  # so --rounds can't grow
     step = client_step(federation.net, args)
 
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]

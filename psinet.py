@@ -52,9 +52,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 
-# VGG-9 in 10 groups from conv5 on, for CIFAR-10, as a run prints it. A group sees and gives channels or neurons.
+# VGG-9 in 10 groups from conv5 on, for CIFAR-10. A group sees and gives channels or neurons. weights: with those of the norm.
 #
-#     layer       groups   group sees     gives   norm         weights   with the norm's
+#     layer       groups   group sees     gives   norm         weights
 #     conv1       shared            3        32   BatchNorm        960   l.2
 #     conv2       shared           32        64   BatchNorm     18,624   l.2
 #     conv3       shared           64       128   BatchNorm     74,112   l.2

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. A run takes half an hour on two CPU cores.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores take half an hour; these runs shared theirs: 111 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -15,9 +15,9 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 "personal" is W_k(lambda) on client k's own test images, mean over the clients, with the lambda of D12. personal@test has the
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
-The paper's Algorithm 1, in our words. K clients, n_k training images of client k. Phase I trains w^f alone. Phase II begins
-with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost lines 3, 12, 16, 17, 20, 21 and
-all formulas: 12 and 16 to 18 are restored from the paper's text and slides, 7a is from the text, 18a is ours (D16).
+The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
+Phase II begins with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost all formulas and
+lines 3, 12, 16, 17, 20, 21: 12 and 16 to 18 are restored from the paper's text and slides, 7a is from the text, 18a ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -45,14 +45,14 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
-    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data .8 is a guess. mu and nu always are.
+    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data it is a guess. So are mu and nu on all data.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one of 0, .1, ..., 1 for all clients, that of least training loss (--client-val: best validation accuracy).
+    D12  "personal": one lambda of 0, .1, ..., 1 for all clients: least training loss; --client-val: best validation accuracy.
     D13  Line 5: C*K is rounded down.
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
@@ -104,14 +104,14 @@ def client_step(net, args):
     return step
 
 
-def client_update(federation, step, S, t, start, w_f, w_l):
-    """ClientUpdate in round t for the clients k of S. start: Phase II's first round. w_f [d]: the server's w^f. w_l [K, d]: the
-    w^l_k of all clients. Returns the trained w^f_k and w^l_k, [m, d] each."""
+def client_update(federation, step, S, t, phase_two_from, w_f, w_l):
+    """ClientUpdate in round t for the clients k of S. phase_two_from: Phase II's first round. w_f [d]: the server's w^f. w_l
+    [K, d]: the w^l_k of all clients. Returns the trained w^f_k and w^l_k, [m, d] each."""
     w_g = w_f  # l.12: `step` does not change it
     w_f_k, w_l_k = w_f.expand(len(S), -1), w_l[S]  # l.11: [m, d] each
     u_f, u_l = torch.zeros_like(w_l_k), torch.zeros_like(w_l_k)  # momentum (D7)
     eta = learning_rate(federation, t)  # D4
-    phase_two = torch.tensor(float(t >= start), device=federation.device)  # l.16: 0 if t < L*R (D4)
+    phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.16: 0 if t < L*R (D4)
 
     def draw(rng, steps):
         return rng.random((steps, len(federation.net.layers)))  # l.16: a row is b.draw; Model Mixing uses its first number
@@ -130,20 +130,20 @@ def main(argv=None):
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
     run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses more --rounds
     step = client_step(federation.net, args)
-    start = first_round_of_phase_two(federation)  # l.16: L*R (D4)
+    phase_two_from = first_round_of_phase_two(federation)  # l.16: L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
     for t, S in run.rounds(state, among=seen):  # l.4-6: S_t, [m] (D13)
-        w_f_k, w_l_k = client_update(federation, step, S, t, start, state.w_f, state.w_l)  # l.7: [m, d] each
+        w_f_k, w_l_k = client_update(federation, step, S, t, phase_two_from, state.w_f, state.w_l)  # l.7: [m, d] each
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
-        if t >= start:
+        if t >= phase_two_from:
             state.w_l[S] = w_l_k  # l.23: keep w^l_k. In Phase I only --weight-decay would change it
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
-            run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, start))
-    show(run, start)
+            run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, phase_two_from))
+    show(run, phase_two_from)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(federation):
-    """t, counted from 0; for the run's notes, from 1. L*R = 2.9999999999999996 is 3 here, officially 2 (D4)."""
+    """Phase II's first t. The run's note counts from 1. L*R = 2.9999999999999996 is 3 here, officially 2 (D4)."""
     args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
     federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
@@ -231,14 +231,14 @@ def first_round_of_phase_two(federation):
 # Evaluation
 
 
-def personal_measures(federation, step, seen, state, t, start):
+def personal_measures(federation, step, seen, state, t, phase_two_from):
     """The record's measures of the personal models after round t. In Phase I they are the global model: lambda = 0."""
-    if t >= start:
+    if t >= phase_two_from:
         measures = measure_mixtures(federation, seen, state.w_f, lambda S: state.w_l[S])  # D11
     else:
         measures = {"personal": federation.evaluate_clients(state.w_f, among=seen)}  # D12
     if federation.args.unseen and t == federation.args.rounds - 1:
-        measures["unseen"] = measure_unseen(federation, step, seen, state, start)
+        measures["unseen"] = measure_unseen(federation, step, seen, state, phase_two_from)
     return measures
 
 
@@ -273,15 +273,15 @@ def clients_that_train(federation):
     return np.sort(common.stream(federation.args.split_seed, "split", 2).permutation(K)[unseen:])
 
 
-def measure_unseen(federation, step, seen, state, start):
+def measure_unseen(federation, step, seen, state, phase_two_from):
     """The unseen clients do ClientUpdate once, in Phase II. Their new w^l_k are measured with the server's w^f (D14)."""
     unseen = np.setdiff1d(np.arange(federation.K), seen)
     here = federation.rows(unseen)
-    _, w_l_k = client_update(federation, step, here, federation.args.rounds, start, state.w_f, state.w_l)
+    _, w_l_k = client_update(federation, step, here, federation.args.rounds, phase_two_from, state.w_f, state.w_l)
     return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(here, S)])  # S: some of here
 
 
-def show(run, start):
+def show(run, phase_two_from):
     """Prints the last round's choices of lambda; with --plot draws lambdas.png and marks Phase II in curves.png."""
     history = run.record()["rounds"]
     row = history[-1]
@@ -297,7 +297,8 @@ def show(run, start):
             print(f"{how:<28}{measures[choice]['lambda']:>8}{values}")
     if not run.args.plot:
         return
-    common.curves(run.record(), run.out / "curves.png", {start + 1: "Phase II begins"} if start < run.args.rounds else {})
+    begins = {phase_two_from + 1: "Phase II begins"} if phase_two_from < run.args.rounds else {}
+    common.curves(run.record(), run.out / "curves.png", begins)
     if groups:
         title = f"SuPerFed, {run.args.mix} mixing\n{common.setting(run.record())}"
         with common.drawing(run.out / "lambdas.png", size=(6, 4.2), title=title) as axis:

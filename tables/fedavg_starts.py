@@ -1,5 +1,5 @@
-"""Why did FedAvg reach 97 % on MNIST in fewer rounds than in its paper, when its pixels were from 0 to 1 (docs/fedavg.md)? 2NN
-with other initial weights, and with pixels from -1 to 1, since the paper names neither:
+"""2NN with other initial weights, or with pixels from -1 to 1. The paper says neither how weights start nor how pixels are
+scaled. docs/fedavg.md, "Why these pixels", has the results. All need --transform scale: pixels from 0 to 1 go in.
 
     python fedavg.py --dataset mnist --epochs 1 --target .97 --lr .1 --transform scale --model tables/fedavg_starts.py:symmetric
 """
@@ -10,7 +10,7 @@ from common import xavier_normal
 
 
 def two_nn(start=lambda out, inputs: None, pixels=lambda x: x):
-    """common.py's 2nn with the initial values start(outputs, inputs), by default PyTorch's, and pixels(x) for pixels x in [0, 1]."""
+    """common.py's 2nn; start(outputs, inputs): initial values (default: PyTorch's); pixels(x): of pixels x in [0, 1]."""
 
     def model(m, x, classes):
         x = pixels(x.flatten(1))
@@ -23,5 +23,5 @@ def two_nn(start=lambda out, inputs: None, pixels=lambda x: x):
 
 glorot = two_nn(xavier_normal)
 lecun = two_nn(lambda out, inputs: (("normal", inputs**-0.5), ("constant", 0.0)))
-normal = two_nn(lambda out, inputs: (("normal", 0.1), ("constant", 0.1)))  # as in a TensorFlow tutorial of that time, from memory
+normal = two_nn(lambda out, inputs: (("normal", 0.1), ("constant", 0.1)))  # nearly those of TensorFlow's MNIST example
 symmetric = two_nn(pixels=lambda x: 2 * x - 1)  # -1 to 1

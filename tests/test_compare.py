@@ -151,6 +151,8 @@ def test_a_file_that_changes_what_is_shared_is_refused(go, tmp_path, capsys):
     refused(capsys, "makes 2 of --epochs 1, which all methods share", go, str(mine))
     mine.with_name("fedavg.py").write_text("main = print")
     refused(capsys, "two methods are called fedavg", go, str(mine.with_name("fedavg.py")))
+    mine.with_name("bare.py").write_text("def main(): pass")
+    refused(capsys, "bare.py has no main(argv); see docs/extend.md", go, str(mine.with_name("bare.py")))
     mine.with_name("broken.py").write_text("def main(argv:")
     refused(capsys, "broken.py can't be loaded: SyntaxError", go, str(mine.with_name("broken.py")))
 
