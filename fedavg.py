@@ -73,7 +73,7 @@ def main(argv=None):
     step = client_step(federation.net, args)
 
     state = State(w=federation.initial_weights())  # l.1 (D4): [d]; state: what the server keeps from round to round
-    for t, S in run.rounds(state):  # l.2-4: S_t, m = max(C*K, 1) of the K clients, by Federation.sample (D3), until --target
+    for t, S in run.rounds(state):  # l.2-4: S_t, by Federation.sample (D3); ends at --target
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
         # federation.train does for each client k of S, at once or one after the other (Federation.plan and train_alone):
