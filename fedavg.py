@@ -6,12 +6,12 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
 What to expect: rounds until 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist --model 2nn --epochs 1
 --target .97 --batch-size B --lr eta`), IID, C=.1, seed 0. B=all, `--batch-size 0`, is FedSGD. last: the last accuracy. min:
-minutes of training on one core beside other programs. D4's pixels were chosen by the 2NN's rows; the CNN was run afterwards.
+minutes of training on one core beside other programs. D4's pixels were chosen by the 2NN's rounds; the CNN was run afterwards.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
     2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
-    2NN  1  all  .215  1474   1472.2  .9708 3   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.215-rounds-2948/0
+    2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on each client's test
 images, mean over the clients: images of its own (--client-test above 0), or central ones, drawn with its class shares.

@@ -84,7 +84,7 @@ def fedsgd_1(row, column):
 COLUMNS_1 = pairs("IID|non-IID", "B=inf|B=10")
 COUNTED = ("A number is how many rounds it took until the test accuracy, best so far, reached the target. Ours is the best of "
            "three rates eta. Behind `;` stands the speed-up: FedSGD's rounds divided by the cell's, the paper's and ours. ")
-PIXELS = ("The paper does not say how it scales pixels. We chose the scaling with which the 2NN's numbers come out; the CNN was "
+PIXELS = ("The paper does not say how it scales pixels. We chose it by the 2NN's numbers with seed 0; the CNN was "
           "run afterwards ([why](../docs/fedavg.md#why-these-pixels)).")
 TABLES = [
     table("fedavg-1", "Table 1: MNIST, the share C of the clients in a round", COLUMNS_1, TABLE_1, table_1, 1,
