@@ -14,7 +14,7 @@ FROM_02, FROM_05, FROM_07 = "0.0215 0.0464 0.1", "0.0464 0.1 0.215", "0.0681 0.1
 FROM_1, FROM_1_WIDE = "0.1 0.147 0.215", "0.1 0.215 0.464"
 ETA = {  # model, split, B; where it matters, C
     ("2nn", "iid", 10): FROM_1, ("2nn", "iid", 0): FROM_1, ("2nn", "shards", 10): FROM_07, ("2nn", "shards", 0): FROM_1,
-    ("2nn", "iid", 10, "0.0"): FROM_07,  # with one client a smaller rate is better
+    ("2nn", "iid", 10, "0.0"): FROM_07, ("2nn", "shards", 10, "0.0"): FROM_02,  # with one client a smaller rate is better
     ("cnn", "iid", 10): FROM_1_WIDE, ("cnn", "iid", 50): FROM_1_WIDE, ("cnn", "iid", 0): FROM_1_WIDE,
     ("cnn", "shards", 10): FROM_02, ("cnn", "shards", 50): FROM_05, ("cnn", "shards", 0): FROM_05,
 }
