@@ -33,7 +33,7 @@ docs: .venv/ready
 	$(PYTHON) docs/build.py
 
 test: .venv/ready
-	$(PYTHON) -m pytest -q tests
+	$(PYTHON) -m pytest -q -o tmp_path_retention_policy=failed tests
 
 .venv/ready: requirements.txt
 	python3 -m venv .venv

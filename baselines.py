@@ -28,7 +28,7 @@ w_0 are the initial weights. S_t are the m = max(C*K, 1) sampled clients of roun
 learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
 
 Models. "global" is the server's model, on the central test images. "personal" is the model that the function names, on each
-client's own test images, mean over all clients. Where it contains the server's model, this is the current one. What a client
+client's own test images, mean over all clients. Where a part of it is the server's, that part is the newest. What a client
 keeps for itself is as it was after the last round in which the client was sampled.
 
 Local SGD has momentum and weight decay. The momentum starts at 0 in every round. Weight decay is added to each gradient of f_k.
@@ -208,6 +208,7 @@ def fedprox(federation, run, args):
     D1  Line 3: squared and halved, as in the paper. SuPerFed's later code does neither. The default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
     D3  Line 5: one epoch by default (the papers do not say), with round T's eta and without the proximal term.
+    D4  Line 4: weighted by n_k, as SuPerFed's code does. The paper, from memory, draws clients by n_k and takes the plain mean.
     """
     gradient, descend = local_sgd(federation.net, args)
     fine_tune = sgd_step(federation.net, args)
@@ -223,7 +224,7 @@ def fedprox(federation, run, args):
         w = state.w.expand(len(S), -1)  # l.2: [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t), state.w)  # l.3 (D2)
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(w_k, n_k)  # l.4: [d]
+        state.w = federation.mean(w_k, n_k)  # l.4 (D4): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             v = state.w
@@ -749,8 +750,8 @@ def fedma(federation, run, args):
      9          if l = L:  the unit of each class in w = mean over S_t of those in w_k, by k's number of images of this class
 
     Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
-    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t, not in
-    the first round; then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
+    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t (in the first
+    round with --common-start alone); then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.

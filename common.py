@@ -9,7 +9,7 @@ Read from top to bottom, or jump:
     5. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
 
 Images come from datasets.py, the loop over the rounds and the record from records.py, and what makes training fast from
-engine.py. To follow an algorithm, read Federation.train, plan and train_alone (5), and run.rounds (records.py).
+engine.py. To follow an algorithm, read Federation.sample, train, plan and train_alone (5), and Run.rounds (records.py).
 
 Shapes in comments: d numbers in a model, K clients, m of them sampled in a round, N images, B images in a minibatch,
 H x W pixels, C channels. Global measures are taken on the data set's central test images; personal ones on each
@@ -984,8 +984,8 @@ class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
     Under torchrun each process has the clients k with k mod (number of processes) = its rank, on a device of its own.
-    K: number of all clients. clients [rows]: the numbers of those in this process; in a single one 0 .. K-1, or `only` some.
-    n [rows]: their numbers of training images n_k. split: the Split of this process's clients, whole: of all. net: the model.
+    K: how many clients there are. clients [rows]: which of 0 .. K-1 are in this process; with one process all.
+    n [rows]: how many training images n_k each of them has. split: their Split; whole: that of all clients. net: the model.
     """
 
     def __init__(self, args, make_net=None):
@@ -1016,7 +1016,7 @@ class Federation:
         gpu = self.device.type == "cuda"
         self.vmap = args.engine in ("vmap", "graph") or gpu and args.engine == "auto"  # all clients in one step
         self.graphs = gpu and args.engine in ("graph", "auto")
-        self.tunes = gpu and args.engine == "auto"  # these three tests set on the CPU, too
+        self.tunes = gpu and args.engine == "auto"  # tests set these three on a CPU, too
         self.parallel = args.parallel or (None if gpu or self.vmap else engine.cores())  # None: all
         self.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
         self.tuning = {}  # step function -> what was found of its ways
@@ -1059,8 +1059,8 @@ class Federation:
             print(note)
 
     def sample(self, t, among=None):
-        """S_t, the sampled clients of round t: max(int(C*K), 1) of K without replacement, or of the clients numbered `among`.
-        Given as rows of this process: the places in `clients` of those that are its own."""
+        """S_t, the sampled clients of round t: max(int(C*K), 1) of all K, or max(int(C*N), 1) of the N clients `among`, without
+        replacement. Given as rows of this process: the places in `clients` of those that are its own."""
         numbers = np.arange(self.K) if among is None else np.sort(among)
         m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)
         S_t = stream(self.args.seed, "sampling", t).choice(numbers, m, replace=False)
@@ -1095,7 +1095,7 @@ class Federation:
         return {"bytes_up": int(up), "bytes_down": int(down), **({"padding": round(1 - filled / slots, 4)} if slots else {})}
 
     def gather(self, x, among=None):
-        """The rows of all clients, or of those numbered `among`, in the order of their numbers, from this process's x [rows, ...]."""
+        """The rows of all clients, or of the clients `among`, in the order of their numbers, from this process's x [rows, ...]."""
         if self.processes == 1:
             return x
         numbers = np.arange(self.K) if among is None else np.sort(among)
@@ -1182,8 +1182,8 @@ class Federation:
 
     @torch.no_grad()
     def logits_together(self, W, here, own, alone):
-        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, as many as were found to
-        fit. At first two are compared with alone(i): rounding in fp32 is far below a hundredth."""
+        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, as many as fit
+        into memory. At first two are compared with alone(i): rounding in fp32 is far below a hundredth."""
         longest = max(map(len, own))
         most = max(1, min(self.parallel or self.K, self.at_once // longest, engine.FEW_ROWS // (4 * self.net.d)))
 
@@ -1216,12 +1216,12 @@ class Federation:
 
     def evaluate_clients(self, W, images=None, among=None):
         """Personal measures of each client's model on its own test images. W: the one model w [d] for all; or a row
-        for each client, W[S] being those of the rows S [m]; or a function, W(S) being the models [m,d].
+        for each client; or a function, which gives for rows S [m] their models W(S) [m, d].
 
         mean and standard deviation std (divisor K-1) of the clients' accuracies, weighted_mean (by their test images),
         worst_decile (mean of the worst tenth); top5, loss, ece and mce are means over clients; per_client: the accuracies [K].
         images: instead of the test images, for each row the numbers of others. among: the numbers of the clients that are
-        evaluated, all by default; K is then how many.
+        evaluated, all by default; K is then their number.
         """
         here, models = self.rows(among), W if callable(W) else W.__getitem__
         own = [(images or self.split.test)[i] for i in here]

@@ -1,13 +1,17 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized Federated Learning", TMLR 2023.
 
+Accuracies, mean over the clients; here seed 0, and with the small CNN 60 of 1,000 rounds, lambda ten times the paper's:
+
     command                                                                   GKR    mixed  time   record
     python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
 w, the "global knowledge representation" (GKR), has low rank and is the same for all clients. p_i is sparse and client i's own.
-"global": w on the central test images; "gkr": w on client i's own. "personal": w + p_i, the mixed model, on these. Algorithm 2,
-in our words; lines 7, 14, 20 have the numbers of Algorithm 1, the others are ours. M clients; f_i: client i's loss; pi(w_l):
-layer l's kernel as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g).
+w + p_i is the mixed model. "global" is w on the central test images, "gkr" w on client i's, "personal" w + p_i on client i's.
+
+Algorithm 2, in our words. Lines 7, 14 and 20 have the numbers of Algorithm 1, the others are ours. M clients; f_i is client i's
+loss. Phase I minimises f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g): equation (4). pi(w_l) is layer l's kernel as matrix.
+||.||_* is the sum of a matrix's singular values. Notation: see fedavg.py.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
@@ -40,7 +44,7 @@ Choices that change a number, in full in docs/fedslr.md:
     D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts whole.
     D7  A client's test images: of each class floor(100 * the class's share of its training images). The paper: 100 images.
     D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: FedAvg, then line 7's argmin. No gamma_i.
-    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers that are not 0.
+    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
     D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again, so that clients share images.
 """
 
@@ -122,7 +126,7 @@ def main(argv=None):
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(0 * w_0),
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma and p are [M, d]
-    for t, S in run.rounds(state):  # l.2-4: S_t, [m] (D2)
+    for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, [m] (D2)
         eta, w_t = federation.eta(t), state.w
         # Phase I. federation.train does for each client i of S, at once or one after the other:
         #     for epoch in range(E):                                 l.10

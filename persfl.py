@@ -15,10 +15,10 @@ DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: m
 
 G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
-"global" is G on the central test images. "personal" is on each user's own test images: A_k in the last row, G in those before.
+"global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words, with its line numbers. Lines 9 to 11 are ours: there the paper only closes loops. There
-are K users with n_k training images, n in all, and E_G rounds. A_k(b) and O_k(b) are logits, CE is the cross-entropy.
+The paper's Algorithm 1, in our words, with its line numbers. "choose G_1" and lines 9 to 11 are ours: there the paper
+only closes loops. K users have n_k training images, n in all. There are E_G rounds. A_k(b), O_k(b): logits. CE: cross-entropy.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -32,7 +32,7 @@ are K users with n_k training images, n in all, and E_G rounds. A_k(b) and O_k(b
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid, for every user k:  A_k = O_k; then lines 14 to 22. Each user keeps its best A_k
+    13  for each pair (T, lambda) of the grid:  A_k = O_k for every user k; then lines 14 to 22. Each user keeps its best A_k
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:

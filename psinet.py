@@ -33,12 +33,12 @@ is Omega on the central test images, "personal" on central test images in each n
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: in the first layer with groups, each group sees all shared channels. --enter slice: a slice of them.
-    D2  Lines 3 to 5: the ungrouped network's widths, rounded up to multiples of G. A group is drawn like a layer of its size.
+    D1  Line 3: in the first layer with groups, groups see all shared channels and start as ungrouped. --enter slice: a slice.
+    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: groups start as layers of their size.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
-    D6  Line 6: our reading of the extreme case. Line 12: softmax over the classes of the node's groups. --no-prune: all groups.
+    D6  Line 6: our reading of the extreme case; --no-prune: all groups. Line 12: softmax over the classes of a node's groups.
     D7  Line 12: eta, B, momentum, decay are those of FedMA's runs of FedAvg, flip and crop FedSLR's. T, E: from Fed2's figures.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
     D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range.
@@ -93,7 +93,7 @@ class Layers(common.Weights):
             return x, out, groups, init  # l.2; depthwise: an output sees a channel of its own group
         out = net.s * -(-out // net.G)  # D2: s groups with out/G outputs each, rounded up
         if name == self.first and net.enter == "all":
-            return x, out, 1, init  # D1: every output sees the whole of x
+            return x, out, 1, init  # D1: every output sees the whole of x, and starts as ungrouped
         if name == self.first:
             x = slices(x, self.G_i, net.G)  # D1
         return x, out, net.s, start_of_a_group(init, net.G) if init else None  # l.3-4

@@ -94,7 +94,7 @@ class Run:
     # The loop
 
     def rounds(self, state, among=None):
-        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. among: the numbers of the clients that S_t is drawn from."""
+        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. S_t: rows of this process, drawn from the clients `among`."""
         with self.open(state):
             while (t := len(self.kept.history)) < self.last:
                 self.begin_round(t)

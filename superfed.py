@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Two CPU cores take half an hour; these runs shared theirs: 111 min.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Half an hour on two cores. These runs shared theirs: 111 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -17,7 +17,7 @@ lambda that is best on the test images, as in the paper. fedavg.py says how to r
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
 Phase II begins with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost all formulas and
-lines 3, 12, 16, 17, 20, 21: 12 and 16 to 18 are restored from the paper's text and slides, 7a is from the text, 18a ours (D16).
+lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18 are restored from text and slides, 7a from the text. 18a is ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -44,8 +44,8 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D1  Line 18: the official last term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
-    D4  Line 16: Phase II is t >= L*R. Officially it is t >= int(L*R) - 1, and eta is multiplied by .995^(t+1).
-    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. On other data it is a guess. So are mu and nu on all data.
+    D4  Line 16: Phase II is t >= L*R. Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
+    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. L on other data, and mu and nu on all data, are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
@@ -86,7 +86,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 
 def client_step(net, args):
     """Lines 16 to 18a, for one client and one minibatch b."""
-    local_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
+    client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
     layer = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: each weight's layer, or 0 (D6)
 
     def step(client, b, eta, phase_two, w_g):
@@ -94,7 +94,7 @@ def client_step(net, args):
         lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.16: lam [d] (D6); phase_two is 0 or 1
 
         def loss(w_f, w_l):
-            return local_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
+            return client_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
 
         g_f, g_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)  # l.18a: gradient of loss, by w^f and by w^l_k (D16)
         w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: u_f = momentum * u_f + g_f, w^f - eta * u_f (D7)
@@ -134,7 +134,7 @@ def main(argv=None):
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
-    for t, S in run.rounds(state, among=seen):  # l.4-6: S_t, [m] (D13)
+    for t, S in run.rounds(state, among=seen):  # l.4-6: S_t by Federation.sample, [m] (D13)
         w_f_k, w_l_k = client_update(federation, step, S, t, phase_two_from, state.w_f, state.w_l)  # l.7: [m, d] each
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
@@ -253,8 +253,8 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
         def W(S):
             return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
 
-        at_home = federation.evaluate_clients(W, images, clients)
-        found.append({"lambda": lam, f"{chosen_on}_mean": at_home["mean"], f"{chosen_on}_loss": at_home["loss"],
+        on_chosen = federation.evaluate_clients(W, images, clients)
+        found.append({"lambda": lam, f"{chosen_on}_mean": on_chosen["mean"], f"{chosen_on}_loss": on_chosen["loss"],
                       **federation.evaluate_clients(W, among=clients)})  # D10
     by = {"loss": min(found, key=lambda measures: measures[f"{chosen_on}_loss"]),
           "accuracy": max(found, key=lambda measures: measures[f"{chosen_on}_mean"])}
