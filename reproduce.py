@@ -577,7 +577,8 @@ def quick(seeds):
     print()
     for claim, pairs in zip(CLAIMS, zip(*table)):
         held += all(more > less for more, less in pairs)
-        numbers = "   ".join(f"{'pass' if more > less else 'FAIL'}  {more:>6.2f} {less:>6.2f}" for more, less in pairs)
+        digits = 4 if max(more for more, _ in pairs) < 1 else 2  # millions of numbers, or per cent
+        numbers = "   ".join(f"{'pass' if more > less else 'FAIL'}  {more:>6.{digits}f} {less:>6.{digits}f}" for more, less in pairs)
         print(f"{numbers}  {claim.paper}: {claim.words}")
     which = "seed 0" if seeds == 1 else f"each of seeds 0 to {seeds - 1}"
     print(f"\n{held} of {len(CLAIMS)} claims hold; {which}, embedded data set, {time.monotonic() - start:.0f} s")

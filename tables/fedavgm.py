@@ -40,7 +40,7 @@ TABLES = [
     FedAvg  | 30.1
     FedAvgM | 76.9
     """, headline, 1, "The abstract does not name E and C; E=1 and C=.05 are taken. alpha=0 is one class per client.", {
-        "All": "These runs have 3,000 of 10,000 rounds. Their settings are the best of three in 1,000 rounds each ([what was "
+        "All": "These runs have 3,000 of 10,000 rounds. Their settings were chosen in 1,000 rounds ([what was "
                "measured](../docs/fedavgm.md#3000-rounds-one-class-for-a-client)).",
     }, draw=figures.rounds),
     table("fedavgm-figure-5", "Figures 2, 3 and 5: accuracy over alpha", [f"alpha={a}" for a in ALPHAS],
