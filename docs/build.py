@@ -118,7 +118,7 @@ def mathematics(text):
         text = re.sub(r"argmin over (\w) of", "argmin\0\\1\0", text)
         return "".join(f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part) for i, part in enumerate(text.split("\0")))
 
-    parts = re.split(r"(`[^`]+`|--[a-z][\w-]*(?: [\dN][\w.]*)?)", text)
+    parts = re.split(r"(`[^`]+`|--[a-z][\w-]*(?: (?:N|\.?\d)\w*(?:\.\w+)*)?)", text)
     return "".join(f"<code>{html.escape(part.strip('`'))}</code>" if i % 2 else plain(part) for i, part in enumerate(parts))
 
 
