@@ -894,7 +894,7 @@ METHODS = {
     "ditto": ditto, "pfedme": pfedme, "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
 }
 
-FIXED_ROUNDS = {  # why --resume can't have more --rounds
+FIXED_ROUNDS = {  # why --resume can't have other --rounds
     "fedavg-ft": "clients fine-tune after the last round", "fedprox-ft": "clients fine-tune after the last round",
     "fedspa": "the masks' pace depends on the number of rounds",
 }

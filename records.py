@@ -59,7 +59,7 @@ class Run:
     """
 
     def __init__(self, file, args, federation, fixed_rounds=""):
-        """fixed_rounds: why a finished run can't go on with more --rounds, where the algorithm depends on their number."""
+        """fixed_rounds: why --resume can't change --rounds, where the algorithm depends on their number."""
         self.algorithm = pathlib.Path(file).stem
         self.args, self.federation = args, federation
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
@@ -309,11 +309,12 @@ class Run:
         file, *_ = self.identity["sources"]
         if file not in then["sources"]:
             refuse(f"{path} was written by {next(iter(then['sources']), 'another file')}, not by {file}; use another --out")
+        done = len(then["history"])
         for name in {**then["args"], **self.identity["args"]}:
             a, b = then["args"].get(name), self.identity["args"].get(name)
-            if a != b and name not in FREE and not (name == "rounds" and a < b and not self.fixed_rounds):
+            if a != b and name not in FREE and not (name == "rounds" and done < b and not self.fixed_rounds):
                 flag = "--" + name.strip("_").replace("_", "-")
-                why = f": {self.fixed_rounds}" if name == "rounds" and a < b else ""
+                why = f": {self.fixed_rounds or f'{done} are done'}" if name == "rounds" else ""
                 refuse(f"{path} belongs to {flag} {a}, this run has {b}{why}; use the same or another --out")
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:

@@ -128,7 +128,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses more --rounds
+    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses other --rounds
     step = client_step(federation.net, args)
     phase_two_from = first_round_of_phase_two(federation)  # l.16: L*R (D4)
 

@@ -86,6 +86,17 @@ def test_a_finished_run_goes_on_with_more_rounds(method, tmp_path):
     assert same(whole, {**parts, "best": whole["best"]})
 
 
+def test_an_interrupted_run_may_end_sooner(tmp_path, capsys):
+    """Killed in the fourth of 6 rounds, after the evaluation of round 2, and resumed with 3: the bits of a run of 3 rounds."""
+    argv = [*QUICK, "--eval-every", "2"]
+    whole, state = run(fedavg, [*argv, "--rounds", "3"], tmp_path / "whole")
+    killed(fedavg, [*argv, "--rounds", "6"], tmp_path / "parts", lambda t, _: t == 3)
+    again = ["--resume", "--out", str(tmp_path / "parts")]
+    refused(capsys, "belongs to --rounds 6, this run has 2: 2 are done", fedavg.main, [*argv, "--rounds", "2", *again])
+    parts, sooner = run(fedavg, [*argv, "--rounds", "3", "--resume"], tmp_path / "parts")
+    assert torch.equal(state["w"], sooner["w"]) and same(whole, parts) and parts["args"]["rounds"] == 3
+
+
 @pytest.mark.parametrize("module, own, why", [
     (superfed, [], "Phase II begins at L*R"), (persfl, ["--fraction", "1", "--client-val", "0.2"], "Stage 2 follows the last round"),
     (baselines, ["--method", "fedavg-ft"], "clients fine-tune after the last round"), (baselines, ["--method", "fedspa"], "the masks' pace")])
