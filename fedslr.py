@@ -1,17 +1,13 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized Federated Learning", TMLR 2023.
 
-Accuracies, mean over the clients; here seed 0, and with the small CNN 60 of 1,000 rounds, lambda ten times the paper's:
-
     command                                                                   GKR    mixed  time   record
     python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
-w, the "global knowledge representation" (GKR), has low rank and is the same for all clients. p_i is sparse and client i's own.
-w + p_i is the mixed model. "global" is w on the central test images, "gkr" w on client i's, "personal" w + p_i on client i's.
-
-Algorithm 2, in our words. Lines 7, 14 and 20 have the numbers of Algorithm 1, the others are ours. M clients; f_i is client i's
-loss. Phase I minimises f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g): equation (4). pi(w_l) is layer l's kernel as matrix.
-||.||_* is the sum of a matrix's singular values. Notation: see fedavg.py.
+w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
+"global": w on the central test images; "gkr": w on client i's; "personal": w + p_i, the mixed model, on these. Algorithm 2,
+in our words. Lines 7, 14 and 20 have the numbers of Algorithm 1. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as
+a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g). More: see fedavg.py.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
