@@ -751,7 +751,7 @@ def fedma(federation, run, args):
 
     Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
     --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t (in the first
-    round with --common-start alone); then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
+    round only if --common-start); then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.

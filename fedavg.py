@@ -5,8 +5,8 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
     python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
 
 What to expect: rounds until the test accuracy reaches 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist
---model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). IID, C=.1, seed 0. B=all (`--batch-size 0`) is FedSGD. min:
-minutes of training on one core beside other programs. Pixels (D4) were chosen by the 2NN's rounds; the CNN was run afterwards.
+--model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). IID, C=.1, seed 0. B=all (`--batch-size 0`) is FedSGD. last:
+the last accuracy. min: minutes of training on one core. Pixels (D4) were chosen by the 2NN's rounds; the CNN was run later.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
@@ -17,7 +17,7 @@ There is one model w. "global" is w on the central test images, as in the paper.
 images, mean over the clients: images of its own (--client-test above 0), or central ones, drawn with its class shares.
 
 How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
-gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. w_k is [m, d], n_k is [m].
+gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. [m]: one number each.
 
 The paper's Algorithm 1, in our words. K clients; P_k are the training images of client k, n_k their number.
 

@@ -5,9 +5,9 @@
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
-"global": w on the central test images; "gkr": w on client i's; "personal": w + p_i, the mixed model, on these. Algorithm 2,
-in our words. Lines 7, 14 and 20 have the numbers of Algorithm 1. M clients; f_i: client i's loss; pi(w_l): layer l's kernel as
-a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g). More: see fedavg.py.
+"global" is w on the central test images. On client i's own, "gkr" is w, "personal" is w + p_i, the mixed model. Algorithm 2, in
+our words; Algorithm 1's numbers: lines 7, 14, 20; the others: ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel
+as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g). See fedavg.py too.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:

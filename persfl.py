@@ -17,7 +17,7 @@ G is FedAvg's global model. User k's teacher O_k is the G that suits user k best
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words, with its line numbers. "choose G_1" and lines 9 to 11 are ours: there the paper
+The paper's Algorithm 1, in our words, with its line numbers. Ours: "choose G_1", and lines 9 to 11, where the paper
 only closes loops. K users have n_k training images, n in all. There are E_G rounds. A_k(b), O_k(b): logits. CE: cross-entropy.
 
      1  Stage 1, users and server together: find the teachers

@@ -17,7 +17,7 @@ lambda that is best on the test images, as in the paper. fedavg.py says how to r
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
 Phase II begins with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost all formulas and
-lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18 are restored from text and slides, 7a from the text. 18a is ours (D16).
+lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18 are from the paper's text and slides, 7a is from its text. 18a: ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -253,8 +253,8 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
         def W(S):
             return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
 
-        on_chosen = federation.evaluate_clients(W, images, clients)
-        found.append({"lambda": lam, f"{chosen_on}_mean": on_chosen["mean"], f"{chosen_on}_loss": on_chosen["loss"],
+        for_choice = federation.evaluate_clients(W, images, clients)
+        found.append({"lambda": lam, f"{chosen_on}_mean": for_choice["mean"], f"{chosen_on}_loss": for_choice["loss"],
                       **federation.evaluate_clients(W, among=clients)})  # D10
     by = {"loss": min(found, key=lambda measures: measures[f"{chosen_on}_loss"]),
           "accuracy": max(found, key=lambda measures: measures[f"{chosen_on}_mean"])}
