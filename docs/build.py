@@ -111,6 +111,11 @@ def symbols(text):
     return text
 
 
+def inline_code(text):
+    """A flag or a short name with hyphens stays on one line."""
+    return "<code>" + re.sub(r"(?<!\S)(?=\S*-)\S{,30}(?!\S)", r'<span class="word">\g<0></span>', html.escape(text)) + "</code>"
+
+
 def mathematics(text):
     """Plain text as HTML. `code` and --flags stay as they are."""
     def plain(text):
@@ -119,7 +124,7 @@ def mathematics(text):
         return "".join(f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part) for i, part in enumerate(text.split("\0")))
 
     parts = re.split(r"(`[^`]+`|--[a-z][\w-]*(?: (?:N|\.?\d)\w*(?:\.\w+)*)?)", text)
-    return "".join(f"<code>{html.escape(part.strip('`'))}</code>" if i % 2 else plain(part) for i, part in enumerate(parts))
+    return "".join(inline_code(part.strip("`")) if i % 2 else plain(part) for i, part in enumerate(parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,6 +145,7 @@ def address(link):
 def parser():
     md = MarkdownIt("commonmark", {"html": True, "xhtmlOut": False}).enable("table")
     md.add_render_rule("text", lambda _, tokens, i, *__: mathematics(tokens[i].content))
+    md.add_render_rule("code_inline", lambda _, tokens, i, *__: inline_code(tokens[i].content))
     md.add_render_rule("table_open", lambda *_: '<div class="wide"><table>')
     md.add_render_rule("table_close", lambda *_: "</table></div>")
     return md
@@ -294,7 +300,8 @@ def paper_page(name):
                 told[match[1]] = body
             else:
                 rest += (f"### {heading}\n" if heading else "") + body
-        parts.append((title.replace("The choices", "About the choices"), rest))
+        if rest.strip():  # or all of it is choices, which stand above
+            parts.append((title.replace("The choices", "About the choices"), rest))
     cite, *before = doc.split("\n\n")
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
     run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>" if block.startswith("    ") else
