@@ -133,7 +133,8 @@ def test_pseudocode_and_choices():
     ("1-lambda", "1−<i>λ</i>"), ("l'_k < D''", "<i>l</i>′<sub><i>k</i></sub> &lt; <i>D</i>′′"),
     ("62.6 s, 32 x 32", "62.6 s, 32 × 32"),
     ("Phase I, CIFAR-10, non-IID, D12", "Phase I, CIFAR-10, non-IID, D12"), (".995^(t+1)", ".995<sup>(<i>t</i>+1)</sup>"),
-    ("--unseen N, `w_k`", "<code>--unseen N</code>, <code>w_k</code>"), ("Omega_shared", "<i>Ω</i><sub>shared</sub>")])
+    ("--unseen N, `w_k`", '<code><span class="word">--unseen</span> N</code>, <code>w_k</code>'),
+    ("Omega_shared", "<i>Ω</i><sub>shared</sub>")])
 def test_mathematics(text, wanted):
     assert build.mathematics(text) == wanted
 
