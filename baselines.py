@@ -110,7 +110,10 @@ def personal_layers(net, args):
 def first_linear_layer(net):
     """The number of the first fully connected layer, from 0: of the first whose weights are a matrix."""
     shapes = {where.start: shape for _, where, shape in net.tensors}
-    return next(i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2)
+    linear = [i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2]
+    if not linear:
+        common.refuse(f"{net.name} has no fully connected layer, below which the personal part would end; say --personal N")
+    return linear[0]
 
 
 def logits_of_parts(net, lower, upper, x):

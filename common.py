@@ -117,7 +117,7 @@ def parser(doc, **defaults):
     g = p.add_argument_group("running (the same in every file)")
     seed = between(int, 0, 2**32 - 1)
     g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
-    g.add_argument("--split-seed", type=seed, default=0, help="of the split alone")
+    g.add_argument("--split-seed", type=seed, default=0, help="of the split; also of --augment-once, and of superfed.py's --unseen")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     g.add_argument("--parallel", type=positive_int,
                    help="clients trained at once: threads on the CPU (default: its cores), one vmapped step on a GPU (default: "
@@ -185,8 +185,8 @@ def load_file(path):
     path = pathlib.Path(path)
     if path.suffix != ".py" or not path.is_file():
         refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    sys.modules[str(path)] = module = importlib.util.module_from_spec(spec)  # dataclasses look for it there
     sys.path.append(str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -257,7 +257,8 @@ def split_clients(data, args):
         n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            how = "--client-test 0" if args.split == "natural" else "fewer --clients" + (
+            smaller = "a smaller --client-val" if args.client_val else "--client-test 0"
+            how = smaller if args.split == "natural" else "fewer --clients" + (
                 ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
@@ -543,7 +544,7 @@ class Weights:
     def batchnorm(self, name, x, running=None, mask=None):
         """BatchNorm of x [B,C,H,W], and the next running statistics. running [2,C]: means and variances, at first 0 and 1.
 
-        mask [B]: given in training, 1 for real images. They normalise x, and move the running statistics a tenth of the way, as
+        mask [B]: given in training, 1 for real images. Their statistics normalise x, and move the running ones a tenth of the way, as
         PyTorch's default does. Without mask the running statistics normalise x.
         """
         scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
@@ -601,7 +602,7 @@ class Net:
             self.model(weights, torch.zeros(1, *shape), classes)
             if not weights.table:
                 raise RuntimeError("it asks for no weights; see the models in common.py")
-        except (RuntimeError, ValueError, TypeError, AttributeError) as problem:
+        except Exception as problem:  # whatever a model from elsewhere does
             why = engine.first_line(problem)
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
         self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
@@ -889,7 +890,7 @@ def tensorflow(x, u=None, size=24):
     """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip, brightness, contrast; per image
     mean 0 and standard deviation 1. Without u: the central window. Its ranges (+-63 of 255, 0.2 to 1.8) are from memory.
     """
-    n, height, width = x.shape[:3]
+    height, width = x.shape[1:3]
     if min(height, width) < size:
         raise ValueError(f"--transform tensorflow cuts out {size}x{size} pixels")
     if u is None:
@@ -1035,8 +1036,10 @@ class Federation:
         self.keeps = []  # all Rows
         self.peak = 0  # bytes, the most that a GPU held before ways were tried
         self.at_once = 4000  # images in evaluation under vmap
-        threads = ThreadPoolExecutor(self.parallel, initializer=torch.set_num_threads, initargs=(1,))
-        self.map = map if gpu or self.vmap else threads.map
+        self.threads = 0 if gpu or self.vmap else self.parallel
+        self.map = map
+        if self.threads:
+            self.map = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)).map
         engine.keep_memory()
 
     def describe(self):
@@ -1048,13 +1051,13 @@ class Federation:
         kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
-              + (", whose clients are known (--split natural)" if data.owner is not None else ""))
+              + (", with client_train (for --split natural)" if data.owner is not None else ""))
         print(f"split   {self.args.split}: {K} client{'s' * (K > 1)}, {share} in a round, training images {spread(sizes)}, "
               f"own test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
               f"{self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
-              + ("" if self.vmap else f", {self.parallel} threads"))
+              + (f", {self.threads} threads" if self.threads else ""))
         for note in self.notes:
             print(note)
 
@@ -1110,7 +1113,7 @@ class Federation:
     def per_client(self, x):
         """What every client keeps between rounds (see engine.Rows): a row each, x [...] for all, or x(k) for client number k."""
         rows = (lambda i: x(int(self.clients[i]))) if callable(x) else lambda i: x
-        return engine.Rows(self, rows, rows(0))
+        return engine.Rows(self, rows)
 
     # Training: the same step function, one client after the other or many at once
 

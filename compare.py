@@ -13,7 +13,6 @@ OUT then has the table as compare.md and compare.csv, and two figures as .png an
 accuracies.
 """
 
-import argparse
 import contextlib
 import csv
 import hashlib
@@ -25,6 +24,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,8 +43,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 # What all methods share, where the command line does not say otherwise. All other flags of the groups "data" and "training" of
 # `python fedavg.py --help` are shared, too, with the defaults that stand there.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1, client_test=0.2, model="cnn",
-              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.02, lr_decay=0.95, momentum=0.9,
-              eval_every=5)
+              transform="normalize", fraction=0.5, rounds=30, epochs=1, batch_size=10, lr=0.02, momentum=0.9, eval_every=5)
+BY_DATASET = {"shapes": dict(lr_decay=0.95)}  # for 30 rounds; after 200 nothing of the rate would be left
 
 # A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
 METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
@@ -76,7 +76,7 @@ OWN = {
                     "with the others' momentum and rate it diverges; it has all clients' images in every round"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               "theta_lr is the rate of SGD here; lr = 1/lambda: in the first round w_k moves to theta_k, later nearly"),
+               "lr = 1/lambda: w_k moves to theta_k in the first round, nearly later; theta_lr is the rate of SGD"),
     "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
                "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, "
@@ -93,13 +93,13 @@ class Method(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is to be trained. All that is wrong with the command line is refused here.
+# What is to be trained. What is wrong with the command line is refused here, but for what only a run finds out.
 
 
 def arguments(argv):
     """This file's own arguments, and the shared settings."""
     p = common.Parser(description=__doc__.partition("\n\n")[0], allow_abbrev=False,
-                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED))}. These are flags, as are the "
+                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED | BY_DATASET['shapes']))}. These are flags, as are the "
                              "others of the groups data, training and running in python fedavg.py --help.")
     p.add_argument("--methods", required=True, metavar="A,B,...",
                    help=f"all, or some of {', '.join(METHODS)}, or files of your own (docs/extend.md)")
@@ -113,7 +113,7 @@ def arguments(argv):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and figures are drawn")
     shared = common.parser(__doc__, **SHARED)
     shared.error = lambda message: common.refuse(f"{message}; a method's own parameter is --set METHOD.PARAMETER=VALUE")
-    return args, common.parse(shared, {}, rest)
+    return args, common.parse(shared, BY_DATASET, rest)
 
 
 def flags(settings):
@@ -138,6 +138,9 @@ def parsed(main, argv, what, file):
 def plan(args, shared):
     """The Methods that --methods and --set name."""
     names = METHODS if args.methods == "all" else list(filter(None, args.methods.split(",")))
+    for word in args.set:
+        if not re.fullmatch(r"[^.=]+\.[^.=]+(=.*)?", word, re.S):
+            common.refuse(f"--set {word}: say METHOD.PARAMETER=VALUE")
     found, sets = {}, [(method, dashed(word)) for method, _, word in (word.partition(".") for word in args.set)]
     found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
     settings = {name: value for name, value in vars(shared).items()
@@ -162,15 +165,16 @@ def plan(args, shared):
         for word in mine:
             refuse_foreign(name, word, words, settings)
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
-        made = parsed(main, argv[: len(argv) - len(mine)], f"--methods: {name}", file)
-        for key in settings:
+        made = parsed(main, argv, f"--set {name}.{', '.join(mine)}" if mine else f"--methods: {name}", file)
+        changed = {word.partition("=")[0].replace("-", "_") for word in mine}  # by --set: of the shared ones RATES alone
+        for key in settings.keys() - changed:
             if made[key] != wanted[key]:
                 flag = f"--{key.replace('_', '-')} {wanted[key]}"
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
-        found[name] = Method(name, file, argv, parsed(main, argv, f"--set {name}.{', '.join(mine)}", file))
+        if made.get("target"):
+            common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}); all methods must do all rounds")
+        found[name] = Method(name, file, argv, made)
     for method, word in sets:
-        if not word:
-            common.refuse(f"--set {method}: there is no parameter; say METHOD.PARAMETER=VALUE")
         if method not in found:
             common.refuse(f"--set {method}.{word}: --methods has no {method}")
     return list(found.values())
@@ -190,7 +194,7 @@ def refuse_foreign(name, word, words, settings):
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
     # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
-    about = re.search(rf'"--{key}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
+    about = re.search(rf'"--{re.escape(key)}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
     if name in baselines.METHODS and about and not re.search(rf"(?<![\w-]){name}(?![\w-])", about.group(1)):
         common.refuse(f"--set {name}.{word}: {name} has no {key}; it is for {about.group(1).partition(':')[0]}")
 
@@ -198,7 +202,7 @@ def refuse_foreign(name, word, words, settings):
 def check_folder(out):
     """Refuses to write among this repository's own files, but under results/."""
     inside = [out.resolve(), *out.resolve().parents]
-    if HERE in inside and HERE / "results" not in inside:
+    if HERE in inside and HERE / "results" not in inside and shutil.which("git"):
         if subprocess.run(["git", "-C", HERE, "ls-files", "--", inside[0]], capture_output=True).stdout:
             common.refuse(f"--out {out} holds files of this repository; use another folder, or results or one below it")
 
@@ -314,8 +318,8 @@ def table(records):
 
 def lines(rows):
     """The table in Markdown."""
-    yield "| method | global | personal | worst tenth | MB sent | s a round |"
-    yield "|---|---|---|---|---|---|"
+    yield f"| {' | '.join(['method', *MEASURES])} |"
+    yield "|" + "---|" * (len(MEASURES) + 1)
     for row in rows:
         cells = [row["method"] + f" ({row['diverged']} of {row['seeds']} diverged)" * (row["diverged"] > 0)]
         for title in MEASURES:
@@ -341,7 +345,7 @@ Settings that all share: `{' '.join(flags(settings))}`. The split has the finger
 After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the
 server's model, on the central test images. Personal: each client's model, on the client's own test images; mean over clients.
 Worst tenth: mean over the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds.
-s a round: seconds of training on {some['environment']['device']}.
+s a round: median seconds of a round's training, without fine-tuning and PersFL's distillation, on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"
@@ -389,7 +393,7 @@ def draw(rows, records, shared, out):
                      boxprops={"facecolor": "C5"}, medianprops={"color": "black"})
         axis.set_yticks(range(1, len(names) + 1), names[::-1])
         seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
-        axis.plot(*zip(*seen, (None, None)), "D", color="C1", label="the server's model, on the central test images")
+        axis.plot([x for x, _ in seen], [y for _, y in seen], "D", color="C1", label="the server's model, on the central test images")
         axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds")
 
 

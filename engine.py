@@ -206,11 +206,12 @@ def fast(fed, step, state, plans, shared):
 
     tuning = fed.tuning.setdefault(step, SimpleNamespace(found={}, seconds=0.0, minibatches=0, spent=0.0))
     steps = sum(len(plan.index) for plan in plans)
+    prove = functools.partial(check, fed, step, state, plans, shared, work, order)
     if fed.tunes:
-        tune(fed, step, tuning, work, places, steps, lambda way: check(fed, step, state, plans, shared, work, order, way))
+        tune(fed, step, tuning, work, places, steps, prove)
     way = fed.ways.get(step, (fed.training.route, fed.parallel))
     fed.training.route, start = way[0], now(fed.device)
-    check(fed, step, state, plans, shared, work, order, way)
+    prove(way)
     fed.ways[step] = way[0], in_parts(fed, put, places, way[1])[1]
     tuning.seconds, tuning.minibatches = tuning.seconds + now(fed.device) - start, tuning.minibatches + steps
     return results
@@ -365,12 +366,12 @@ def run_steps(function, state, inputs, shared):
     return state
 
 
-def tune(fed, step, tuning, work, order, steps, check):
+def tune(fed, step, tuning, work, places, steps, prove):
     """Tries one more way for a step, if all trying takes at most a tenth of the time that the step trains for, this call with it;
     the fastest is taken: together or one by one (unless --parallel says), convolutions as such or as products with patches."""
-    ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(order) > 1)
+    ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(places) > 1)
     way = next((way for way in ways if way not in tuning.found), None)
-    each, few = tuning.seconds / max(1, tuning.minibatches), min(steps, TIMED * len(order))
+    each, few = tuning.seconds / max(1, tuning.minibatches), min(steps, TIMED * len(places))
     # three times, and it may be three times slower than the one that is used
     if way is None or not each or tuning.spent + 9 * few * each > 0.1 * (tuning.seconds + steps * each):
         return
@@ -379,10 +380,10 @@ def tune(fed, step, tuning, work, order, steps, check):
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
     fed.training.route, most = way
     with contextlib.suppress(RuntimeError, Different):  # too little memory, no such convolution on this device, a wrong one
-        check(way)
+        prove(way)
         for _ in range(3):  # without a graph, capturing it, and with it
             start = now(fed.device)
-            most = in_parts(fed, lambda these: work(these, TIMED), order, most, quiet=True)[1]
+            most = in_parts(fed, lambda these: work(these, TIMED), places, most, quiet=True)[1]
             seconds = now(fed.device) - start
     forget_graphs(fed)
     fed.slots, fed.filled = counts
@@ -590,8 +591,9 @@ class Rows:
     replaced are remembered: `keep` forgets them, `undo` puts them back.
     """
 
-    def __init__(self, fed, first, like):
+    def __init__(self, fed, first):
         """first(i): row number i."""
+        like = first(0)
         size, n = like.numel() * like.element_size() * len(fed.clients), len(fed.clients)
         near = sum(rows.all.nbytes for rows in fed.keeps if not rows.far)
         far = 4 * (near + size) > free_memory(fed.device) + near

@@ -6,15 +6,15 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
 What to expect: rounds until the test accuracy reaches 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist
 --model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). IID, C=.1, seed 0. B=all (`--batch-size 0`) is FedSGD. last:
-the last accuracy. min: minutes of training on one core. Pixels (D4) were chosen by the 2NN's rounds; the CNN was run later.
+the last accuracy. min: minutes of training, one core. Pixels (D4) were scaled so that the 2NN's rounds fit; the CNN ran later.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
     2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
     2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
-There is one model w. "global" is w on the central test images, as in the paper. "personal" is the same w on each client's test
-images, mean over the clients: images of its own (--client-test above 0), or central ones, drawn with its class shares.
+There is one model w. "global" is w on the central test images, as in the paper. "personal" is w on each client's test images,
+mean over clients. These images are the client's own (--client-test above 0), or central ones, drawn with its class shares.
 
 How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
 gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. [m]: one number each.

@@ -34,7 +34,7 @@ is Omega on the central test images, "personal" on central test images in each n
 Choices that change a number. docs/psinet.md has each in full.
 
     D1  Line 3: the first layer with groups sees all shared channels, and starts like an ungrouped one. --enter slice: a slice.
-    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: groups start as layers of their size.
+    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
@@ -45,6 +45,7 @@ Choices that change a number. docs/psinet.md has each in full.
 """
 
 import argparse
+from math import ceil
 from types import SimpleNamespace as State
 
 import torch
@@ -91,7 +92,7 @@ class Layers(common.Weights):
             self.first = self.first or name
         if not self.first or depthwise:
             return x, out, groups, init  # l.2; depthwise: an output sees a channel of its own group
-        out = net.s * -(-out // net.G)  # D2: s groups with out/G outputs each, rounded up
+        out = net.s * ceil(out / net.G)  # D2: s groups with out/G outputs each, rounded up
         if name == self.first and net.enter == "all":
             return x, out, 1, init  # D1: every output sees the whole of x, and starts as ungrouped
         if name == self.first:
@@ -116,7 +117,7 @@ class Layers(common.Weights):
         x, self.new_running[name] = self.batchnorm(name, x, running, self.mask)  # l.2
         return x
 
-    groupnorm = norm  # --norm's in the place of a model's own (D4)
+    groupnorm = norm  # a model's own norms become --norm's (D4)
 
 
 def client_step(net, args):
@@ -140,7 +141,7 @@ def groups_of_nodes(federation, args):
     """has [K, G]: whether node i, of K nodes, has group g."""
     M, labels = federation.net.M, federation.labels
     has = [torch.isin(M, labels[images]).any(1) for images in federation.split.train]  # l.6: G_i (D6)
-    return torch.stack(has) | (not args.prune)
+    return torch.stack(has) if args.prune else torch.ones_like(torch.stack(has))
 
 
 def local_updates(federation, networks, has, w, r, S, t):
@@ -190,14 +191,14 @@ def main(argv=None):
         w_i, r_i = local_updates(federation, networks, has, state.w, state.r, S, t)  # l.8: [m, d], [m, d_b]
         has_w, has_r = federation.net.numbers_of(has[S])  # which numbers node i has, [m, d], [m, d_b]
         n_i = federation.n[S]  # [m]
-        state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]
+        state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]; all nodes have the shared numbers (l.9)
         state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_b]
-        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # of all forward passes so far
+        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # multiplications so far, forward
         run.sent(up=int(has_w.sum() + has_r.sum()), down=int(has_w.sum() + has_r.sum()))
         if run.evaluates():
-            omega = torch.cat([state.w, state.r])
-            own = {"macs": state.macs, **measure_tv(federation, omega, t)}
-            run.log(federation.evaluate(omega), federation.evaluate_clients(omega), **own)
+            Omega = torch.cat([state.w, state.r])
+            own = {"macs": state.macs, **measure_tv(federation, Omega, t)}
+            run.log(federation.evaluate(Omega), federation.evaluate_clients(Omega), **own)
     show(run)
 
 
@@ -271,8 +272,7 @@ class PsiNet(common.Net):
                 self.group[span] = groups.repeat_interleave(size // self.s)
         self.batchnorms, r_0 = list(asked.new_running), [new.flatten().to(device) for new in asked.new_running.values()]
         self.sizes_r, self.r_0 = [len(new) for new in r_0], torch.cat([torch.zeros(0, device=device), *r_0])
-        # a BatchNorm has as many means and variances as it has scales and shifts
-        self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])
+        self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])  # [:0]: if none
 
     def numbers_of(self, has):
         """Which numbers of w and r nodes have: those of their groups, and all shared ones, whose group is -1. has [m, G] ->
@@ -289,14 +289,14 @@ class PsiNet(common.Net):
         logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, classes, logits)
         return logits, torch.cat([r[:0], *(new.flatten() for new in layers.new_running.values())])
 
-    def __call__(self, omega, x):
-        """For evaluation: omega = [w | r] -> logits [B, classes]."""
-        return self.forward(omega[: self.d], omega[self.d :], x, torch.arange(self.s, device=x.device))[0]
+    def __call__(self, Omega, x):
+        """For evaluation: Omega = [w | r] -> logits [B, classes]."""
+        return self.forward(Omega[: self.d], Omega[self.d :], x, torch.arange(self.s, device=x.device))[0]
 
 
 def slices(x, G_i, G):
     """--enter slice: x's channels are cut into G slices, and group g sees slice g. Slices overlap if G doesn't divide them."""
-    start, size = G_i[:, None] * x.shape[1] // G, -(-x.shape[1] // G)
+    start, size = G_i[:, None] * x.shape[1] // G, ceil(x.shape[1] / G)
     return x[:, (start + torch.arange(size, device=x.device)).flatten()]
 
 
@@ -307,7 +307,7 @@ def start_of_a_group(init, G):
 
 
 def networks_of_nodes(federation, args, has):
-    """For each number s of groups that a node has: s -> the network with s groups. Notes the whole network, layer by layer."""
+    """{s: the network with s groups} for every s that occurs. Puts the table of layers into federation.notes."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of the nodes of all processes
     images = tuple(federation.transform(federation.images[:1]).shape[1:]), net.classes, federation.device
     networks = {s: net if s == net.s else PsiNet(args, *images, s) for s in set(counts)}
@@ -326,7 +326,7 @@ def table(net):
     kernels = {name.removesuffix(".weight"): shape for name, _, shape in net.tensors if name.endswith(".weight")}
     for (name, where), (following, behind) in zip(net.layers, [*net.layers[1:], ("", None)]):
         if len(kernels[name]) > 1:
-            grouped, normed = net.group[where.start] >= 0, len(kernels.get(following, "..")) == 1
+            grouped, normed = net.group[where.start] >= 0, following in kernels and len(kernels[following]) == 1
             yield (name, net.s if grouped else "shared", kernels[name][1], kernels[name][0] // (net.s if grouped else 1),
                    ("BatchNorm" if following in net.batchnorms else "GroupNorm") if normed else "",
                    (behind if normed else where).stop - where.start)
@@ -345,18 +345,18 @@ def multiplications(federation, networks, has):
 # The choice of a depth, on a trained network without groups
 
 
-def preferences(federation, omega, images=20):
+def preferences(federation, Omega, images=20):
     """The class preferences P = [p_1, ..., p_C] of the neurons of each layer but the last: name -> [neurons, classes] (D9).
 
     p_c = sum over images x of class c of A(x) * dZ_c/dA(x). A(x): its activation, behind ReLU and pooling. Z_c: the logit.
     """
     net, P = federation.net, {}
     neurons = {name.removesuffix(".weight"): shape[0] for name, _, shape in net.tensors}
-    w = omega[: net.d].detach().requires_grad_()
+    w = Omega[: net.d].detach().requires_grad_()
     for c in range(net.classes):
         index, seen = (federation.labels[: federation.data.train] == c).nonzero()[:images, 0], []
         x = federation.transform(federation.images[index])
-        Z, _ = net.forward(w, omega[net.d :], x, torch.arange(net.s, device=w.device), seen=seen)
+        Z, _ = net.forward(w, Omega[net.d :], x, torch.arange(net.s, device=w.device), seen=seen)
         activations = [A for _, A in seen[1:]]  # a layer's are what the next layer sees
         for (name, _), A, dZ in zip(seen, activations, torch.autograd.grad(Z[:, c].sum(), activations)):
             p = (A * dZ).detach().reshape(len(index), neurons[name], -1).sum((0, 2))  # over images, and over a channel's pixels
@@ -365,7 +365,7 @@ def preferences(federation, omega, images=20):
 
 
 def total_variance(P):
-    """TV of a layer: the mean over its neurons j of ||P_j - mean of P||_2, where each P_j is divided by its sum (D9).
+    """TV of a layer: the mean over its neurons q of ||P_q - mean of P||_2, where each P_q is divided by its sum (D9).
 
     P [neurons, classes]. The sum is of absolute values, since entries have both signs.
     """
@@ -373,11 +373,11 @@ def total_variance(P):
     return (P - P.mean(0)).norm(dim=1).mean()
 
 
-def measure_tv(federation, omega, t):
+def measure_tv(federation, Omega, t):
     """With --tv, after the last round, what the record gets: TV by layers."""
     if not federation.args.tv or t < federation.args.rounds - 1:
         return {}
-    return {"tv": {name: float(total_variance(P)) for name, P in preferences(federation, omega).items()}}
+    return {"tv": {name: float(total_variance(P)) for name, P in preferences(federation, Omega).items()}}
 
 
 def show(run):

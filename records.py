@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import pathlib
@@ -72,9 +71,8 @@ class Run:
         rank, processes = federation.rank, federation.processes
         self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
         sources = [pathlib.Path(file), *(pathlib.Path(__file__).parent / name for name in SHARED)]
-        code = getattr(inspect.unwrap(federation.net.model), "__code__", None)
-        if code and os.path.exists(code.co_filename):  # common.py's, or that of a user's own model
-            sources.append(pathlib.Path(code.co_filename))
+        if ":" in args.model:  # a user's own: path/to/file.py:function
+            sources.append(pathlib.Path(args.model.rpartition(":")[0]))
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**vars(args), "device": str(federation.device)},
             "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
@@ -89,7 +87,7 @@ class Run:
         self.over = False  # whether there is a finished record, to which nothing comes
         self.targets = getattr(args, "target", None)  # accuracies
         self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
-        self.parameters, self.fixed_rounds = federation.net.d, fixed_rounds
+        self.fixed_rounds = fixed_rounds
 
     # The loop
 
@@ -274,7 +272,7 @@ class Run:
             status = json.loads(record.read_text())["status"] if record.exists() else None
         except (OSError, ValueError, KeyError, TypeError) as problem:
             refuse(f"{record} can't be read as a record ({type(problem).__name__}); move it elsewhere, or use another --out")
-        others = [file for file in self.out.glob("state*.pt") if "previous" not in file.name]
+        others = [*self.out.glob("state.pt"), *self.out.glob("state-*-of-*[0-9].pt")]
         if not path.exists() and others:
             kind = others[0].stem.partition("-of-")[2] or "1"
             if kind == str(self.federation.processes):
@@ -342,13 +340,14 @@ class Run:
 
     def put_aside(self):
         """What an earlier run left in the folder is kept under another name."""
-        for path in (self.out / "result.json",) * is_main_process() + (self.state_file,):  # each process its own
+        record = [self.out / "result.json"] if is_main_process() else []
+        for path in [*record, self.state_file]:  # each process its own state
             if path.exists():
                 os.replace(path, path.with_suffix(".previous" + path.suffix))
                 print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")
 
     def record(self, failed=()):
-        """result.json's content; the README says what each field means."""
+        """result.json's content; docs/run.md says what each field means."""
         federation = self.federation
         _, history, per_client = self.kept
         final, best = {}, {}
@@ -375,7 +374,7 @@ class Run:
             "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
             "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
                       "sizes": [len(index) for index in federation.whole.train]},
-            "parameters": self.parameters, "rounds": history, "final": final, "best": best,
+            "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
             **({"rounds_to": {f"{target:g}": rounds_to(target, history) for target in self.targets}} if self.targets else {}),
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
             "seconds_per_round": statistics.median(row["seconds"] for row in history) if history else None,

@@ -248,14 +248,16 @@ def seconds_per_round():
 
 def seconds(record):
     """What a run took, with evaluation where the record knows it."""
-    return sum((row["seconds"] or 0) + row.get("evaluation_seconds", 0) for row in record["rounds"])
+    return sum(row["seconds"] + row.get("evaluation_seconds", 0) for row in record["rounds"])
 
 
 def estimate(r):
     """Seconds that a run still takes here, or None."""
+    if r.sound:
+        return 0.0
     one = seconds_per_round().get(kind(r.command))
-    if one is None or r.sound:
-        return one and 0.0
+    if one is None:
+        return None
     return one * (r.wanted - (len(r.record["rounds"]) if r.state == "interrupted" else 0))
 
 
@@ -273,14 +275,14 @@ def left(found):
     return ", ".join(known + [f"{unknown} unknown"] * (unknown > 0))
 
 
-def measure(commands, limit=120):
-    """Three rounds of each kind, of which the fastest goes to runs/measured.json: on a GPU the first tries ways of training."""
+def measure(commands):
+    """Three rounds of each kind, of which the fastest goes to runs/measured.json: on a GPU the first is slow (CUDA graphs)."""
     kinds = {kind(c): c for c in reversed(commands) if kind(c) not in seconds_per_round()}
     for i, (name, command) in enumerate(kinds.items()):
         with tempfile.TemporaryDirectory() as out:
             words = expand(command, out, rounds=3, eval_every=3)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, timeout=limit)
+                subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, timeout=120)
             path = pathlib.Path(out) / "result.json"
             rows = json.loads(path.read_text())["rounds"] if path.exists() else []
             every = arguments(command).get("eval_every", 1)  # rounds for one evaluation, here three
@@ -298,10 +300,10 @@ def measure(commands, limit=120):
 # Running
 
 
-def argv(r, **own):
+def argv(r):
     """What stands behind `python` for this run."""
     rounds = {"rounds": r.wanted} if r.scale != 1 else {}
-    return expand(r.command, os.path.relpath(r.path, HERE), **rounds, **own, seed=r.seed, split_seed=r.seed)
+    return expand(r.command, os.path.relpath(r.path, HERE), **rounds, seed=r.seed, split_seed=r.seed)
 
 
 def train(r, deadline=None):
@@ -394,8 +396,8 @@ def view(command, measure, scale):
     use = next((some for how in ("done", "interrupted", "diverged") if (some := [r for r in found if r.ended == how])), None)
     if not use:
         return None
-    n, of = min(len(r.record["rounds"]) for r in use), arguments(command)["rounds"]
-    n = of if all(map(reading.on_target, [r.record for r in use])) else n
+    of = arguments(command)["rounds"]
+    n = min(of if reading.on_target(r.record) else len(r.record["rounds"]) for r in use)
     diverged = sum(r.ended == "diverged" for r in found)
     notes = [f"{n} of {of} rounds"] * (n < of) + [f"{diverged} of {len(found)} diverged"] * (diverged > 0)
     notes += ["bf16"] * any(map(bf16, use)) + ["stale"] * any(r.state == "stale" for r in use)
@@ -462,11 +464,11 @@ HOW_TO_READ = """How to read a cell:
 - `?`: the paper's number is lost in our copy, or the paper only draws it. `-`: the paper has no such cell. `·`: not run.
 - **!**: ours differs from the paper's by more than the standard deviation. It is said only of runs of full length and of two
   seeds or more.
-- `[40 of 200 rounds]`: our run is shorter than the paper's. `[bf16]`: computed in half precision. `[stale]`: made by other
-  source files than today's. `[3 of 4 settings tried]`: we show the best of those 3.
+- `[40 of 200 rounds]`: our run is shorter than the paper's. `[bf16]`: computed in half precision. `[stale]`: source
+  files have changed since the run (see above). `[3 of 4 settings tried]`: we show the best of those 3.
 """
 RUNS_ARE = """The runs that made the numbers of [the tables]({paper}.md). The command is for seed 0; for seed s add
-`--seed s --split-seed s`. Minutes are for one seed. *stale*: made by other source files than today's.
+`--seed s --split-seed s`. Minutes are for one seed. *stale*: source files have changed since the run.
 `python reproduce.py --list --verbose --only {paper}` also shows the runs that are missing.
 """
 
@@ -480,7 +482,8 @@ def pages(paper):
         made |= {s.results[0].path: run_line(s.results) for _, s in found.values() if s}
     stale = sum(words.endswith("stale |") for words in made.values())
     title, links = PAPERS[paper].TITLE, f"[The code](../{paper}.py). [About it](../docs/{paper}.md). [All papers](README.md)."
-    ours_are = f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale (made by other source files than today's)."
+    ours_are = (f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale: source files have changed since then, and nobody "
+                "has [shown](accepted.json) that this changes no number.")
     text = [f"# {title}", "", links, ours_are, "", HOW_TO_READ.strip(), *tables]
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
                  line("python ...", "seeds", "rounds", "device", "minutes", ""), line(*["---"] * 6), *made.values()]
@@ -652,5 +655,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without a word under | head
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without a word under | head
     sys.exit(main())

@@ -10,14 +10,14 @@ What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Half an hour on two 
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
     layer    .4921    .8683      .8695           results/superfed-1/superfed-cifar10-mix-layer/0
 
-There are two models of one shape: w^f, the federated model, travels; w^l_k, the local model of client k, never does. Client
+There are two models of one shape: w^f, the federated model, travels; w^l_k, the local model of client k, stays. Client
 k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" is w^f on the central test images.
 "personal" is W_k(lambda) on client k's own test images, mean over the clients, with the lambda of D12. personal@test has the
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
 Phase II begins with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost all formulas and
-lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18 are from the paper's text and slides, 7a is from its text. 18a: ours (D16).
+lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18: from its text and the slides of KDD 2022; 7a: its text; 18a: ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -35,7 +35,7 @@ lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18 are from the paper's text and
     15       for each minibatch b:
     16           lambda ~ U(0,1), one for the model (Model Mixing) or each layer (Layer Mixing); if t < L*R: lambda = nu = 0
     17           W = (1-lambda) w^f + lambda w^l_k
-    18           loss = CE(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(u, v) = <u, v> / (||u|| ||v||)      (3)
+    18           loss = CE(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2,   cos(p, q) = <p, q> / (||p|| ||q||)      (3)
     18a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
     23   keep w^l_k, return w^f to the server
 
@@ -44,15 +44,15 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D1  Line 18: the official last term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
-    D4  Line 16: Phase II is t >= L*R. Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
-    D5  Layer Mixing: L = .8 is inferred from Table 3, for CIFAR-10. L on other data, and mu and nu on all data, are guesses.
+    D4  Line 16: Phase II is t >= L*R, t from 0 (lost). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
+    D5  Layer Mixing: L = .8, mu and nu are inferred from Table 3, for CIFAR-10. On other data all three are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all clients: least training loss; --client-val: best validation accuracy.
+    D12  "personal": one lambda of 0, .1, ..., 1 for all clients and layers: least training loss (--client-val: D12's page).
     D13  Line 5: C*K is rounded down.
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
@@ -87,7 +87,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 def client_step(net, args):
     """Lines 16 to 18a, for one client and one minibatch b."""
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    layer = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: each weight's layer, or 0 (D6)
+    layer = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: each weight's layer; else 0 (D6)
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
@@ -134,8 +134,8 @@ def main(argv=None):
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
-    for t, S in run.rounds(state, among=seen):  # l.4-6: S_t by Federation.sample, [m] (D13)
-        w_f_k, w_l_k = client_update(federation, step, S, t, phase_two_from, state.w_f, state.w_l)  # l.7: [m, d] each
+    for t, S in run.rounds(state, among=seen):  # l.4-5: S_t by Federation.sample, [m] (D13)
+        w_f_k, w_l_k = client_update(federation, step, S, t, phase_two_from, state.w_f, state.w_l)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
         if t >= phase_two_from:
@@ -221,7 +221,7 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(federation):
-    """Phase II's first t. The run's note counts from 1. L*R = 2.9999999999999996 is 3 here, officially 2 (D4)."""
+    """Phase II's first t. The run's note counts from 1. L*R = 2.9999999999999996: 3 here, officially 1 (D4)."""
     args, LR = federation.args, federation.args.start * federation.args.rounds
     first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
     federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
@@ -243,7 +243,7 @@ def personal_measures(federation, step, seen, state, t, phase_two_from):
 
 
 def measure_mixtures(federation, clients, w_f, w_l_of):
-    """Measures of the clients with these numbers at each of LAMBDAS and at each choice (D12). w_f [d]; w_l_of(S) [m, d]."""
+    """Measures of `clients` (numbers), for each of LAMBDAS and for each choice (D12). w_f [d]; w_l_of(S) [m, d]."""
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"  # train: as many images as the client has for tests
@@ -256,12 +256,12 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
         for_choice = federation.evaluate_clients(W, images, clients)
         found.append({"lambda": lam, f"{chosen_on}_mean": for_choice["mean"], f"{chosen_on}_loss": for_choice["loss"],
                       **federation.evaluate_clients(W, among=clients)})  # D10
-    by = {"loss": min(found, key=lambda measures: measures[f"{chosen_on}_loss"]),
-          "accuracy": max(found, key=lambda measures: measures[f"{chosen_on}_mean"])}
-    rule, other_rule = ("accuracy", "loss") if args.client_val else ("loss", "accuracy")
+    by_loss = min(found, key=lambda measures: measures[f"{chosen_on}_loss"])
+    by_accuracy = max(found, key=lambda measures: measures[f"{chosen_on}_mean"])
+    chosen, other, other_rule = (by_accuracy, by_loss, "loss") if args.client_val else (by_loss, by_accuracy, "accuracy")
     by_test = max(found, key=lambda measures: measures["mean"])
     at, short = dict(zip(LAMBDAS, found)), common.without_clients
-    return {"personal": by[rule], f"personal@{chosen_on}-{other_rule}": short(by[other_rule]), "personal@test": short(by_test),
+    return {"personal": chosen, f"personal@{chosen_on}-{other_rule}": short(other), "personal@test": short(by_test),
             "personal@lambda=0.5": short(at[0.5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, found)]}
 
 
@@ -285,7 +285,7 @@ def show(run, phase_two_from):
     """Prints the last round's choices of lambda; with --plot draws lambdas.png and marks Phase II in curves.png."""
     history = run.record()["rounds"]
     row = history[-1]
-    groups = [(name, m) for name, m in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in m]
+    groups = [(name, row_of) for name, row_of in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in row_of]
     for name, measures in groups:
         print(f"\n{name + ' clients, lambda':<28}{'lambda':>8}{'mean':>10}{'std':>10}{'loss':>10}{'ece':>10}{'mce':>10}")
         choices = [("personal", "smallest training loss"), ("personal@train-accuracy", "best training accuracy")]

@@ -153,7 +153,7 @@ def parser():
 
 def markdown(text):
     def product(match):  # C*K is no emphasis
-        return match[0].replace("*", r"\*") if match[0] == "*" else match[0]
+        return r"\*" if match[0] == "*" else match[0]
 
     text = re.sub(r"^(?!    ).*", lambda m: re.sub(r"`[^`]*`|(?<=[\w)])\*(?=[\w(])", product, m[0]), text, flags=re.M)
     tokens = parser().parse(text)

@@ -25,11 +25,16 @@ class Table(NamedTuple):
     base: object  # (row, column) -> the row and column whose rounds are divided by the cell's, the speed-up; or None
 
 
+def values_of(text):
+    """{row: its values} of lines `row | values`."""
+    return {row.strip(): values.split() for row, values in (line.split("|") for line in text.strip().splitlines())}
+
+
 def table(name, title, columns, text, cell, rank, note="", why=None, draw=None, base=None):
     """text: a line `row | values` for each row. A value is verbatim, or ? (lost in our copy), or - (not in the paper)."""
     if isinstance(columns, str):
         columns = columns.split()
-    rows = {row.strip(): values.split() for row, values in (line.split("|") for line in text.strip().splitlines())}
+    rows = values_of(text)
     assert all(len(values) == len(columns) for values in rows.values()), name
     return Table(name, title, columns, rows, cell, rank, note, why or {}, draw, base)
 

@@ -1,6 +1,6 @@
 """FedAvg's own tables: rounds until the test accuracy reaches a target. Its Figure 1: fedavg_figure_1.py."""
 
-from tables import pairs, table
+from tables import pairs, table, values_of
 
 TITLE = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data (FedAvg)"
 SETTINGS = {
@@ -57,8 +57,7 @@ TABLE_2 = """
 
 
 def published(text, row, column, columns):
-    values = next(line.split("|")[1].split() for line in text.splitlines() if line.split("|")[0].strip() == row)
-    return int(values[columns.index(column)])
+    return int(values_of(text)[row][columns.index(column)])
 
 
 def table_1(row, column):

@@ -1,6 +1,6 @@
 """PersFL's tables and its Figure 2. They are means of five runs: --seeds 5."""
 
-from tables import DATA, figures, pairs, table, unknown
+from tables import DATA, figures, pairs, table, unknown, values_of
 
 TITLE = "Divi et al. 2021, Unifying Distillation with Personalization in Federated Learning (PersFL)"
 SETTINGS = {  # the setting in which the paper compares methods, for files with other defaults
@@ -21,7 +21,7 @@ TABLE_7 = """
     pFedMe     | 800 1000  800   800  800  800
     Per-FedAvg | 800  800 1000   800  800  800
     """
-ROUNDS = {line.split("|")[0].strip(): dict(zip(SIX, line.split("|")[1].split())) for line in TABLE_7.strip().splitlines()}
+ROUNDS = {row: dict(zip(SIX, values)) for row, values in values_of(TABLE_7).items()}
 PFEDME = {"CIFAR-10 DS-1": (0.01, 0.001, 1, 15, 128), "CIFAR-10 DS-2": (0.01, 0.0025, 1, 15, 128),  # eta, eta_p, beta,
           "CIFAR-10 DS-3": (0.01, 0.05, 2, 30, 20), "MNIST DS-1": (0.02, 0.0025, 1, 15, 128),
           "MNIST DS-2": (0.01, 0.0075, 1, 15, 128), "MNIST DS-3": (0.01, 0.05, 2, 30, 20)}  # lambda, B

@@ -23,7 +23,7 @@ def factor(measure):
 def digits(value, measure):
     if measure.startswith("rounds_to"):
         return f"{value:.1f}"
-    return "-" if value is None else f"{value:.3f}" if measure.endswith(("ece", "loss")) else f"{value:.2f}"
+    return f"{value:.3f}" if measure.endswith(("ece", "loss")) else f"{value:.2f}"
 
 
 def on_target(record):

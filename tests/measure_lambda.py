@@ -23,7 +23,9 @@ import superfed  # noqa: E402
 def answers(folder):
     """Whether each model is right on each of its client's test images, and its loss there: [11, K, images] each."""
     args = json.loads((folder / "result.json").read_text())["args"]
-    federation = common.Federation(superfed.arguments(["--dataset", args["dataset"], "--mix", args["mix"]]))
+    ours = superfed.arguments(["--dataset", args["dataset"]])
+    vars(ours).update(args, device="cpu")
+    federation = common.Federation(ours)
     state = torch.load(folder / "state.pt", weights_only=True)["state"]
     right, loss = [], []
     for lam in superfed.LAMBDAS:

@@ -16,6 +16,7 @@ import datasets
 import engine
 import fedavg
 from conftest import federation, refused
+from faults import images
 
 CPU = ["--device", "cpu"]
 
@@ -36,14 +37,8 @@ def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
     assert (guess == v).mean() < 0.2
 
 
-def arrays(n=40, test=20, size=8, classes=4):
-    rng = np.random.default_rng(0)
-    return {"x_train": rng.integers(0, 256, (n, size, size, 3), dtype=np.uint8), "y_train": np.arange(n) % classes,
-            "x_test": rng.integers(0, 256, (test, size, size, 3), dtype=np.uint8), "y_test": np.arange(test) % classes}
-
-
 def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
-    given = arrays()
+    given = images()
     monkeypatch.setitem(datasets.DATASETS, "cifar10", (8, 8, 3, 4))
     np.savez(tmp_path / "mine.npz", **given)
     np.savez(tmp_path / "cifar10.npz", **given)
@@ -55,7 +50,7 @@ def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
 
 
 def test_grey_images_get_a_channel(tmp_path):
-    given = arrays()
+    given = images()
     np.savez(tmp_path / "grey.npz", **{**given, "x_train": given["x_train"][..., 0], "x_test": given["x_test"][..., 0]})
     assert datasets.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
 
@@ -134,39 +129,18 @@ def test_limit_takes_equally_many_of_each_class(tmp_path):
     assert small.train == 12 and np.bincount(small.labels[:12]).tolist() == [5, 5, 2] and len(small.images) == 22
 
 
-# Bad input: one line on stderr, exit code 2
-
-
-def broken(**changes):
-    given = {**arrays(), **changes}
-    return {name: array for name, array in given.items() if array is not None}
+# Bad input: one line on stderr, exit code 2. Here is what docs/faults.md does not have (test_faults.py tries that)
 
 
 @pytest.mark.parametrize("given, words", [
-    (broken(y_test=None), "has no array y_test"),
-    (broken(x_train=np.zeros((40, 8, 8, 3), np.float32)), "save the images as uint8"),
-    (broken(x_train=np.zeros((40, 192), np.uint8)), "has the shape (40, 192)"),
-    (broken(x_train=np.zeros((40, 3, 8, 8), np.uint8)), "has the shape (40, 3, 8, 8)"),
-    (broken(x_test=np.zeros((20, 9, 9, 3), np.uint8)), "must have one size"),
-    (broken(y_train=np.arange(40) / 2), "labels must be integers"),
-    (broken(y_train=np.array(["cat"] * 40)), "labels must be integers"),
-    (broken(y_train=np.arange(40) % 4 - 1), "a label is negative"),
-    (broken(y_train=np.arange(39) % 4), "one label per image"),
-    (broken(y_train=np.eye(4, dtype=int)[np.arange(40) % 4]), "one label per image"),
-    (broken(y_train=np.array([0, 1, 3] * 13 + [0])), "no training image has the label 2"),
-    (broken(y_train=np.array([10**9] + [0] * 39)), "no training image has the label 1;"),
-    (broken(y_train=np.array([1000] + list(range(9)) * 4 + [0] * 3)), "labels go up to 1000, but no training image has the label 9"),
-    (broken(x_train=np.zeros((40, 0, 8, 3), np.uint8)), "x_train is empty"),
-    (broken(y_test=np.arange(20) % 4 + 2), "the test set has the label 5"),
-    (broken(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int)), "x_test is empty"),
-    (broken(client_train=np.arange(40) / 2), "client_train is float64"),
-    (broken(client_train=np.arange(39)), "an integer, its client, for each of the 40 images of x_train"),
-    (broken(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
-    (broken(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
-    (broken(client_test=np.arange(20)), "has client_test, but no client_train"),
-    (broken(client_train=np.arange(40) % 4, client_test=np.arange(19) % 4), "for each of the 20 images of x_test"),
-    (broken(client_train=np.arange(40) % 4, client_test=np.arange(20) % 3), "must give each client of client_train test images"),
-    (broken(client_train=np.arange(40) % 4, client_test=np.arange(20) % 5), "must give each client of client_train test images"),
+    (images(y_train=np.array([10**9] + [0] * 39)), "no training image has the label 1;"),
+    (images(y_train=np.array([1000] + list(range(9)) * 4 + [0] * 3)), "labels go up to 1000, but no training image has the label 9"),
+    (images(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
+    (images(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
+    (images(client_test=np.arange(20)), "has client_test, but no client_train"),
+    (images(client_train=np.arange(40) % 4, client_test=np.arange(19) % 4), "for each of the 20 images of x_test"),
+    (images(client_train=np.arange(40) % 4, client_test=np.arange(20) % 3), "must give each client of client_train test images"),
+    (images(client_train=np.arange(40) % 4, client_test=np.arange(20) % 5), "must give each client of client_train test images"),
 ])
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **given)
@@ -174,7 +148,7 @@ def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
 
 
 def test_a_data_set_that_is_not_what_its_name_says_is_refused(tmp_path, capsys):
-    np.savez(tmp_path / "cifar100.npz", **arrays())
+    np.savez(tmp_path / "cifar100.npz", **images())
     refused(capsys, "holds images of 8x8x3 in 4 classes, cifar100 has 32x32x3 in 100 classes", fedavg.main,
             ["--dataset", "cifar100", "--data-dir", str(tmp_path), *CPU])
 
@@ -188,12 +162,12 @@ def test_data_from_which_nothing_can_be_learnt_are_warned_of(tmp_path, capsys):
 
 
 def test_broken_and_missing_files_are_refused(tmp_path, capsys):
-    np.savez(tmp_path / "whole.npz", **arrays())
+    np.savez(tmp_path / "whole.npz", **images())
     whole = (tmp_path / "whole.npz").read_bytes()
     for content in (b"", b"no zip at all", whole[: len(whole) // 2], whole[:-30]):
         (tmp_path / "part.npz").write_bytes(content)
         refused(capsys, "can't be read as a .npz", fedavg.main, ["--dataset", str(tmp_path / "part.npz"), *CPU])
-    np.savez_compressed(tmp_path / "small.npz", **arrays())
+    np.savez_compressed(tmp_path / "small.npz", **images())
     for kind in ("whole", "small"):
         damaged = bytearray((tmp_path / f"{kind}.npz").read_bytes())
         for place in range(300, 400):
@@ -222,45 +196,12 @@ def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([*SHAPES, "--rounds", "0"], "0 must be at least 1"),
     ([*SHAPES, "--rounds", "many"], "invalid whole number value: 'many'"),
-    ([*SHAPES, "--fraction", "-0.1"], "-0.1 must be at least 0 and at most 1"),
-    ([*SHAPES, "--fraction", "1.5"], "1.5 must be at least 0 and at most 1"),
-    ([*SHAPES, "--lr", "nan"], "nan must be above 0"),
-    ([*SHAPES, "--lr", "inf"], "inf must be finite"),
-    ([*SHAPES, "--alpha", "inf"], "inf must be finite"),
-    ([*SHAPES, "--out", ""], "--out is empty"),
-    ([*SHAPES, "--split", "semantic", "--clients", "5"], "--split semantic finds its own clients; leave out --clients"),
-    ([*SHAPES, "--client-test", "0.999"], "use fewer --clients, a smaller --client-test or more images"),
-    ([*SHAPES, "--engine", "graph"], "--engine graph is for GPUs"),
-    ([*SHAPES, "--seed", "-1"], "-1 must be at least 0"),
-    ([*SHAPES, "--model", "lstm"], "--model lstm is unknown; use one of cnn, "),
-    ([*SHAPES, "--optimiser", "adam"], "unrecognized arguments"),
-    ([*SHAPES, "--device", "cuda:99"], "--device cuda:99 can't be used"),
-    ([*SHAPES, "--device", "gpu"], "--device gpu can't be used"),
-    ([*SHAPES, "--model", "cnn", "--transform", "tensorflow"], "made for 28x28, 32x32 and 64x64"),
-    ([*SHAPES, "--limit", "5"], "leaves some of the 10 classes empty"),
-    ([*SHAPES, "--limit", "10001"], "has only 10000 training images"),
     ([*SHAPES, "--clients", "10001"], "10000 training images can't be split among 10001 clients"),
     ([*SHAPES, "--clients", "5000", "--per-client", "3"], "don't make 15000 shards"),
     ([*SHAPES, "--clients", "10000", "--split", "iid"], "leaves client 0 with 1 images"),
-    ([*SHAPES, "--client-test", "0.6", "--client-val", "0.5"], "leave nothing to train on"),
-    ([*SHAPES, "--split", "dirichlet-classes", "--alpha", "0.001"], "use a larger --alpha or fewer --clients"),
-    ([*SHAPES, "--split", "dirichlet-classes", "--alpha", "0"], "use a larger --alpha or fewer --clients"),
-    ([*SHAPES, "--split", "dirichlet", "--alpha", "0", "--clients", "3"], "no class has 3333 images left"),
-    ([*SHAPES, "--split", "classes", "--per-client", "11"], "there are only 10 classes"),
-    ([*SHAPES, "--split", "lognormal", "--per-client", "11"], "there are only 10 classes"),
     ([*SHAPES, "--split", "lognormal", "--clients", "1000"], "use fewer --clients"),
-    ([*SHAPES, "--split", "fedslr", "--alpha", "0"], "needs --alpha above 0"),
-    ([*SHAPES, "--split", "natural"], "wants an array client_train in the .npz"),
-    ([*SHAPES, "--split", "semantic", "--limit", "500"], "more than 100 images"),
-    ([*SHAPES, "--split", "dirichlet-classes", "--clients", "1001"], "use fewer --clients than 1001"),
-    ([*SHAPES, "--split", "fedslr", "--client-val", "0.1"], "has no validation images"),
-    ([*SHAPES, "--device", "meta"], "only cpu and cuda are supported"),
-    ([*SHAPES, "--seed", "5000000000"], "5000000000 must be at least 0 and at most 4294967295"),
     (["--dataset"], "expected one argument"),
-    ([*SHAPES, "--out", "/proc/nothing"], "--out /proc/nothing can't be written to"),
-    ([*SHAPES, "--out", "/sys"], "--out /sys can't be written to"),
 ])
 def test_bad_arguments_are_refused(argv, words, capsys):
     refused(capsys, words, fedavg.main, argv)
@@ -285,8 +226,9 @@ def apart(m, x, classes):
 @pytest.mark.parametrize("model, words", [
     (twins, "fc.weight comes a second time"), (apart, "scale.b comes a second time, or apart"),
     (lambda m, x, classes: x.flatten(1)[:, :classes], "it asks for no weights"),
+    (lambda m, x, classes: m.linear("fc", x.flatten(1), klasses), "name 'klasses' is not defined"),  # noqa: F821
 ])
-def test_a_model_whose_layers_cant_be_told_apart_is_refused(model, words, capsys):
+def test_a_model_that_cant_be_built_is_refused(model, words, capsys):
     refused(capsys, words, common.Net, "mine", (3, 8, 8), 4, model=model)
 
 
@@ -382,7 +324,7 @@ def test_lognormal_gives_two_neighbouring_labels_and_very_unequal_sizes():
 
 def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     owner = np.repeat([2, 0, 1], [25, 10, 5])
-    np.savez(tmp_path / "hospitals.npz", **arrays(), client_train=owner)
+    np.savez(tmp_path / "hospitals.npz", **images(), client_train=owner)
     argv = ["--dataset", str(tmp_path / "hospitals.npz"), "--split", "natural", "--model", "mnistnet", *CPU]
     fed = common.Federation(common.parser("a\n\nb").parse_args(argv))
     assert fed.K == 3 and fed.n.tolist() == [8, 4, 20]
@@ -391,7 +333,7 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--limit", "38"]))
     assert fed.whole.train[1].max() < 38 and (fed.data.owner == np.delete(owner, [38, 39])).all()
     refused(capsys, "leaves a client of --split natural without images", fedavg.main, [*argv, "--limit", "35"])
-    np.savez(tmp_path / "bytes.npz", **arrays(256), client_train=np.arange(256, dtype=np.uint8))
+    np.savez(tmp_path / "bytes.npz", **images(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256
     refused(capsys, "use --client-test 0 or more images", fedavg.main, [*argv, "--client-test", "0.2"])
@@ -400,7 +342,7 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
 def test_natural_clients_test_on_their_own_images(tmp_path):
     """client_test, as LEAF has it: nothing of a client's training images is held out, whatever --client-test says."""
     owner, tester = np.repeat([2, 0, 1], [25, 10, 5]), np.array([0, 1, 1, 2] * 5)
-    np.savez(tmp_path / "leaf.npz", **arrays(), client_train=owner, client_test=tester)
+    np.savez(tmp_path / "leaf.npz", **images(), client_train=owner, client_test=tester)
     argv = ["--dataset", str(tmp_path / "leaf.npz"), "--model", "mnistnet", *CPU]
     fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--split", "natural", "--client-val", "0.2"]))
     for k in range(3):

@@ -3,6 +3,7 @@
 import csv
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -124,7 +125,10 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg,fedfoo", [], "there is no method fedfoo"),
     ("fedavg,nosuch.py", [], "there is no file"),
     ("", [], "--methods is empty"),
-    ("fedavg", ["--set", "mu=1"], "say METHOD.PARAMETER=VALUE"),
+    ("fedavg", ["--set", "mu=0.1"], "--set mu=0.1: say METHOD.PARAMETER=VALUE"),
+    ("fedavg", ["--set", "fedavg"], "--set fedavg: say METHOD.PARAMETER=VALUE"),
+    ("fedprox", ["--set", "fedprox.mu(=1"], "unrecognized arguments: --mu(=1"),
+    ("fedavgm", ["--set", "fedavgm.target=0.8"], "stops at an accuracy (target=[0.8]); all methods must do all rounds"),
     ("fedavg,fedavg", [], "two methods are called fedavg"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),
     ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
@@ -149,6 +153,9 @@ def test_a_file_that_changes_what_is_shared_is_refused(go, tmp_path, capsys):
     mine = tmp_path / "mine.py"
     mine.write_text(MINE.replace("(argv)", '([*argv, "--epochs=2"])'))
     refused(capsys, "makes 2 of --epochs 1, which all methods share", go, str(mine))
+    mine.write_text(MINE.replace("(argv)", '([*argv, "--target=0.5"])'))
+    common.load_file.cache_clear()
+    refused(capsys, "mine.py stops at an accuracy (target=[0.5])", go, str(mine))
     mine.with_name("fedavg.py").write_text("main = print")
     refused(capsys, "two methods are called fedavg", go, str(mine.with_name("fedavg.py")))
     mine.with_name("bare.py").write_text("def main(): pass")
@@ -164,7 +171,31 @@ def test_every_method_takes_the_shared_settings():
     assert [method.name for method in methods] == list(compare.METHODS) and len(methods) == 23
     for name in ("fedavg", "superfed-lm", "ditto", "psinet"):
         args = next(method.args for method in methods if method.name == name)
-        assert {key: args[key] for key in compare.SHARED} == compare.SHARED
+        assert {key: args[key] for key in compare.SHARED} == compare.SHARED and args["lr_decay"] == 0.95
+    assert compare.plan(*compare.arguments(["--methods", "fedper", "--dataset", "cifar10"]))[0].args["lr_decay"] == 1
+
+
+def test_a_parameter_without_a_default_is_given_by_set(tmp_path):
+    """psinet.py does not know where to cut a model from elsewhere."""
+    (tmp_path / "net.py").write_text('def mine(m, x, classes):\n    return m.linear("fc", m.conv("conv1", x, 8, 3).flatten(1), classes)\n')
+    argv = ["--methods", "psinet", "--model", f"{tmp_path}/net.py:mine"]
+    with pytest.raises(SystemExit):
+        compare.plan(*compare.arguments(argv))
+    assert compare.plan(*compare.arguments([*argv, "--set", "psinet.depth=fc"]))[0].args["depth"] == "fc"
+
+
+@pytest.mark.parametrize("folder", ["compare", "compare-cifar10"])
+def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder, tmp_path):
+    """Settings, table and notes, to the last character. A record of other settings would be refused."""
+    out, page = HERE / "results" / folder, (HERE / "docs" / "compare.md").read_text().replace("\\\n", " ")
+    command = re.search(rf"python compare.py (.* --out results/{folder})$", page, re.M)[1]
+    args, shared = compare.arguments(command.split())
+    records = {method.name: [compare.record(method, out / method.name / str(seed)) for seed in range(args.seeds)]
+               for method in compare.plan(args, shared)}
+    compare.write_table(compare.table(records), records, shared, args, tmp_path)
+    for name in ("compare.md", "compare.csv"):
+        assert (tmp_path / name).read_text() == (out / name).read_text()
+    assert "\n".join(compare.lines(compare.table(records))) in page
 
 
 def test_a_split_that_finds_its_own_clients():

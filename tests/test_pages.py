@@ -211,19 +211,6 @@ def test_the_demos_table_is_that_of_its_record_and_it_is_stable():
             assert np.ptp([run[name] for run in runs]) <= 0.03
 
 
-def test_the_tables_of_comparisons_are_those_of_their_records():
-    """results/compare*/compare.md has the table of the records beside it, and docs/compare.md has it, too."""
-    pages = sorted(HERE.glob("results/compare*/compare.md"))
-    assert pages
-    for page in pages:
-        records = {}
-        for path in sorted(page.parent.glob("*/*/result.json")):
-            records.setdefault(path.parent.parent.name, []).append(json.loads(path.read_text()))
-        assert len({(r["data"]["fingerprint"], r["split"]["fingerprint"]) for runs in records.values() for r in runs}) == 1
-        wanted = "\n".join(compare.lines(compare.table(records)))
-        assert wanted in page.read_text() and wanted in (HERE / "docs" / "compare.md").read_text()
-
-
 def test_the_page_on_extending_has_the_files_that_it_shows():
     page = (HERE / "docs" / "extend.md").read_text()
     for name in ("docs/lastlayer.py", "tests/test_lastlayer.py"):

@@ -388,11 +388,32 @@ def test_the_commit_is_recorded(tmp_path, monkeypatch):
 
 
 def test_the_record_has_the_file_of_a_model_from_elsewhere(toy, tmp_path):
-    """And of one that psinet.py wraps."""
+    """And of one that psinet.py wraps. The file may say what a model is in any way that Python has."""
+    (tmp_path / "mine.py").write_text("""from __future__ import annotations
+import dataclasses
+import functools
+
+@dataclasses.dataclass
+class Size:
+    hidden: int
+
+def net(m, x, classes, size):
+    return m.linear("fc2", m.linear("fc1", x.flatten(1), size.hidden), classes)
+
+small = functools.partial(net, size=Size(5))
+""")
     for module, more in ((fedavg, []), (psinet, ["--groups", "0"])):
-        argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4", "--rounds", "1", "--device", "cpu", *more]
+        argv = ["--dataset", toy, "--model", f"{tmp_path}/mine.py:small", "--split", "iid", "--clients", "4", "--rounds", "1", "--device", "cpu",
+                *more]
         record, _ = run(module, argv, tmp_path / module.__name__)
-        assert set(record["environment"]["sources"]) == {f"{module.__name__}.py", "conftest.py", *records.SHARED}
+        assert set(record["environment"]["sources"]) == {f"{module.__name__}.py", "mine.py", *records.SHARED}
+
+
+def test_another_file_in_the_folder_is_no_state(tmp_path):
+    """tables/fedslr.py exports factors to this name, beside a run's record."""
+    (tmp_path / "state-factors.pt").write_bytes(b"")
+    record, _ = run(fedavg, [*QUICK, "--rounds", "1", "--resume"], tmp_path)
+    assert record["status"] == "finished"
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):

@@ -44,12 +44,13 @@ METHODS = {  # command, the measure that the method is for, what was tried
 def train(name, words):
     """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
-    if not (out / "result.json").exists() or json.loads((out / "result.json").read_text())["status"] == "interrupted":
+    record = out / "result.json"
+    if not record.exists() or json.loads(record.read_text())["status"] not in ("finished", "diverged"):
         file, *argv = METHODS[name][0].split()
         argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1, "--split-seed", 1, "--out", out]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # a diverged run is a result, too
             importlib.import_module(file).main([*map(str, argv)])
-    return json.loads((out / "result.json").read_text())
+    return json.loads(record.read_text())
 
 
 def accuracy(row, measure):
@@ -69,12 +70,11 @@ def main(names):
             rows = [row for row in record["rounds"] if measure in row]
             half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
             reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
-            remark[words] = "no other tried" * (len(grid) == 1)
             if record["diverged"]:
                 remark[words] = f"diverged after round {rows[-1]['round']}"
         best = max(reached, key=lambda words: reached[words][1])
         for words, (half, last) in reached.items():
-            mark = remark[words] or "yes" * (words == best)
+            mark = remark.get(words, "yes" * (words == best))
             print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True)
 
 
