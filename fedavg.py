@@ -5,8 +5,8 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
     python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
 
 What to expect: rounds until the test accuracy reaches 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist
---model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). IID, C=.1, seed 0. B=all (`--batch-size 0`) is FedSGD. last:
-the last accuracy. min: minutes of training, one core. Pixels (D4) were scaled so that the 2NN's rounds fit; the CNN ran later.
+--model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). Clients have random images (IID). A tenth of the clients is
+in a round (C=.1). Seed 0. B=all (`--batch-size 0`) is FedSGD. last: the last accuracy. min: minutes of training, one core.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
@@ -41,7 +41,7 @@ Choices that change a number. docs/fedavg.md has each in full.
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Line 1, eta, MNIST's pixels (-1/2 to 1/2), padding, the augmentation's ranges: not in the paper. docs/fedavg.md: why.
+    D4  Not in the paper: line 1, eta, padding, the augmentation's ranges, MNIST's pixels (-1/2 to 1/2: the 2NN's rounds fit).
 """
 
 from types import SimpleNamespace as State
