@@ -3,9 +3,9 @@
     python baselines.py --method scaffold --dataset cifar10
 
     --method     idea
-    local        Every client trains for itself. Nothing is sent.
+    local        Every client trains for itself (`local_training`). Nothing is sent.
     centralised  One model is trained on the images of all clients, in one place: what federated methods are measured against.
-    fedavg-ft    FedAvg. After the last round every client continues to train the global model alone ("fine-tuning").
+    fedavg-ft    FedAvg. After the last round every client trains the global model further, alone ("fine-tuning"; in `fedprox`).
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
     fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
     scaffold     FedAvg, with corrected steps: minus the client's usual gradient, plus the mean of all clients' gradients.
@@ -41,7 +41,7 @@ the clients in S, V[S] = y replaces them, V.all has all rows.
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
 
-from math import cos, pi
+from math import ceil, cos, pi
 from types import SimpleNamespace as State
 
 import numpy as np
@@ -232,7 +232,7 @@ def fedprox(federation, run, args):
         if run.evaluates():
             v = state.w
             if args.method.endswith("-ft") and t == args.rounds - 1:
-                everyone, T = np.arange(len(federation.clients)), args.rounds
+                everyone, T = federation.rows(), args.rounds
                 v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
                 v, _ = federation.train(fine_tune, (v, torch.zeros_like(v)), everyone, T, federation.eta(T),
                                         epochs=args.finetune_epochs)  # l.5 (D3)
@@ -255,7 +255,7 @@ def scaffold(federation, run, args):
     Personal is x. Twice FedAvg's bytes: c_k^+ - c_k goes up, too, and c goes down.
     D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as FedSLR has them.
     D2  Line 6: `reach` replaces steps: the sum over s = 1 to steps of (1 + beta + ... + beta^(s-1)), beta being the momentum.
-        Without momentum it is the number of steps. The paper has no momentum (--momentum 0).
+        Without momentum it is the number of steps. The paper, from memory, has none (--momentum 0).
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
     D4  Line 4: E epochs, so that clients with more images take more steps. The paper has one number of steps for all.
     """
@@ -305,7 +305,7 @@ def feddyn(federation, run, args):
     D1  Line 5: SGD in place of the paper's exact minimum. The official code divides alpha by n_k / (mean n), clips gradients to
         the norm 10 and has a weight decay of 1e-3. Here none of the three (the last: --weight-decay).
     D2  Global is w. The official code evaluates only means of theta_k. That of all clients' last theta_k is recorded as "all".
-    D3  The default alpha is FedSLR's; the official example for CIFAR-10 has .01. The paper has no momentum (--momentum 0).
+    D3  The default alpha is FedSLR's; the official example for CIFAR-10 has .01. From memory: no momentum (--momentum 0).
     """
     gradient, descend = local_sgd(federation.net, args)
     K, alpha = federation.K, args.feddyn_alpha  # D3
@@ -335,7 +335,7 @@ def feddyn(federation, run, args):
 def apfl(federation, run, args):
     """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv 2003.13461.
 
-     1  w = w_0;  for every client k: v_k = w_0 and alpha_k
+     1  w = w_0;  for every client k: v_k = w_0, alpha_k = .5 (--apfl-alpha)
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w
      4          if adaptive, for the first minibatch b:  g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k;
@@ -376,8 +376,8 @@ def apfl(federation, run, args):
         order = common.stream(args.seed, "order", t, federation.clients[row]).permutation(federation.split.train[row])
         return order[: args.batch_size or len(order)]
 
-    w, alpha = federation.initial_weights(), torch.tensor(args.apfl_alpha, device=federation.device)
-    state = State(w=w, V=federation.per_client(w), alpha=federation.per_client(alpha))  # l.1: [d], [K, d], [K]
+    w_0, alpha = federation.initial_weights(), torch.tensor(args.apfl_alpha, device=federation.device)
+    state = State(w=w_0, V=federation.per_client(w_0), alpha=federation.per_client(alpha))  # l.1: [d], [K, d], [K]
 
     def mixtures(S):
         return mix(state.alpha[S][:, None], state.V[S], state.w)  # D4: [m, d]
@@ -401,7 +401,7 @@ def apfl(federation, run, args):
 def fedper(federation, run, args):
     """FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv 1912.00818.
 
-     1  base w and, for every client k, head v_k, its last N layers: those of w_0
+     1  body w and, for every client k, head v_k, its last N layers: those of w_0
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b:  (w_k, v_k) = (w_k, v_k) - eta * gradient of f_k(w_k, v_k; b)
@@ -410,22 +410,22 @@ def fedper(federation, run, args):
     Personal is (w, v_k); there is no global model. Only w is sent.
     D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper, from memory, heads start at
         random and all clients train in every round.
-    D2  Personal is with the current base w. FedSLR's code takes the base of the round before.
+    D2  Personal is with the current body w. FedSLR's code takes the body of the round before.
     D3  Line 5: weighted by n_k. FedSLR's code has the plain mean.
     """
     step, head = sgd_step(federation.net, args), personal_layers(federation.net, args)  # head: a slice of w (D1)
-    w = federation.initial_weights()
-    state = State(w=w, V=federation.per_client(w[head]))  # l.1: [d], whose own head is not used; [K, ...]
+    w_0 = federation.initial_weights()
+    state = State(w=w_0, V=federation.per_client(w_0[head]))  # l.1: [d], whose own head is not used; [K, ...]
 
     def models(S):
         return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D1)
-        w = models(S)  # l.3: (w, v_k), [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: (w_k, v_k), [m, d]
+        start = models(S)  # l.3: (w, v_k), [m, d]
+        trained, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4: (w_k, v_k)
         n_k = federation.n[S]  # [m]
-        state.w, state.V[S] = federation.mean(w_k, n_k), w_k[:, head]  # l.5 (D3); l.4
-        sent = len(S) * (len(state.w) - state.V.all.shape[1])
+        state.w, state.V[S] = federation.mean(trained, n_k), trained[:, head]  # l.5 (D3); l.4
+        sent = len(S) * head.start
         run.sent(up=sent, down=sent)
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(models))  # D2
@@ -450,8 +450,8 @@ def fedrep(federation, run, args):
     """
     on_body, on_head = steps_on_parts(federation.net, args, args.weight_decay)
     head = personal_layers(federation.net, args)  # a slice of w; the body is before it
-    w = federation.initial_weights()
-    state = State(w=w, V=federation.per_client(w[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
+    w_0 = federation.initial_weights()
+    state = State(w=w_0, V=federation.per_client(w_0[head]))  # l.1 (D4): [d], whose own head is not used; [K, ...]
 
     def models(S):
         return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
@@ -486,17 +486,17 @@ def lg_fedavg(federation, run, args):
     D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
     """
     step, lower = sgd_step(federation.net, args), personal_layers(federation.net, args)  # lower: a slice of w (D1)
-    w = federation.initial_weights()  # D2
-    state = State(w=w, V=federation.per_client(w[lower]))  # l.1: [d], whose own lower layers are not used; [K, ...]
+    w_0 = federation.initial_weights()  # D2
+    state = State(w=w_0, V=federation.per_client(w_0[lower]))  # l.1: [d], whose own lower layers are not used; [K, ...]
 
     def models(S):
         return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t, S in run.rounds(state):  # l.2
-        w = models(S)  # l.3: (v_k, w), [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: (v_k, w_k), [m, d]
-        state.w, state.V[S] = federation.mean(w_k), w_k[:, lower]  # l.5 (D4); l.4
-        sent = len(S) * (len(state.w) - state.V.all.shape[1])
+        start = models(S)  # l.3: (v_k, w), [m, d]
+        trained, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4: (v_k, w_k)
+        state.w, state.V[S] = federation.mean(trained), trained[:, lower]  # l.5 (D4); l.4
+        sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(models))  # D3
@@ -516,7 +516,7 @@ def ditto(federation, run, args):
     D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. Officially E and s count minibatches, and the steps on w_k
         and v_k alternate, which for s = E comes to the same.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The default lambda is FedSLR's.
-    D3  Line 6: plain, as officially, where clients are drawn with probabilities like n_k. Here all have the same probability.
+    D3  Line 6: plain, as officially, where by default clients are drawn with probabilities like n_k. Here all are as likely.
     """
     step, (gradient, descend) = sgd_step(federation.net, args), local_sgd(federation.net, args)
 
@@ -524,8 +524,8 @@ def ditto(federation, run, args):
         v, u = client  # [d] weights, [d] momentum
         return descend(v, u, gradient(v, b) + args.ditto_lambda * (v - w), eta)  # l.5 (D2)
 
-    w = federation.initial_weights()
-    state = State(w=w, V=federation.per_client(w))  # l.1: [d], [K, d]
+    w_0 = federation.initial_weights()
+    state = State(w=w_0, V=federation.per_client(w_0))  # l.1: [d], [K, d]
     for t, S in run.rounds(state):  # l.2
         eta, w, v = federation.eta(t), state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.4: [m, d]
@@ -553,7 +553,7 @@ def pfedme(federation, run, args):
     D1  Lines 3 and 7: only S_t trains. In paper and official code all clients train, and S_t says whose w_k are averaged.
     D2  Line 4: an epoch is a pass over all images of a client. What the official code calls a local epoch is one minibatch.
     D3  Line 5: theta_k goes on from minibatch to minibatch, as officially. The official weight decay is --weight-decay .001.
-    D4  Line 6: --momentum acts on w_k, not on theta_k. The paper has none (--momentum 0).
+    D4  Line 6: --momentum acts on w_k, not on theta_k. The paper, from memory, has none (--momentum 0).
     D5  lambda, `steps`, beta and eta_p are by default PersFL's for DS-1 of CIFAR-10. eta_p decays as eta does.
     D6  Personal is theta_k, as in the paper. Official code and PFLlib evaluate w_k, by mistake: `personal@w_k` in the record.
     D7  Line 7: weighted by n_k, as officially. In the paper, from memory, the mean is plain.
@@ -567,9 +567,9 @@ def pfedme(federation, run, args):
             theta = theta - eta_p * (gradient(theta, b) + lam * (theta - w))  # l.5
         return theta, *descend(w, u, lam * (w - theta), eta)  # l.6 (D4)
 
-    w = federation.initial_weights()
-    state = State(w=w, theta=federation.per_client(w),  # l.1: [d], [K, d]
-                  W=federation.per_client(w))  # [K, d] the last w_k, for D6 alone
+    w_0 = federation.initial_weights()
+    state = State(w=w_0, theta=federation.per_client(w_0),  # l.1: [d], [K, d]
+                  W=federation.per_client(w_0))  # [K, d] the last w_k, for D6 alone
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)  # D5
@@ -602,7 +602,7 @@ def per_fedavg(federation, run, args):
     beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01 and beta .001.
     D1  Line 4: D, D' and D'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
         One or two minibatches that are left over at the end of a round are not used.
-    D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper has no momentum (--momentum 0).
+    D2  Line 8: the step is from w_k. PersFL's code takes it from z. From memory: no momentum (--momentum 0).
     D3  Line 9: weighted by n_k, as in PersFL's code. The paper's mean is plain.
     D4  Line 10: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
     D5  Line 7: with ReLU, h can be far from the product of Hessian and g that it stands for (table on the page).
@@ -621,17 +621,18 @@ def per_fedavg(federation, run, args):
             2     D''  w + and - delta * g     h   (l.7), if Hessian-free
         """
         w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
+        # Every turn computes z, g, h and the step of line 8. torch.where keeps what this turn is for.
         here = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
         found = gradient(here, b)
         z = torch.where(turn == 0, w - alpha * found, z)  # l.5
         g = torch.where(turn == 1, found, g)  # l.6
-        h = (found - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), if turn is 2
-        new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), if this turn is the last
+        h = (found - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), turn 2
+        new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), the last turn
         w, u = torch.where(turn == last, new_w, w), torch.where(turn == last, new_u, u)
         return w, u, z, g, (turn + 1) % (last + 1)
 
     state = State(w=federation.initial_weights())  # l.1: [d]
-    everyone = np.arange(len(federation.clients))
+    everyone = federation.rows()
     for t, S in run.rounds(state):  # l.2
         n_k, w = federation.n[S], state.w.expand(len(S), -1)  # l.3: [m], [m, d]
         zero, turn = torch.zeros_like(w), torch.zeros_like(n_k)
@@ -646,7 +647,7 @@ def per_fedavg(federation, run, args):
 def refuse_small_clients(federation, args, minibatches):
     """Refuses --method per-fedavg where a client has too few minibatches for one step, or products are too coarse."""
     least = int(federation.gather(federation.n).min())
-    if args.epochs * -(-least // (args.batch_size or least)) < minibatches:
+    if args.epochs * ceil(least / (args.batch_size or least)) < minibatches:
         common.refuse(f"a step of per-fedavg takes {minibatches} minibatches, and a client with {least} images has fewer; use "
                       "more --epochs or a smaller --batch-size")
     if args.hessian_free and args.precision != "fp32":
@@ -750,11 +751,11 @@ def fedma(federation, run, args):
      6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
-     9          if l = L:  the unit of each class in w = mean over S_t of those in w_k, by k's number of images of this class
+     9          if l = L:  each class's unit in w = mean over S_t of w_k's, weighted by k's images of this class
 
     Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
     --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t (in the first
-    round only if --common-start); then layer by layer all of w up, all but the last layer down, and Pi_k to client k.
+    round only if --common-start); then, layer by layer, w up; w but its last layer, and Pi_k, down to client k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.
@@ -801,7 +802,9 @@ def fedma(federation, run, args):
                 n_kc = torch.where(n_kc.sum(0) > 0, n_kc, 1)  # D5
                 w[layer] = flat((V * (n_kc / n_kc.sum(0))[:, :, None]).sum(0, keepdim=True))[0]  # l.9
         state.w = w
-        first, all_but_last, permutations = w_k.numel() * (not own_start), matched.numel(), len(S) * sum(units[:-1])
+        first = 0 if own_start else w_k.numel()
+        all_but_last = len(S) * net.layers[-1][1].start
+        permutations = len(S) * sum(units[:-1])
         run.sent(up=w_k.numel(), down=first + all_but_last + permutations)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
@@ -872,7 +875,7 @@ def units_of_a_chain(net, x):
     chain = chain and all(kernel[1] % before == 0 for before, (kernel, _) in zip(units, shapes[1:]))  # inputs for each unit
     if not (chain and order_is_free(net, units, x)):
         common.refuse(f"--method fedma takes chains of convolutions and linear layers with biases, and {net.name} is none; use "
-                      "--model vgg9, vgg16, cnn, cifarnet or mnistnet")
+                      "--model vgg9, vgg16, cnn, cifarnet, mnistnet, mnistcnn or 2nn")
     return units
 
 

@@ -117,7 +117,8 @@ def parser(doc, **defaults):
     g = p.add_argument_group("running (the same in every file)")
     seed = between(int, 0, 2**32 - 1)
     g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
-    g.add_argument("--split-seed", type=seed, default=0, help="of the split; also of --augment-once, and of superfed.py's --unseen")
+    g.add_argument("--split-seed", type=seed, default=0, 
+                   help="of the split; also of --augment-once, and of superfed.py's --unseen")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     g.add_argument("--parallel", type=positive_int,
                    help="clients trained at once: threads on the CPU (default: its cores), one vmapped step on a GPU (default: "
@@ -257,8 +258,8 @@ def split_clients(data, args):
         n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            smaller = "a smaller --client-val" if args.client_val else "--client-test 0"
-            how = smaller if args.split == "natural" else "fewer --clients" + (
+            instead = "--client-val 0" if args.client_val else "--client-test 0"
+            how = instead if args.split == "natural" else "fewer --clients" + (
                 ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")
@@ -544,8 +545,8 @@ class Weights:
     def batchnorm(self, name, x, running=None, mask=None):
         """BatchNorm of x [B,C,H,W], and the next running statistics. running [2,C]: means and variances, at first 0 and 1.
 
-        mask [B]: given in training, 1 for real images. Their statistics normalise x, and move the running ones a tenth of the way, as
-        PyTorch's default does. Without mask the running statistics normalise x.
+        mask [B]: given in training, 1 for real images. Their statistics normalise x, and move the running ones a tenth of the
+        way, as PyTorch's default does. Without mask the running statistics normalise x.
         """
         scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
         shift = self.take(name + ".bias", x.shape[1:2], ("constant", 0.0))
@@ -603,7 +604,8 @@ class Net:
             if not weights.table:
                 raise RuntimeError("it asks for no weights; see the models in common.py")
         except Exception as problem:  # whatever a model from elsewhere does
-            why = engine.first_line(problem)
+            known = isinstance(problem, (RuntimeError, ValueError, TypeError, AttributeError))
+            why = engine.first_line(problem) if known else f"{type(problem).__name__}: {engine.first_line(problem)}"
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with {shape[0]} channels: {why}")
         self.sizes = [int(np.prod(s)) for _, s, _ in weights.table]
         self.d = sum(self.sizes)

@@ -76,7 +76,7 @@ OWN = {
                     "with the others' momentum and rate it diverges; it has all clients' images in every round"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               "lr = 1/lambda: w_k moves to theta_k in the first round, nearly later; theta_lr is the rate of SGD"),
+               "lr = 1/lambda: w_k moves to theta_k in the first round, later nearly so; theta_lr is the rate of SGD"),
     "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
                "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, "
@@ -99,7 +99,8 @@ class Method(NamedTuple):
 def arguments(argv):
     """This file's own arguments, and the shared settings."""
     p = common.Parser(description=__doc__.partition("\n\n")[0], allow_abbrev=False,
-                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED | BY_DATASET['shapes']))}. These are flags, as are the "
+                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED))}; for shapes "
+                             f"also {' '.join(flags(BY_DATASET['shapes']))}. These are flags, as are the "
                              "others of the groups data, training and running in python fedavg.py --help.")
     p.add_argument("--methods", required=True, metavar="A,B,...",
                    help=f"all, or some of {', '.join(METHODS)}, or files of your own (docs/extend.md)")
@@ -165,14 +166,14 @@ def plan(args, shared):
         for word in mine:
             refuse_foreign(name, word, words, settings)
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
-        made = parsed(main, argv, f"--set {name}.{', '.join(mine)}" if mine else f"--methods: {name}", file)
-        changed = {word.partition("=")[0].replace("-", "_") for word in mine}  # by --set: of the shared ones RATES alone
-        for key in settings.keys() - changed:
-            if made[key] != wanted[key]:
+        made = parsed(main, argv, f"--methods: {name}" + f", --set {name}.{', '.join(mine)}" * bool(mine), file)
+        own = {word.partition("=")[0].replace("-", "_") for word in mine}  # of the shared settings RATES alone: refuse_foreign
+        for key in settings:
+            if key not in own and made[key] != wanted[key]:
                 flag = f"--{key.replace('_', '-')} {wanted[key]}"
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
         if made.get("target"):
-            common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}); all methods must do all rounds")
+            common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}), others don't; use --set {name}.target")
         found[name] = Method(name, file, argv, made)
     for method, word in sets:
         if method not in found:
@@ -345,7 +346,7 @@ Settings that all share: `{' '.join(flags(settings))}`. The split has the finger
 After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the
 server's model, on the central test images. Personal: each client's model, on the client's own test images; mean over clients.
 Worst tenth: mean over the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds.
-s a round: median seconds of a round's training, without fine-tuning and PersFL's distillation, on {some['environment']['device']}.
+s a round: median seconds of a round's training, without fine-tuning and distillation, on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(rows)) + "\n\n"

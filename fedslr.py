@@ -6,7 +6,7 @@
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
 "global" is w on the central test images. On client i's own, "gkr" is w, "personal" is w + p_i, the mixed model. Algorithm 2, in
-our words; Algorithm 1's numbers: lines 7, 14, 20; the others: ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel
+our words; lines 7, 14, 20 have Algorithm 1's numbers, others ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel
 as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g). See fedavg.py too.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
@@ -32,7 +32,7 @@ as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w>
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
 Choices that change a number, in full in docs/fedslr.md:
-    D1  Line 1: p_i is a copy of w^0's kernels and matrices with resnet18 and mobilenet, as in the authors' code; else 0.
+    D1  Line 1: p_i is a copy of w^0's kernels and matrices with resnet18 (authors' code: and biases) and mobilenet; else 0.
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
@@ -135,10 +135,10 @@ def main(argv=None):
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[j])  # l.6, l.16
         gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: [d]
-        del w_i  # for lack of memory
+        del w_i  # frees memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
         # Phase II is a part of line 5. It stands behind line 7 here. It uses w^t, not w^{t+1}, so the result is the same.
-        # Its loops are as above, with the images in another order (train's phase=1): l.18-20
+        # Its loops are as above, with the images in another order (phase=1 counts train's passes in a round from 0): l.18-20
         state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
@@ -222,7 +222,7 @@ def svd(A):
     finite = torch.nan_to_num(A, 0, 0, 0).double()
     squares, V = torch.linalg.eigh(finite.mT @ finite)
     s = squares.clamp(min=0).sqrt()
-    return finite @ (V / s.clamp(min=1e-300)) + (A - A).sum(), s, V.mT
+    return finite @ (V / s.clamp(min=1e-300)) + torch.where(A.isfinite().all(), 0.0, torch.nan), s, V.mT
 
 
 def count_factors(net, ranks):

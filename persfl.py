@@ -3,7 +3,7 @@ in Federated Learning", 2021, arXiv 2105.15191.
 
     python persfl.py --runs 5                              (Table 2, DS-1; published: FedAvg .450, PersFL .819)
     python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2; published: FedAvg .487, PersFL .596)
-    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg .466, PersFL .823)
+    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
 DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: mean over 10 users in the first of the five runs.
@@ -17,8 +17,8 @@ G is FedAvg's global model. User k's teacher O_k is the G that suits user k best
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words, with its line numbers. Ours: "choose G_1", and lines 9 to 11, where the paper
-only closes loops. K users have n_k training images, n in all. There are E_G rounds. A_k(b), O_k(b): logits. CE: cross-entropy.
+The paper's Algorithm 1, in our words, with its line numbers. Ours: "choose G_1", line 13's loop, and lines 9 to 11, where the
+paper only closes loops. K users have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -47,13 +47,13 @@ Choices that change a number. docs/persfl.md has each in full.
 
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
-    D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E = 10, no momentum are our choice. The paper's line 16 has E_L.
+    D3  Lines 9 to 22: B = 20, eta = .05, eta' (the paper's eta) = .05, E_L = 1, E (its E_L) = 10, no momentum are our choice.
     D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
     D7  Line 13: each pair starts at O_k. The grid is inferred from Table 5. T does not matter where lambda is 0 or 1: 11 pairs.
-    D8  Line 11: the last G is everybody's teacher, and the students' start. The tables' column FedAvg is this G.
-    D9  DS-1 to DS-3 are made of the training images alone, as the paper's words say. The authors' own splits differ.
+    D8  Line 11: the last G is everybody's teacher, and the students' start. Our tables' column FedAvg is this G.
+    D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
@@ -63,6 +63,7 @@ import itertools
 import json
 import pathlib
 import sys
+from math import ceil
 from types import SimpleNamespace as State
 
 import numpy as np
@@ -71,7 +72,8 @@ from torch.func import vmap
 
 import common
 
-GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1) if T == 1 or 0 < lam < 1]  # l.13 (D7)
+# l.13: (T, lambda) of 11 students (D7)
+GRID = [(1, 0), (1, 0.25), (1, 0.5), (1, 0.75), (1, 1), (5, 0.25), (5, 0.5), (5, 0.75), (25, 0.25), (25, 0.5), (25, 0.75)]
 
 
 def client_step(net, args):
@@ -232,7 +234,7 @@ def validation_losses(federation, w):
     images = federation.split.val  # of each user
     index = torch.from_numpy(np.concatenate(images)).to(federation.device)
     user = torch.from_numpy(np.repeat(np.arange(len(images)), list(map(len, images)))).to(federation.device)
-    return common.score(federation.logits(w, index), federation.labels[index], user, len(images))["loss"]
+    return common.score(federation.logits(w, index), federation.labels[index], user, len(images))["loss"]  # l.5
 
 
 def teachers(run, state, args):
@@ -254,14 +256,14 @@ def with_progress(step, federation, run):
     """Stage 2's step, which counts its minibatches in the run's bar. Where many users train in one step, as on a GPU, nothing
     can be counted, and the line printed here is all."""
     args = federation.args
-    minibatches = args.distill_epochs * sum(-(-len(i) // (args.batch_size or len(i))) for i in federation.split.train)
+    minibatches = args.distill_epochs * sum(ceil(len(i) / (args.batch_size or len(i))) for i in federation.split.train)
     run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs: "
                   f"{len(GRID) * minibatches} steps")
     count = itertools.count(1)  # several threads may count
 
     def counting(user, b, eta):
         done = next(count)
-        if done % -(-minibatches // 100) == 0:
+        if done % ceil(minibatches / 100) == 0:
             run.bar.set_postfix_str(f"stage 2: {100 * done // minibatches} %")
         return step(user, b, eta)
 

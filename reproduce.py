@@ -468,8 +468,9 @@ HOW_TO_READ = """How to read a cell:
   files have changed since the run (see above). `[3 of 4 settings tried]`: we show the best of those 3.
 """
 RUNS_ARE = """The runs that made the numbers of [the tables]({paper}.md). The command is for seed 0; for seed s add
-`--seed s --split-seed s`. Minutes are for one seed. *stale*: source files have changed since the run.
-`python reproduce.py --list --verbose --only {paper}` also shows the runs that are missing.
+`--seed s --split-seed s`. Minutes are for one seed. *stale*: source files have changed since the run, and
+[accepted.json](accepted.json) does not let it stand. `python reproduce.py --list --verbose --only {paper}` also shows the runs that are
+missing.
 """
 
 
@@ -482,8 +483,8 @@ def pages(paper):
         made |= {s.results[0].path: run_line(s.results) for _, s in found.values() if s}
     stale = sum(words.endswith("stale |") for words in made.values())
     title, links = PAPERS[paper].TITLE, f"[The code](../{paper}.py). [About it](../docs/{paper}.md). [All papers](README.md)."
-    ours_are = (f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale: source files have changed since then, and nobody "
-                "has [shown](accepted.json) that this changes no number.")
+    ours_are = (f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale (source files have changed since the run, and "
+                "nobody has [shown](accepted.json) that this changes no number).")
     text = [f"# {title}", "", links, ours_are, "", HOW_TO_READ.strip(), *tables]
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
                  line("python ...", "seeds", "rounds", "device", "minutes", ""), line(*["---"] * 6), *made.values()]

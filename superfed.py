@@ -44,7 +44,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D1  Line 18: the official last term is mu * (1-lambda) * the sum over tensors of ||w^f - w^g||, not squared.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
-    D4  Line 16: Phase II is t >= L*R, t from 0 (lost). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
+    D4  Line 16: Phase II is t >= L*R, t from 0 (our reading). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
     D5  Layer Mixing: L = .8, mu and nu are inferred from Table 3, for CIFAR-10. On other data all three are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
@@ -52,7 +52,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all clients and layers: least training loss (--client-val: D12's page).
+    D12  "personal": one lambda of 0, .1, ..., 1 for all: least training loss; with --client-val best validation accuracy.
     D13  Line 5: C*K is rounded down.
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.

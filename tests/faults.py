@@ -315,7 +315,8 @@ This page is made by `python tests/faults.py`. It tries {len(rows)} bad or unusu
 
 ## Input
 
-Every command is `python fedavg.py {QUICK}`, with the flags in the table added. A refused input gives one line on stderr,
+Every command is `python fedavg.py {QUICK}`, with the flags in the table added (without
+`--limit` for a .npz, without `--clients` for the splits natural and semantic). Files' names are in tests/faults.py. A refused input gives one line on stderr,
 nothing on stdout, and exit code 2.
 
 Under `torchrun` one process of all says the line. Then torchrun adds about 40 lines of its own, which end with `ChildFailedError`:
