@@ -117,7 +117,7 @@ def parser(doc, **defaults):
     g = p.add_argument_group("running (the same in every file)")
     seed = between(int, 0, 2**32 - 1)
     g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
-    g.add_argument("--split-seed", type=seed, default=0, 
+    g.add_argument("--split-seed", type=seed, default=0,
                    help="of the split; also of --augment-once, and of superfed.py's --unseen")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     g.add_argument("--parallel", type=positive_int,
@@ -258,8 +258,8 @@ def split_clients(data, args):
         n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            instead = "--client-val 0" if args.client_val else "--client-test 0"
-            how = instead if args.split == "natural" else "fewer --clients" + (
+            less = ["--client-test 0"] * (own_test > 0) + ["--client-val 0"] * (args.client_val > 0)
+            how = ", ".join(less) if args.split == "natural" else "fewer --clients" + (
                 ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {how} or more images")

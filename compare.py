@@ -71,7 +71,8 @@ def half_the_rounds(shared):
 
 # What a method has of its own although the others share it: the settings, and why.
 OWN = {
-    **{name: (plain, "the paper's clients have no momentum") for name in ("fedslr", "scaffold", "per-fedavg")},
+    "fedslr": (plain, "the authors' clients have no momentum"),
+    **{name: (plain, "the paper's clients, from memory, have no momentum") for name in ("scaffold", "per-fedavg")},
     "centralised": (lambda shared: plain(shared) | everybody(shared),
                     "with the others' momentum and rate it diverges; it has all clients' images in every round"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),

@@ -32,7 +32,7 @@ as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w>
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
 Choices that change a number, in full in docs/fedslr.md:
-    D1  Line 1: p_i is a copy of w^0's kernels and matrices with resnet18 (authors' code: and biases) and mobilenet; else 0.
+    D1  Line 1: p_i is a copy of w^0's kernels and matrices (authors' code: and biases) with resnet18 and mobilenet; else 0.
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
@@ -138,7 +138,7 @@ def main(argv=None):
         del w_i  # frees memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
         # Phase II is a part of line 5. It stands behind line 7 here. It uses w^t, not w^{t+1}, so the result is the same.
-        # Its loops are as above, with the images in another order (phase=1 counts train's passes in a round from 0): l.18-20
+        # Its loops are as above, with the images in another order (phase=1: the round's second pass): l.18-20
         state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)

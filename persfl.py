@@ -47,7 +47,7 @@ Choices that change a number. docs/persfl.md has each in full.
 
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
-    D3  Lines 9 to 22: B = 20, eta = .05, eta' (the paper's eta) = .05, E_L = 1, E (its E_L) = 10, no momentum are our choice.
+    D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E (Algorithm 1's E_L) = 10, no momentum are our choice.
     D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.

@@ -483,8 +483,8 @@ def pages(paper):
         made |= {s.results[0].path: run_line(s.results) for _, s in found.values() if s}
     stale = sum(words.endswith("stale |") for words in made.values())
     title, links = PAPERS[paper].TITLE, f"[The code](../{paper}.py). [About it](../docs/{paper}.md). [All papers](README.md)."
-    ours_are = (f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale (source files have changed since the run, and "
-                "nobody has [shown](accepted.json) that this changes no number).")
+    ours_are = (f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale (stale: source files have changed since the run, "
+                "and nobody has [shown](accepted.json) that this changes no number).")
     text = [f"# {title}", "", links, ours_are, "", HOW_TO_READ.strip(), *tables]
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
                  line("python ...", "seeds", "rounds", "device", "minutes", ""), line(*["---"] * 6), *made.values()]

@@ -199,7 +199,7 @@ def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
     ([*SHAPES, "--split", "dirichlet-classes", "--alpha", "0.001"], "use a larger --alpha or fewer --clients"),
     ([*SHAPES, "--split", "dirichlet-classes", "--alpha", "0"], "use a larger --alpha or fewer --clients"),
 ])
-def test_bad_arguments_are_refused(argv, words, capsys):
+def test_a_small_alpha_is_refused(argv, words, capsys):
     refused(capsys, words, fedavg.main, argv)
 
 

@@ -81,8 +81,8 @@ weights, the same minibatches, the same random draws and the same sampled client
 In the other {len(lines) - len(equal)} the numbers differ on purpose. The last column names the choice (D1, D2, ...) that
 explains the difference. Each choice is in the docstring of the file or method.
 
-**What was not compared.** PersFL's two stages, Psi-Net and FedSpa: we found no code of their authors. Nor were `centralised`,
-fine-tuning, and FedMA's training.
+**What was not compared.** PersFL's two stages, Psi-Net and FedSpa: we found no code of their authors. Not compared either:
+`centralised`, fine-tuning, FedMA's training, APFL's learnt alpha, Hessian-free Per-FedAvg.
 
 **How you can repeat it.** Clone the repositories into one folder (the commands are at the top of tests/authors/everything.py).
 Then:
