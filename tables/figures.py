@@ -63,7 +63,7 @@ def lambdas(path, title, found):
 
 @figure
 def rounds(path, title, found):
-    """The global model over the rounds; dotted: Phase II begins; dashed: the paper's accuracy after the last round."""
+    """The global model over the rounds; dotted: Phase II begins; dashed: the paper's accuracy."""
     found = [entry for entry in found if entry[0].measure in ("global/top1", "global/loss")]
     keys = ("top1", "loss") if any(cell.column == "loss" for cell, _, _ in found) else ("top1",)
     found = [entry for entry in found if entry[0].measure == "global/top1"]
@@ -86,7 +86,7 @@ def rounds(path, title, found):
             axis.set(xlabel="round", ylabel={"top1": "accuracy of the global model", "loss": "loss of the global model"}[key])
             axis.set_ylim(bottom=0)
         if any(reading.number(cell.published) for cell, *_ in found):
-            axes[0].plot([], [], color="gray", linestyle="--", linewidth=1.2, label="the paper, after the last round")
+            axes[0].plot([], [], color="gray", linestyle="--", linewidth=1.2, label="the paper")
 
 
 @figure
