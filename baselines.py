@@ -5,7 +5,7 @@
     --method     idea
     local        Every client trains for itself (`local_training`). Nothing is sent.
     centralised  One model is trained on the images of all clients, in one place: what federated methods are measured against.
-    fedavg-ft    FedAvg. After the last round every client fine-tunes the global model: trains it on, alone (function `fedprox`).
+    fedavg-ft    FedAvg. After the last round every client fine-tunes the global model (trains it on): function `fedprox`.
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
     fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
     scaffold     FedAvg, with corrected steps: minus the client's usual gradient, plus the mean of all clients' gradients.
