@@ -34,9 +34,9 @@ keeps for itself is as it was after the last round in which the client was sampl
 Local SGD has momentum and weight decay. The momentum starts at 0 in every round. Weight decay is added to each gradient of f_k.
 
 federation.train(step, start, S, t, *shared) takes each client of S through "for each minibatch b: client = step(client, b,
-*shared)", and begins with the client's row of `start`. epochs=: instead of E. phase=: another order of the images. images=:
-instead of the client's own training images. V = federation.per_client(x) keeps a row x for every client: V[S] are the rows of
-the clients in S, V[S] = y replaces them, V.all has all rows.
+*shared)", and begins with the client's row of `start`. epochs=: instead of E. order=1, 2, ...: other orders of the images.
+images=: instead of the client's own training images. V = federation.per_client(x) keeps a row x for every client: V[S] are the
+rows of the clients in S, V[S] = y replaces them, V.all has all rows.
 
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
@@ -91,7 +91,7 @@ def sums_of_gradients(federation, gradient):
         return total + b.mask.sum() * gradient(w, b)
 
     def sums(w, S, t):
-        return federation.train(add, w.new_zeros(len(S), len(w)), S, t, w, epochs=1, phase=1)
+        return federation.train(add, w.new_zeros(len(S), len(w)), S, t, w, epochs=1, order=1)
 
     return sums
 
@@ -458,7 +458,7 @@ def fedrep(federation, run, args):
 
     for t, S in run.rounds(state):  # l.2 (D2)
         eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
-        v_k, _, _ = federation.train(on_head, (v, torch.zeros_like(v), w), S, t, eta, phase=1)  # l.4
+        v_k, _, _ = federation.train(on_head, (v, torch.zeros_like(v), w), S, t, eta, order=1)  # l.4
         w_k, _, _ = federation.train(on_body, (w, torch.zeros_like(w), v_k), S, t, eta, epochs=args.body_epochs)  # l.5 (D1)
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(torch.cat([w_k, v_k], 1), n_k)  # l.6 (D3): [d]; the mean of the heads is not used
@@ -788,7 +788,7 @@ def fedma(federation, run, args):
             matched, free = w_k[:, : layer.start], w_k[:, layer.start :]  # constant; trained: the layers l, ..., L
             step = train_last if last else train_upper
             start = free, torch.zeros_like(free), matched
-            free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, phase=l)  # l.5 (D4)
+            free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, order=l)  # l.5 (D4)
             w_k = torch.cat([matched, free], 1)
             V = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1]
             if not last:

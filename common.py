@@ -23,7 +23,7 @@ import importlib.util
 import os
 import pathlib
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 from typing import NamedTuple
 from unittest import mock
 
@@ -31,8 +31,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.func import vmap
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
 import engine
@@ -98,7 +96,8 @@ def parser(doc, **defaults):
                    help="share of a client's images held out as its own test images; 0: it is tested on central test "
                         "images instead, drawn with its class shares")
     g.add_argument("--client-val", type=fraction, default=0.0,
-                   help="share of a client's images held out for validation; superfed.py and persfl.py alone use them")
+                   help="share of a client's images held out for validation: the record then has val_mean and val_loss; "
+                        "superfed.py and persfl.py choose by them")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS,
                    help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; normalize: each channel to mean 0 and deviation 1; "
                         "the others: a paper's")
@@ -199,13 +198,13 @@ def load_file(path):
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
 
 
-def stream(seed, purpose, round=0, client=0, phase=0):
+def stream(seed, purpose, round=0, client=0, number=0):
     """A numpy Generator for one purpose, so that what a client draws depends on nothing else that is drawn.
 
-    purpose: one of STREAMS. phase tells apart several passes in one round. The same numbers give the same stream on every
+    purpose: one of STREAMS. number tells apart several streams in one round. The same numbers give the same stream on every
     device and for every --parallel.
     """
-    return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * phase, round, client])
+    return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * number, round, client])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def split_clients(data, args):
 
     Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). With the
     split natural they are those that the data set's array client_test names, where it has that array. Every client gets at
-    least one training image, and one validation or test image where those are asked for; otherwise the split is refused.
+    least one training image, and one validation and one test image where those are asked for; otherwise the split is refused.
     """
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]
@@ -986,9 +985,10 @@ class Plan(NamedTuple):
 class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
-    Under torchrun each process has the clients k with k mod (number of processes) = its rank, on a device of its own.
-    K: how many clients there are. clients [rows]: which of 0 .. K-1 are in this process; with one process all.
-    n [rows]: how many training images n_k each of them has. split: their Split; whole: that of all clients. net: the model.
+    A client has a number, 0 .. K-1. It also has a row in the process where it is trained. Under torchrun client k is trained in
+    process k mod (number of processes), on a device of its own. With one process row and number are the same.
+    clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images each of them has. S are rows
+    everywhere, `among` are numbers. split: the Split by rows; whole: that of all clients, by numbers. net: the model.
     """
 
     def __init__(self, args, make_net=None):
@@ -1014,20 +1014,7 @@ class Federation:
         except ValueError as problem:
             refuse(f"{problem}, but {self.data.name} has {self.data.images.shape[1]}x{self.data.images.shape[2]}")
         self.net = (make_net or Net)(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
-        self.training = self.net  # the network that is being trained: a pruned node's is a part of it
         self.stop = False  # set when the run is interrupted: workers give up
-        gpu = self.device.type == "cuda"
-        self.vmap = args.engine in ("vmap", "graph") or gpu and args.engine == "auto"  # all clients in one step
-        self.graphs = gpu and args.engine in ("graph", "auto")
-        self.tunes = gpu and args.engine == "auto"  # tests set these three on a CPU, too
-        self.parallel = args.parallel or (None if gpu or self.vmap else engine.cores())  # None: all
-        self.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
-        self.tuning = {}  # step function -> what was found of its ways
-        self.checked = set()  # step functions, with ways that give what the plain loop gives
-        self.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
-        self.replays = {}  # step function and shapes -> the CUDA graph for them
-        self.shapes_seen = set()  # step functions and shapes that came before
-        self.slots = self.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
         self.notes = []  # lines that `describe` prints below its own
         if args.split == "natural" and self.data.test_owner is not None:
             self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
@@ -1035,18 +1022,11 @@ class Federation:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
             self.notes.append("warning all images are alike: nothing can be learnt from them")
-        self.keeps = []  # all Rows
-        self.peak = 0  # bytes, the most that a GPU held before ways were tried
-        self.at_once = 4000  # images in evaluation under vmap
-        self.threads = 0 if gpu or self.vmap else self.parallel
-        self.map = map
-        if self.threads:
-            self.map = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)).map
-        engine.keep_memory()
+        engine.prepare(self)  # sets vmap (all clients in one step?), map (Python's, or that of threads), and its own notes
 
     def describe(self):
         """Prints three lines on what is trained, images, split and model, and the notes."""
-        K, C = len(self.whole.train), self.args.fraction
+        K, C = self.K, self.args.fraction
         share = "all" if C == 1 else "one" if int(C * K + 1e-9) <= 1 else f"{C * 100:g} %"
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
@@ -1064,12 +1044,12 @@ class Federation:
             print(note)
 
     def sample(self, t, among=None):
-        """S_t, the sampled clients of round t: max(int(C*K), 1) of all K, or max(int(C*N), 1) of the N clients `among`, without
-        replacement. Given as rows of this process: the places in `clients` of those that are its own."""
+        """S_t, the clients of round t: max(int(C*N), 1) of N, without replacement. N: all K, or those with the numbers `among`.
+        Every process draws the same S_t, and gets the rows of those that are its own."""
         numbers = np.arange(self.K) if among is None else np.sort(among)
-        m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)
+        m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)  # 1e-9: .29 * 100 is 28.999999999999996
         S_t = stream(self.args.seed, "sampling", t).choice(numbers, m, replace=False)
-        return np.flatnonzero(np.isin(self.clients, S_t))
+        return self.rows(S_t)
 
     def initial_weights(self):
         """w [d], from the seed."""
@@ -1084,11 +1064,11 @@ class Federation:
         return engine.all_reduce(x) if self.processes > 1 else x
 
     def sum(self, x, n=None):
-        """The sum over the clients of all processes: of x_k, or of n_k x_k;  x [m, ...], n [m] -> [...]."""
+        """The sum of x_k over the clients of all processes; with n the sum of n_k x_k.  x [m, ...], n [m] -> [...]."""
         return self.all_reduce(x.sum(0) if n is None else n @ x)
 
     def mean(self, x, n=None):
-        """The mean over the clients of all processes, or their average with the weights n:  x [m, ...], n [m] -> [...]."""
+        """sum's x_k averaged over the same clients: plainly, or with the weights n_k.  x [m, ...], n [m] -> [...]."""
         total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
         return self.sum(x, n) / self.all_reduce(total)
 
@@ -1119,23 +1099,26 @@ class Federation:
 
     # Training: the same step function, one client after the other or many at once
 
-    def train(self, step, state, S, t, *shared, epochs=None, draw=None, phase=0, images=None, net=None):
+    def train(self, step, state, S, t, *shared, epochs=None, draw=None, order=0, images=None, net=None):
         """Takes every client of S through its minibatches of round t, and returns their states.
 
-        step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch) as a pure
-        function of tensors. state: a tensor, or nested tuples of tensors, stacked over the clients [m, ...]; step keeps their
-        shapes and types. Rows.of(S) is one, too, whose rows are fetched when they are needed. shared: tensors that all clients
-        see alike. draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers, handed to step as batch.draw. epochs:
-        E, --epochs by default. phase: numbers the passes within a round; equal numbers repeat the same minibatches. images:
-        for each client the numbers of the images to train on, its own training images by default. net: the network that step
-        trains, where it is not the federation's.
+        step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch): a pure function
+            of tensors that keeps the shapes and types of its state.
+        state: what the clients begin with, a tensor [m, ...] or nested tuples of such. V.of(S) can stand for V[S]: then rows are
+            fetched one by one, when they are needed.
+        shared: tensors that all clients see alike.
+        epochs: E, by default --epochs.
+        draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers. step finds a row of them in batch.draw.
+        order: calls of one round with the same order see the same minibatches, those with another order see others.
+        images: for each client the numbers of the images to train on, by default its own training images.
+        net: the network inside step, where it is not federation.net. Only the engine looks at it.
 
-        A client's images are shuffled in every epoch; the last, smaller minibatch is trained on too. Clients with fewer
-        minibatches than others stop earlier. Results do not depend on how many clients go at once, up to rounding for vmap.
+        A client's images are shuffled in every epoch. The last, smaller minibatch is trained on, too. A client with fewer
+        minibatches than others stops earlier. Results do not depend on how many clients go at once, up to rounding under vmap.
         """
         images = images or [self.split.train[k] for k in S]
         epochs = self.args.epochs if epochs is None else epochs
-        plans = [self.plan(k, own, t, epochs, draw, phase) for k, own in zip(S, images)]
+        plans = [self.plan(k, own, t, epochs, draw, order) for k, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
         if self.vmap or self.device.type == "cuda":
@@ -1144,22 +1127,24 @@ class Federation:
 
     def one_by_one(self, step, state, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
+        # filled row by row: torch.stack would hold all of it twice
         result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), state)
         alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
             tree_map(lambda a, b: a[i].copy_(b), result, client)
         return result
 
-    def plan(self, k, own, t, epochs, draw=None, phase=0):
-        """The Plan of the client in row k for its images, numbered own, in round t, from the client's own random streams."""
+    def plan(self, row, own, t, epochs, draw=None, order=0):
+        """The Plan of the client in this row for round t, from its own random streams. own: the numbers of its images."""
         size = self.args.batch_size or len(own)
-        per_epoch = -(-len(own) // size)
-        order, augmentation, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[k]), phase)
-                                          for purpose in ("order", "augmentation", "algorithm"))
+        per_epoch = ceil(len(own) / size)
+        shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[row]), order)
+                                       for purpose in ("order", "augmentation", "algorithm"))
         steps = epochs * per_epoch
-        index = np.array([np.pad(order.permutation(own), (0, per_epoch * size - len(own))) for _ in range(epochs)], np.int64)
+        # [epochs, images]: every epoch is shuffled anew, and filled up to whole minibatches with image 0, which mask leaves out
+        index = np.array([np.pad(shuffle.permutation(own), (0, per_epoch * size - len(own))) for _ in range(epochs)], np.int64)
         mask = np.tile(np.arange(per_epoch * size) < len(own), (epochs, 1))
-        uniform = augmentation.random((steps, size, DRAWS[self.args.transform]), np.float32)
+        uniform = augment.random((steps, size, DRAWS[self.args.transform]), np.float32)
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
         return Plan(index.reshape(steps, size), mask.reshape(steps, size), uniform, own_draw.astype(np.float32))
 
@@ -1185,33 +1170,6 @@ class Federation:
         index = torch.as_tensor(index, device=self.device)
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in index.split(500)])
 
-    @torch.no_grad()
-    def logits_together(self, W, here, own, alone):
-        """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, as many as fit
-        into memory. At first two are compared with alone(i): rounding in fp32 is far below a hundredth."""
-        longest = max(map(len, own))
-        most = max(1, min(self.parallel or self.K, self.at_once // longest, engine.FEW_ROWS // (4 * self.net.d)))
-
-        def work(rows):
-            if len(rows) == 1:  # 500 images at a time, however many it has
-                return self.logits(W(here[rows])[0], own[rows[0]])
-            parts = [torch.from_numpy(own[k]) for k in rows]
-            these = pad_sequence(parts, batch_first=True).to(self.device)  # filled up with image 0
-            real = torch.arange(these.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
-            x = self.transform(self.images[these.flatten()]).unflatten(0, these.shape)
-            return vmap(self.net)(W(here[rows]), x)[real.to(self.device)]
-
-        parts, fitting = engine.in_parts(self, work, np.arange(len(own)), most)
-        if fitting < most:
-            self.at_once = fitting * longest
-        logits, n = torch.cat(parts), len(own[-1])
-        if "evaluation" not in self.checked:
-            for got, want in ((logits[: len(own[0])], alone(0)), (logits[len(logits) - n :], alone(len(own) - 1))):
-                if want.isfinite().all() and not (got - want).norm() <= 0.01 * want.norm() + 1e-6:
-                    raise engine.Different("the logits of all clients at once are not those of one")
-            self.checked.add("evaluation")
-        return logits
-
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
         labels = self.labels[self.data.train :]
@@ -1220,37 +1178,48 @@ class Federation:
         return {name: float(value[0]) for name, value in one.items()}
 
     def evaluate_clients(self, W, images=None, among=None):
-        """Personal measures of each client's model on its own test images. W: the one model w [d] for all; or a row
-        for each client; or a function, which gives for rows S [m] their models W(S) [m, d].
+        """Personal measures: each client's model on its own test images. W: one model w [d] for all; or one for each client,
+        [rows, d]; or a function: W(S) [m, d] are the models of the rows S.
 
-        mean and standard deviation std (divisor K-1) of the clients' accuracies, weighted_mean (by their test images),
-        worst_decile (mean of the worst tenth); top5, loss, ece and mce are means over clients; per_client: the accuracies [K].
-        images: instead of the test images, for each row the numbers of others. among: the numbers of the clients that are
-        evaluated, all by default; K is then their number.
+        per_client: the accuracies, one for each client. Of these mean, std (divisor: clients - 1) and worst_decile (the mean of
+        the worst tenth) are taken. weighted_mean: by test images. top5, loss, ece, mce: means over clients.
+        val_mean, val_loss: mean and loss on validation images, with --client-val, unless `images` is given.
+        images: for each row the numbers of the images to measure on, instead of the test images.
+        among: the numbers of the clients that are evaluated, all by default.
         """
         here, models = self.rows(among), W if callable(W) else W.__getitem__
         own = [(images or self.split.test)[i] for i in here]
-        index = np.concatenate([*own, np.zeros(0, np.int64)])
+        index = np.concatenate([*own, np.zeros(0, np.int64)])  # none, where another process has all of the clients
         n = torch.tensor([len(i) for i in own], dtype=torch.long, device=self.device)
         client = torch.arange(len(own), device=self.device).repeat_interleave(n)
-        if not own:  # another process has them all
+        if not own:
             logits = torch.zeros(0, self.data.classes, device=self.device)
         elif torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
         else:
-            alone = lambda i: self.logits(models(here[i : i + 1])[0], own[i])  # noqa: E731
-            one_by_one = lambda: torch.cat(list(self.map(alone, range(len(own)))))  # noqa: E731
-            together = lambda: self.logits_together(models, here, own, alone)  # noqa: E731
-            logits = engine.guarded(self, "evaluation", together, one_by_one) if self.vmap else one_by_one()
+            def alone(i):
+                return self.logits(models(here[i : i + 1])[0], own[i])
+
+            def in_turn():
+                return torch.cat(list(self.map(alone, range(len(own)))))
+
+            def together():
+                return engine.logits_together(self, models, here, own, alone)
+
+            logits = engine.guarded(self, "evaluation", together, in_turn) if self.vmap else in_turn()
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
         one = {name: self.gather(value, among) for name, value in one.items()}
         top1, n = one["top1"].cpu().numpy(), self.gather(n, among).cpu().numpy()
-        worst = np.sort(top1)[: -(-len(top1) // 10)]
-        return {
+        worst = np.sort(top1)[: ceil(len(top1) / 10)]
+        measures = {
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
             "std": float(top1.std(ddof=1)) if len(top1) > 1 else 0.0, "worst_decile": float(worst.mean()),
             **{name: float(one[name].mean()) for name in ("top5", "loss", "ece", "mce")}, "per_client": top1.tolist(),
         }
+        if self.args.client_val and images is None:
+            on_val = self.evaluate_clients(W, self.split.val, among)
+            measures.update(val_mean=on_val["mean"], val_loss=on_val["loss"])
+        return measures
 
 
 def score(logits, y, group, groups, bins=15):

@@ -299,6 +299,7 @@ MEASURES = {  # title: of a finished run's record
     "global": lambda r: r["final"].get("global", {}).get("top1"),
     "personal": lambda r: r["final"].get("personal", {}).get("mean"),
     "worst tenth": lambda r: r["final"].get("personal", {}).get("worst_decile"),
+    "validation": lambda r: r["final"].get("personal", {}).get("val_mean"),
     "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6, "s a round": lambda r: r["seconds_per_round"],
 }
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.") for i in range(7)]  # 7: of common.drawing
@@ -319,12 +320,13 @@ def table(records):
 
 
 def lines(rows):
-    """The table in Markdown."""
-    yield f"| {' | '.join(['method', *MEASURES])} |"
-    yield "|" + "---|" * (len(MEASURES) + 1)
+    """The table in Markdown, without columns that are empty."""
+    titles = [title for title in MEASURES if any(row[title] for row in rows)]
+    yield f"| {' | '.join(['method', *titles])} |"
+    yield "|" + "---|" * (len(titles) + 1)
     for row in rows:
         cells = [row["method"] + f" ({row['diverged']} of {row['seeds']} diverged)" * (row["diverged"] > 0)]
-        for title in MEASURES:
+        for title in titles:
             mean, std = row[title] or (None, None)
             digits = {"MB sent": 1, "s a round": 2}.get(title, 3)
             spread = f" ± {std:.3f}" if std is not None and digits == 3 else ""
@@ -344,9 +346,10 @@ def write_table(rows, records, shared, args, out):
 
 Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
 
-After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds. Global: the
-server's model, on the central test images. Personal: each client's model, on the client's own test images; mean over clients.
-Worst tenth: mean over the tenth of the clients with the lowest accuracies. MB sent: by all clients and to them, in all rounds.
+After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds, without runs that
+diverged. Global: the server's model, on the central test images. Personal: each client's model, on its own test images; mean over
+clients. Worst tenth: mean over the tenth of the clients with the lowest accuracies. Validation (there with --client-val): as
+personal, on held-out images of each client; for choosing rates and parameters. MB sent: by all clients and to them, in all rounds.
 s a round: median seconds of a round's training, without fine-tuning and distillation, on {some['environment']['device']}.
 
 """

@@ -1,10 +1,10 @@
-"""How the work is spread over devices: one vmapped step for many clients on a GPU, several processes.
+"""How the work is spread: threads on a CPU, one vmapped step for many clients on a GPU, several processes.
 
 Nothing here changes what is computed, up to rounding: `Federation.train_alone` in common.py is the specification of `train`
 below, and tests compare the two for every algorithm.
 
     1. Processes and devices            refuse, is_main_process, find_device, cores
-    2. Many clients in one step         train, check, train_together, tune
+    2. Many clients in one step         prepare, train, check, train_together, tune, logits_together
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
     5. Gradients                        vmapped, grad
@@ -24,6 +24,7 @@ import re
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import vmap
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,9 +161,33 @@ TIMED = 16  # minibatches over which ways are timed
 ROUNDING = {"fp32": 2**-18, "tf32": 2**-11, "bf16": 2**-8}  # of a product of 4,608 terms, a ResNet-18's longest (see check)
 
 
+def prepare(fed):
+    """Sets how the clients of a Federation are trained: in one step, in threads, or one after the other. And makes the tables
+    of what this file finds out on the way."""
+    gpu, asked = fed.device.type == "cuda", fed.args.engine
+    fed.vmap = asked in ("vmap", "graph") or gpu and asked == "auto"  # all clients in one step
+    fed.graphs = gpu and asked in ("graph", "auto")
+    fed.tunes = gpu and asked == "auto"  # tests set these three on a CPU, too
+    fed.parallel = fed.args.parallel or (None if gpu or fed.vmap else cores())  # clients at once; None: all
+    fed.threads = 0 if gpu or fed.vmap else fed.parallel
+    fed.map = ThreadPoolExecutor(fed.threads, initializer=torch.set_num_threads, initargs=(1,)).map if fed.threads else map
+    fed.training = fed.net  # the network that is being trained: a pruned node's is a part of it
+    fed.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
+    fed.tuning = {}  # step function -> what was found of its ways
+    fed.checked = set()  # step functions, with ways that give what the plain loop gives
+    fed.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
+    fed.replays = {}  # step function and shapes -> the CUDA graph for them
+    fed.shapes_seen = set()  # step functions and shapes that came before
+    fed.slots = fed.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
+    fed.keeps = []  # all Rows
+    fed.peak = 0  # bytes, the most that a GPU held before ways were tried
+    fed.at_once = 4000  # images in evaluation under vmap
+    keep_memory()
+
+
 def train(fed, step, state, plans, shared, net):
-    """Federation.train where many clients go through a step at once: as many as is fastest and fits, if that gives what the plain
-    loop gives. plans: the Plan of each client; state, shared and what is returned are those of Federation.train."""
+    """Federation.train where many clients go through a step at once: as many as fit, in the fastest way that is known. If this
+    fails, or does not give what the plain loop gives, the plain loop does it. plans: the Plan of each client."""
     fed.training, plain = net, functools.partial(fed.one_by_one, step, state, plans, shared)
     try:
         with fast_kernels(tf32=fed.args.precision == "tf32"):
@@ -169,7 +195,8 @@ def train(fed, step, state, plans, shared, net):
     except RuntimeError as problem:
         if not out_of_memory(problem):
             raise
-        refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or --model", alone=True)
+        refuse(f"out of GPU memory, with one client at a time ({first_line(problem)}); use a smaller --batch-size or --model",
+               alone=True)
 
 
 def guarded(fed, key, fast_way, plain_way):
@@ -186,12 +213,12 @@ def guarded(fed, key, fast_way, plain_way):
 
 
 def fast(fed, step, state, plans, shared):
-    # like with like: those who have most minibatches first
+    """The clients with most minibatches first, so that those who go together end together."""
     order = sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index)))
     results, places = state, range(len(plans))
 
     def rows(some):
-        """The rows of the clients at these places of the order, as a slice if it can be one: then nothing is copied."""
+        """Where these clients of `order` are in `state`. If `order` changes nothing this is a slice: then nothing is copied."""
         return slice(some.start, some.stop) if order == list(places) else [order[i] for i in some]
 
     def work(some, steps=None):
@@ -392,6 +419,34 @@ def tune(fed, step, tuning, work, places, steps, prove):
     tuning.found[way], tuning.spent = (seconds, most), tuning.spent + now(fed.device) - begin
     route, most = min(tuning.found, key=lambda way: tuning.found[way][0])
     fed.ways[step] = route, tuning.found[route, most][1]
+
+
+@torch.no_grad()
+def logits_together(fed, W, here, own, alone):
+    """logits of the models W(here), a row each, on the images own[i], one below the other: by vmap, as many as fit
+    into memory. At first two are compared with alone(i): rounding in fp32 is far below a hundredth."""
+    longest = max(map(len, own))
+    most = max(1, min(fed.parallel or fed.K, fed.at_once // longest, FEW_ROWS // (4 * fed.net.d)))
+
+    def work(rows):
+        if len(rows) == 1:  # 500 images at a time, however many it has
+            return fed.logits(W(here[rows])[0], own[rows[0]])
+        parts = [torch.from_numpy(own[k]) for k in rows]
+        these = pad_sequence(parts, batch_first=True).to(fed.device)  # filled up with image 0
+        real = torch.arange(these.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
+        x = fed.transform(fed.images[these.flatten()]).unflatten(0, these.shape)
+        return vmap(fed.net)(W(here[rows]), x)[real.to(fed.device)]
+
+    parts, fitting = in_parts(fed, work, np.arange(len(own)), most)
+    if fitting < most:
+        fed.at_once = fitting * longest
+    logits, n = torch.cat(parts), len(own[-1])
+    if "evaluation" not in fed.checked:
+        for got, want in ((logits[: len(own[0])], alone(0)), (logits[len(logits) - n :], alone(len(own) - 1))):
+            if want.isfinite().all() and not (got - want).norm() <= 0.01 * want.norm() + 1e-6:
+                raise Different("the logits of all clients at once are not those of one")
+        fed.checked.add("evaluation")
+    return logits
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -138,8 +138,8 @@ def main(argv=None):
         del w_i  # frees memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
         # Phase II is a part of line 5. It stands behind line 7 here. It uses w^t, not w^{t+1}, so the result is the same.
-        # Its loops are as above, with the images in another order (phase=1: the round's second pass): l.18-20
-        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)  # l.17
+        # Its loops are as above, with the images in another order (order=1): l.18-20
+        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, order=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count(net, args, state)
         if run.evaluates():
@@ -269,7 +269,7 @@ def appendix_a2(run):
     for t, S in run.rounds(state):
         eta, w_t = federation.eta(t), state.w
         w_i = federation.train(step_w, w_t.expand(len(S), -1), S, t, eta)
-        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, phase=1)
+        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, order=1)
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)
         state.w = federation.mean(w_i)
         if args.variant == "gpgd":

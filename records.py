@@ -92,9 +92,10 @@ class Run:
     # The loop
 
     def rounds(self, state, among=None):
-        """Yields (t, S_t) for t = 0 .. T-1, and keeps the record. S_t: rows of this process, drawn from the clients `among`."""
-        with self.open(state):
-            while (t := len(self.kept.history)) < self.last:
+        """Yields (t, S_t) for t = 0 .. T-1. After each it completes the round: its row of the record, its state, the files.
+        S_t: rows of this process (Federation.sample), drawn from the clients `among`."""
+        with self.open(state):  # after --resume `state` is as it was saved
+            while (t := len(self.kept.history)) < self.last:  # rounds that are done, and that are to be done
                 self.begin_round(t)
                 yield t, self.federation.sample(t, among)
                 self.end_round()
@@ -154,7 +155,8 @@ class Run:
         self.row["bytes_down"] += 4 * down
 
     def evaluates(self, w=None):
-        """Stops the round's clock, and says whether this round is evaluated. w [d]: the global model, for --target."""
+        """Stops the round's clock. Says whether this round is evaluated: each --eval-every rounds, and the last one.
+        w [d]: the global model. With --target it is measured here; when it has reached all targets, this round is the last."""
         self.stop_clock()
         self.last = self.measure(w) if self.targets else self.args.rounds
         return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.last
@@ -186,6 +188,8 @@ class Run:
             words.append("global top1 {top1:.4f} top5 {top5:.4f} loss {loss:.4f} ece {ece:.4f}".format(**global_))
         if personal:
             words.append("personal {mean:.4f} +- {std:.4f} worst tenth {worst_decile:.4f}".format(**personal))
+            if "val_mean" in personal:
+                words[-1] += f" validation {personal['val_mean']:.4f}"
         self.bar.write("  |  ".join(words + [f"{self.row['seconds']:.2f} s"]))
         newest = {"global": global_ and global_["top1"], "personal": personal and personal["mean"]}
         self.bar.set_postfix({name: f"{value:.3f}" for name, value in newest.items() if value is not None})

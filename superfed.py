@@ -246,16 +246,18 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
     """Measures of `clients` (numbers), for each of LAMBDAS and for each choice (D12). w_f [d]; w_l_of(S) [m, d]."""
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
-    chosen_on = "val" if args.client_val else "train"  # train: as many images as the client has for tests
-    images = split.val if args.client_val else [train[: len(test)] for train, test in zip(split.train, split.test)]
+    chosen_on = "val" if args.client_val else "train"
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def W(S):
             return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
 
-        for_choice = federation.evaluate_clients(W, images, clients)
-        found.append({"lambda": lam, f"{chosen_on}_mean": for_choice["mean"], f"{chosen_on}_loss": for_choice["loss"],
-                      **federation.evaluate_clients(W, among=clients)})  # D10
+        measures = federation.evaluate_clients(W, among=clients)  # D10; with --client-val also val_mean and val_loss
+        if not args.client_val:
+            images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # as many as there are for tests
+            on_train = federation.evaluate_clients(W, images, clients)
+            measures.update(train_mean=on_train["mean"], train_loss=on_train["loss"])
+        found.append({"lambda": lam, **measures})
     by_loss = min(found, key=lambda measures: measures[f"{chosen_on}_loss"])
     by_accuracy = max(found, key=lambda measures: measures[f"{chosen_on}_mean"])
     chosen, other, other_rule = (by_accuracy, by_loss, "loss") if args.client_val else (by_loss, by_accuracy, "accuracy")

@@ -91,7 +91,7 @@ class Toy:
     gather, rows = all_reduce, common.Federation.rows
     eta, mean, sum, per_client = common.Federation.eta, common.Federation.mean, common.Federation.sum, common.Federation.per_client
 
-    def train(self, step, state, S, t, *shared, epochs=None, phase=0):
+    def train(self, step, state, S, t, *shared, epochs=None, order=0):
         state = torch.utils._pytree.tree_map(lambda z: z[0], state)
         for batch in self.batches:
             state = step(state, batch, *shared)
@@ -273,8 +273,8 @@ def shuffled(net, w, rng):
 
 def returning(models):
     """A train that gives client k models[k] in its first call, and whatever it got in later ones."""
-    def train(self, step, state, S, t, *shared, phase=0, **options):
-        return (torch.stack([models[k] for k in S]) if phase == 0 else state[0].clone(), *state[1:])
+    def train(self, step, state, S, t, *shared, order=0, **options):
+        return (torch.stack([models[k] for k in S]) if order == 0 else state[0].clone(), *state[1:])
 
     return train
 
@@ -354,16 +354,16 @@ def test_fedma_freezes_what_is_matched_and_trains_the_rest(tmp_path, monkeypatch
     monkeypatch.setitem(common.MODELS, "small", small)
     argv, seen, train = [*SMALL, "--model", "small", "--rounds", "1"], [], common.Federation.train
 
-    def spy(self, step, state, S, t, *shared, phase=0, **options):
-        end = train(self, step, state, S, t, *shared, phase=phase, **options)
+    def spy(self, step, state, S, t, *shared, order=0, **options):
+        end = train(self, step, state, S, t, *shared, order=order, **options)
         (free, _, matched), (free_end, _, matched_end) = state, end
-        seen.append((phase, torch.cat([matched, free], 1), torch.cat([matched_end, free_end], 1)))
+        seen.append((order, torch.cat([matched, free], 1), torch.cat([matched_end, free_end], 1)))
         return end
 
     monkeypatch.setattr(common.Federation, "train", spy)
     record, state = go("fedma", argv, tmp_path)
     net = federation("fedma", argv).net
-    assert [phase for phase, _, _ in seen] == [0, 1, 2, 3]
+    assert [order for order, _, _ in seen] == [0, 1, 2, 3]
     for l, start, end in seen:
         for i, (_, part) in enumerate(net.layers):
             assert torch.equal(start[:, part], end[:, part]) == (i < l)

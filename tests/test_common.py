@@ -627,4 +627,11 @@ def test_personal_measures(toy):
     W[1, 12:] = torch.tensor([5.0, 0, 0])
     for fed.vmap in (False, True):
         assert fed.evaluate_clients(W)["per_client"] == pytest.approx([0.8, 1, 1 / 3])
+    assert "val_mean" not in got
+    fed.args.client_val, fed.split = 0.1, fed.split._replace(val=[own[0][5:], own[0][5:], own[1][5:]])
+    for fed.vmap in (False, True):
+        got = fed.evaluate_clients(W)
+        assert got["per_client"] == pytest.approx([0.8, 1, 1 / 3]) and got["val_mean"] == pytest.approx(2 / 3)
+        assert got["val_loss"] == pytest.approx(fed.evaluate_clients(W, fed.split.val)["loss"])
+        assert "val_mean" not in fed.evaluate_clients(W, fed.split.test)
     assert fed.evaluate(w)["top1"] == pytest.approx(1 / 3)

@@ -56,6 +56,7 @@ def test_the_table_is_that_of_the_records(go, capsys):
         finals = [records[f"{name}/{seed}"]["final"] for seed in range(2)]
         clients = np.array([final["personal"]["per_client"] for final in finals])  # [seeds, K]; the worst tenth of 4 is one
         wanted = {"personal": clients.mean(1), "worst_tenth": clients.min(1)}
+        wanted["validation"] = [final["personal"]["val_mean"] for final in finals]
         if name != "local":
             wanted["global"] = [final["global"]["top1"] for final in finals]
         for title, values in wanted.items():

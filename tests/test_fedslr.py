@@ -269,25 +269,25 @@ def spy(monkeypatch, replace):
     """Notes what every call of train gets, and returns what `replace` says."""
     calls = []
 
-    def noting(self, step, start, S, t, eta, w_t, epochs=None, phase=0):
+    def noting(self, step, start, S, t, eta, w_t, epochs=None, order=0):
         start = tree_map(lambda z: z[: len(S)], start)  # rows are fetched
-        calls.append(SimpleNamespace(start=start, S=list(S), eta=float(eta), w_t=w_t, epochs=epochs, phase=phase))
-        return replace(start, torch.tensor(S, dtype=torch.float)[:, None], phase)
+        calls.append(SimpleNamespace(start=start, S=list(S), eta=float(eta), w_t=w_t, epochs=epochs, order=order))
+        return replace(start, torch.tensor(S, dtype=torch.float)[:, None], order)
 
     monkeypatch.setattr(common.Federation, "train", noting)
     return calls
 
 
-def constant(start, k, phase):
+def constant(start, k, order):
     """Client k returns w_k = k and p_k = 100 + k everywhere."""
-    return 100 + k + 0 * start if phase else (k + 0 * start[0], start[1])
+    return 100 + k + 0 * start if order else (k + 0 * start[0], start[1])
 
 
 def test_the_others_keep_their_dual_variable_and_all_count_alike_whatever_their_size(tmp_path, monkeypatch):
     argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--seed", "3", "--lambda", "0", "--eta-g", "4"]
     calls = spy(monkeypatch, constant)
     record, state = run(fedslr, [*argv, "--client-test", "0.2"], tmp_path)
-    assert len(set(record["split"]["sizes"])) > 1 and [call.phase for call in calls] == [0, 1, 0, 1]
+    assert len(set(record["split"]["sizes"])) > 1 and [call.order for call in calls] == [0, 1, 0, 1]
     assert [call.epochs for call in calls] == [None, 1, None, 1] and calls[0].S == calls[1].S != calls[2].S
     w, gamma, p = calls[0].w_t, torch.zeros(8, len(calls[0].w_t)), torch.zeros(8)
     for first, second in (calls[:2], calls[2:]):
@@ -371,7 +371,7 @@ def test_all_paths_agree(variant, toy_argv):
         else:
             w_i, same = fed.train(fedslr.phase_one(fed.net, fed.args), (w.expand(3, -1), gamma), S, 0, eta, w)
             assert torch.equal(same, gamma)
-        ends.append((w_i, fed.train(fedslr.phase_two(fed.net, fed.args), gamma, S, 0, eta, w, epochs=1, phase=1)))
+        ends.append((w_i, fed.train(fedslr.phase_two(fed.net, fed.args), gamma, S, 0, eta, w, epochs=1, order=1)))
     for a, *others in zip(*ends):
         for b in others:
             torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)

@@ -134,7 +134,7 @@ def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
     """A device that holds three clients: 8 are tried, then 4, then 2 and from then on. One that holds one goes one by one."""
     fed = federation(UNEQUAL)
     W = fed.initial_weights() * torch.linspace(0.5, 1.5, 8)[:, None]
-    want, usual, room = fed.evaluate_clients(W), common.vmap, 3
+    want, usual, room = fed.evaluate_clients(W), engine.vmap, 3
 
     def small(net):
         def together(W, x):
@@ -144,7 +144,7 @@ def test_evaluation_takes_as_many_clients_at_once_as_fit(capsys, monkeypatch):
 
         return together
 
-    monkeypatch.setattr(common, "vmap", small)
+    monkeypatch.setattr(engine, "vmap", small)
     fed.vmap, fed.parallel = True, None
     line = "memory  the GPU's is too small: {} clients at once from here on\n"
     for room, said in ((3, line.format(4) + line.format(2)), (3, ""), (1, line.format(1))):
@@ -306,7 +306,13 @@ def breaking(route, fault):
         return [(engine, "train_together", lambda fed, step, state, plans, shared: fails() if len(plans[0].index) > 1 else train(
             fed, step, state, plans, shared))]
     assert route == "evaluation"
-    return [(common, "vmap", fails if fault == "raises" else lambda f: lambda W, x: wrong(vmap(f)(W, x)))]
+
+    def of_evaluation(function, **in_dims):
+        if in_dims:  # a step's
+            return vmap(function, **in_dims)
+        return fails if fault == "raises" else lambda W, x: wrong(vmap(function)(W, x))
+
+    return [(engine, "vmap", of_evaluation)]
 
 
 @pytest.mark.parametrize("route, fault", [("step", "wrong"), ("step", "raises"), ("replay", "wrong"), ("replay", "raises"), ("capture", "raises"),

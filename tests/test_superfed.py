@@ -351,7 +351,6 @@ def test_each_choice_of_lambda(share, part, monkeypatch):
     net = SimpleNamespace(per_weight=lambda _: torch.tensor([1.0, 1.0, 0.0]), tensors=[])
     numbers = {"train": [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]], "val": [[15, 16, 17, 18], [25, 26, 27, 28]],
                "test": [[30, 31], [40, 41]]}
-    of_choice = {"train": [[10, 11], [20, 21]], "val": numbers["val"]}[part]  # as many training images as there are test images
 
     class Clients:
         args = SimpleNamespace(client_val=share, as_="paper")
@@ -361,10 +360,12 @@ def test_each_choice_of_lambda(share, part, monkeypatch):
             models = W(np.array([1]))
             lam = round(float(models[0, 0]), 4)
             assert torch.equal(models, torch.tensor([[lam, lam, 0.0]])) and list(among) == [0, 1]
+            of_choice = {"mean": 0.9 if lam in (0.3, 0.7) else 0.2, "loss": 0.5 if lam in (0.2, 0.4) else 2.0}
             if images is None:
-                return {"mean": 0.8 if lam == 0.6 else 0.1, "std": lam, "loss": 9.0, "per_client": [lam]}
-            assert images == of_choice
-            return {"mean": 0.9 if lam in (0.3, 0.7) else 0.2, "loss": 0.5 if lam in (0.2, 0.4) else 2.0}
+                on_val = {f"val_{name}": value for name, value in of_choice.items()} if share else {}
+                return {"mean": 0.8 if lam == 0.6 else 0.1, "std": lam, "loss": 9.0, "per_client": [lam], **on_val}
+            assert not share and images == [[10, 11], [20, 21]]  # as many training images as there are test images
+            return of_choice
 
     clients = Clients()
     clients.net = net

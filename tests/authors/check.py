@@ -159,8 +159,8 @@ class Small(nn.Module):
 class Ours:
     """What a run of ours drew and left.
 
-    fed: its Federation. first: the vectors that Net.init gave. S: sampled clients of every round. plans[t, k, phase]: the
-    minibatches of client k, numbers of images each; draws[t, k, phase]: [steps, ...]. states: after every round name -> tensor.
+    fed: its Federation. first: the vectors that Net.init gave. S: sampled clients of every round. plans[t, k, order]: the
+    minibatches of client k, numbers of images each; draws[t, k, order]: [steps, ...]. states: after every round name -> tensor.
     """
 
     def __init__(self):
@@ -192,7 +192,7 @@ class Ours:
     def steps(self):
         """Of the client who takes most, over all rounds."""
         count = defaultdict(int)
-        for (t, k, phase), batches in self.plans.items():
+        for (t, k, order), batches in self.plans.items():
             count[k] += len(batches)
         return max(count.values())
 
@@ -200,14 +200,14 @@ class Ours:
         """The number of terms of the longest sum in a step: over all weights, or over a minibatch's pixels."""
         return max(self.fed.net.d, self.fed.args.batch_size * int(np.prod(self.fed.data.images.shape[1:])))
 
-    def queue(self, phases=(0,)):
+    def queue(self, orders=(0,)):
         """Client -> what its loaders yield one after the other, a list of minibatches each, when in each of its rounds it makes
-        one loader a phase."""
+        one loader an order."""
         queues = defaultdict(deque)
         for t, S in enumerate(self.S):
             for k in S:
-                for phase in phases:
-                    queues[int(k)].append(self.plans[t, int(k), phase])
+                for order in orders:
+                    queues[int(k)].append(self.plans[t, int(k), order])
         return queues
 
 
@@ -220,13 +220,13 @@ def ours(module, argv, data, model=small):
         start(self, *args, **named)
         seen.fed = self
 
-    def planned(self, k, own, t, epochs, draw=None, phase=0):
-        p = plan(self, k, own, t, epochs, draw, phase)
+    def planned(self, k, own, t, epochs, draw=None, order=0):
+        p = plan(self, k, own, t, epochs, draw, order)
         p = p._replace(draw=p.draw.astype(np.float64))
         client = int(self.clients[k])
-        if len(p.index) > len(seen.plans.get((t, client, phase), ())):  # a shorter one is its beginning
-            seen.plans[t, client, phase] = [index[mask] for index, mask in zip(p.index, p.mask)]
-            seen.draws[t, client, phase] = p.draw
+        if len(p.index) > len(seen.plans.get((t, client, order), ())):  # a shorter one is its beginning
+            seen.plans[t, client, order] = [index[mask] for index, mask in zip(p.index, p.mask)]
+            seen.draws[t, client, order] = p.draw
         return p
 
     def copies(state):
