@@ -7,7 +7,6 @@ import pathlib
 from typing import NamedTuple
 
 import numpy as np
-import torchvision
 from PIL import Image
 from tqdm import tqdm
 
@@ -127,6 +126,8 @@ def read_npz(path):
 
 def read_torchvision(name, folder):
     """A data set of torchvision, downloaded into `folder` if it is not there. EMNIST is split by class, as stored."""
+    import torchvision  # not above: it takes as long as all the other imports, and most runs do without
+
     kind = getattr(torchvision.datasets, name.upper())
     more = {"split": "byclass"} if name == "emnist" else {}
     parts = [kind(folder, train=train, download=True, **more) for train in (True, False)]
@@ -140,6 +141,8 @@ def read_tiny_imagenet(folder):
     """
     root = folder / "tiny-imagenet-200"
     if not root.exists():
+        import torchvision
+
         torchvision.datasets.utils.download_and_extract_archive(
             "http://cs231n.stanford.edu/tiny-imagenet-200.zip", str(folder), md5="90528d7ca1a48142e341f4ef8d21d0de")
 
