@@ -1068,7 +1068,7 @@ class Federation:
         return self.all_reduce(x.sum(0) if n is None else n @ x)
 
     def mean(self, x, n=None):
-        """sum's x_k averaged over the same clients: plainly, or with the weights n_k.  x [m, ...], n [m] -> [...]."""
+        """The mean of these x_k, or with n their average with the weights n_k.  x [m, ...], n [m] -> [...]."""
         total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
         return self.sum(x, n) / self.all_reduce(total)
 
