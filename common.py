@@ -1049,7 +1049,7 @@ class Federation:
         numbers = np.arange(self.K) if among is None else np.sort(among)
         m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)  # 1e-9: .29 * 100 is 28.999999999999996
         S_t = stream(self.args.seed, "sampling", t).choice(numbers, m, replace=False)
-        return self.rows(S_t)
+        return np.flatnonzero(np.isin(self.clients, S_t))
 
     def initial_weights(self):
         """w [d], from the seed."""
