@@ -5,7 +5,7 @@
     --method     idea
     local        Every client trains for itself (`local_training`). Nothing is sent.
     centralised  One model is trained on the images of all clients, in one place: what federated methods are measured against.
-    fedavg-ft    FedAvg. After the last round every client fine-tunes the global model (trains it on): function `fedprox`.
+    fedavg-ft    FedAvg. After the last round every client trains the global model further, alone (fine-tuning; see `fedprox`).
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
     fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
     scaffold     FedAvg, with corrected steps: minus the client's usual gradient, plus the mean of all clients' gradients.
@@ -305,7 +305,7 @@ def feddyn(federation, run, args):
     D1  Line 5: SGD in place of the paper's exact minimum. The official code divides alpha by n_k / (mean n), clips gradients to
         the norm 10 and has a weight decay of 1e-3. Here none of the three (the last: --weight-decay).
     D2  Global is w. The official code evaluates only means of theta_k. That of all clients' last theta_k is recorded as "all".
-    D3  The default alpha is FedSLR's; the official one for CIFAR-10 is .01. The paper, from memory, has no momentum.
+    D3  The default alpha is FedSLR's; the official example has .01. The paper, from memory, has no momentum (--momentum 0).
     """
     gradient, descend = local_sgd(federation.net, args)
     K, alpha = federation.K, args.feddyn_alpha  # D3
@@ -602,7 +602,7 @@ def per_fedavg(federation, run, args):
     beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01 and beta .001.
     D1  Line 4: D, D' and D'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
         One or two minibatches that are left over at the end of a round are not used.
-    D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum.
+    D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum (--momentum 0).
     D3  Line 9: weighted by n_k, as in PersFL's code. The paper's mean is plain.
     D4  Line 10: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
     D5  Line 7: with ReLU, h can be far from the product of Hessian and g that it stands for (table on the page).

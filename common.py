@@ -97,7 +97,7 @@ def parser(doc, **defaults):
                         "images instead, drawn with its class shares")
     g.add_argument("--client-val", type=fraction, default=0.0,
                    help="share of a client's images held out for validation: the record then has val_mean and val_loss; "
-                        "superfed.py and persfl.py choose by them")
+                        "superfed.py and persfl.py also choose on these images")
     g.add_argument("--transform", default="scale", choices=TRANSFORMS,
                    help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; normalize: each channel to mean 0 and deviation 1; "
                         "the others: a paper's")
@@ -198,13 +198,13 @@ def load_file(path):
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
 
 
-def stream(seed, purpose, round=0, client=0, number=0):
+def stream(seed, purpose, round=0, client=0, nth=0):
     """A numpy Generator for one purpose, so that what a client draws depends on nothing else that is drawn.
 
-    purpose: one of STREAMS. number tells apart several streams in one round. The same numbers give the same stream on every
+    purpose: one of STREAMS. nth tells apart several streams of a client in one round. The same numbers give the same stream on every
     device and for every --parallel.
     """
-    return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * number, round, client])
+    return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * nth, round, client])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1022,7 +1022,8 @@ class Federation:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
             self.notes.append("warning all images are alike: nothing can be learnt from them")
-        engine.prepare(self)  # sets vmap (all clients in one step?), map (Python's, or that of threads), and its own notes
+        # sets vmap (all clients in one step?), map (Python's, or that of threads), threads, slots, filled; the rest is engine.py's
+        engine.prepare(self)
 
     def describe(self):
         """Prints three lines on what is trained, images, split and model, and the notes."""
@@ -1068,7 +1069,7 @@ class Federation:
         return self.all_reduce(x.sum(0) if n is None else n @ x)
 
     def mean(self, x, n=None):
-        """The mean of these x_k, or with n their average with the weights n_k.  x [m, ...], n [m] -> [...]."""
+        """The mean of x_k over the clients of all processes; with n their average by n_k.  x [m, ...], n [m] -> [...]."""
         total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
         return self.sum(x, n) / self.all_reduce(total)
 

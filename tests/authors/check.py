@@ -202,7 +202,7 @@ class Ours:
 
     def queue(self, orders=(0,)):
         """Client -> what its loaders yield one after the other, a list of minibatches each, when in each of its rounds it makes
-        one loader an order."""
+        one loader for each order."""
         queues = defaultdict(deque)
         for t, S in enumerate(self.S):
             for k in S:
