@@ -24,19 +24,24 @@ Each function has the paper, the pseudocode in our words, the choices D1 to Dn, 
 the rounds. docs/baselines.md has each choice in full, what was measured, and a comparison with PFLlib.
 
 Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b) that on a minibatch b of them.
-w_0 are the initial weights. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down. eta is the local
-learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
+w_0 are the initial weights. t is 0, 1, ..., T-1. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down.
+eta is the local learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
+K, C, T, E are --clients, --fraction, --rounds, --epochs. Each function says what alpha, beta, lambda, g and h mean in it.
+`# l.3` marks the code of line 3. [m, d]: m rows, one for each sampled client, with d numbers each, one for each weight.
 
-Models. "global" is the server's model, on the central test images. "personal" is the model that the function names, on each
-client's own test images, mean over all clients. Where a part of it is the server's, that part is the newest. What a client
-keeps for itself is as it was after the last round in which the client was sampled.
+Models. "global": the server's model, on the central test images. "personal": each client's model on its own test images, then
+the mean over all clients. The function says which model it is. A part that comes from the server is the server's newest. A part
+that a client keeps is from the last round in which the client was sampled.
 
-Local SGD has momentum and weight decay. The momentum starts at 0 in every round. Weight decay is added to each gradient of f_k.
+Local SGD has momentum, which each call of federation.train begins at 0. Steps without momentum: pfedme's on theta_k, apfl's
+on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends and gets.
 
 federation.train(step, start, S, t, *shared) takes each client of S through "for each minibatch b: client = step(client, b,
-*shared)", and begins with the client's row of `start`. epochs=: instead of E. order=1, 2, ...: other orders of the images.
-images=: instead of the client's own training images. V = federation.per_client(x) keeps a row x for every client: V[S] are the
-rows of the clients in S, V[S] = y replaces them, V.all has all rows.
+*shared)". `start` are tensors with a row for each client, where the clients begin. It returns such tensors. epochs=: instead of
+E. order=1, 2, ...: other orders of the images. images=: instead of the client's own training images.
+
+V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S. V[S] = y replaces them.
+V.all has all rows.
 
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
@@ -124,7 +129,8 @@ def logits_of_parts(net, lower, upper, x):
 
 
 def steps_on_parts(net, args, decay):
-    """Two steps of SGD: on the lower layers alone, and on the upper layers alone. The other part is a constant."""
+    """Two steps for federation.train. on_lower trains (lower, u, upper), on_upper trains (upper, u, lower). u is the momentum
+    of the first part. The last part is a constant."""
 
     def loss(lower, upper, b):
         return common.cross_entropy(logits_of_parts(net, lower, upper, b.x), b)
@@ -132,7 +138,7 @@ def steps_on_parts(net, args, decay):
     by_lower, by_upper = common.grad(loss, argnums=0), common.grad(loss, argnums=1)
 
     def on_lower(client, b, eta):
-        lower, u, upper = client  # u: momentum of what is trained
+        lower, u, upper = client
         if not len(lower):  # all layers are personal
             return client
         g = with_decay(by_lower(lower, upper, b), lower, net.decayed[: len(lower)], decay)
@@ -198,8 +204,8 @@ def centralised(federation, run, args):
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-    arXiv 1812.06127. fedprox-ft adds line 5, and so does fedavg-ft, whose mu is 0: SuPerFed's FedProx-LU and FedAvg-LU ("local
-    update"), after Wang et al. 2019.
+    arXiv 1812.06127. Line 5 is for fedprox-ft and fedavg-ft alone: SuPerFed's FedProx-LU and FedAvg-LU ("local update"), after
+    Wang et al. 2019. fedavg-ft has mu = 0.
 
      1  w_0;  for each round t:  S_t
      2      for each client k in S_t:  w_k = w_t
@@ -207,10 +213,10 @@ def fedprox(federation, run, args):
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
      5  after the last round, for every client k:  v_k = w_T;  for each minibatch b:  v_k = v_k - eta * gradient of f_k(v_k; b)
 
-    Personal is w_t; for the -ft methods v_k after the last round.
+    Personal is w_{t+1}; for the -ft methods v_k after the last round. That all clients then need w_T is not counted as bytes.
     D1  Line 3: squared and halved, as in the paper. SuPerFed's later code does neither. The default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
-    D3  Line 5: one epoch by default (the papers do not say), with round T's eta and without the proximal term.
+    D3  Line 5: one epoch by default (the papers do not say), without the proximal term. eta has decayed once more.
     D4  Line 4: weighted by n_k, as SuPerFed's code does. The paper, from memory, draws clients by n_k and takes the plain mean.
     """
     gradient, descend = local_sgd(federation.net, args)
@@ -274,7 +280,7 @@ def scaffold(federation, run, args):
         eta, n_k, c_k = federation.eta(t), federation.n[S], state.C[S]  # c_k: [m, d]
         zero = torch.zeros_like(n_k)  # [m]
         start = (state.x.expand(len(S), -1), torch.zeros_like(c_k), c_k, zero, zero)  # l.3
-        y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.3-4
+        y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.4
         if args.option == "I":
             new = sums(state.x, S, t) / n_k[:, None]  # l.5 (D3): [m, d]
         else:
@@ -300,10 +306,10 @@ def feddyn(federation, run, args):
      7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is always the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
 
-    Personal is w. FedAvg's bytes: the server can compute every g_k by itself. fedslr.py without its low-rank penalty is FedDyn
-    with alpha = 1/eta_g.
+    Personal is w. FedAvg's bytes: line 7 needs only the theta_k. fedslr.py without its low-rank penalty is FedDyn with
+    alpha = 1/eta_g.
     D1  Line 5: SGD in place of the paper's exact minimum. The official code divides alpha by n_k / (mean n), clips gradients to
-        the norm 10 and has a weight decay of 1e-3. Here none of the three (the last: --weight-decay).
+        the norm 10 and has a weight decay of 1e-3. Here is none of the three; --weight-decay 1e-3 gives the last.
     D2  Global is w. The official code evaluates only means of theta_k. That of all clients' last theta_k is recorded as "all".
     D3  The default alpha is FedSLR's; the official example has .01. The paper, from memory, has no momentum (--momentum 0).
     """
@@ -321,7 +327,7 @@ def feddyn(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         g_k = state.G[S]  # [m, d]
         start = (state.w.expand(len(S), -1), torch.zeros_like(g_k), g_k)  # l.3
-        theta, _, _ = federation.train(step, start, S, t, federation.eta(t), state.w)  # l.4: [m, d]
+        theta, _, _ = federation.train(step, start, S, t, federation.eta(t), state.w)  # l.4-5: [m, d]
         state.G[S] = g_k - alpha * (theta - state.w)  # l.6
         state.h = state.h - alpha / K * federation.sum(theta - state.w)  # l.7: [d]
         state.w = federation.mean(theta) - state.h / alpha  # l.8: [d]
@@ -372,9 +378,9 @@ def apfl(federation, run, args):
         return w, u_w, v, u_v, alpha
 
     def first_minibatch(row, t):
-        """The images of the first minibatch of round t, as Federation.plan draws them for the client in this row."""
-        order = common.stream(args.seed, "order", t, federation.clients[row]).permutation(federation.split.train[row])
-        return order[: args.batch_size or len(order)]
+        """The images of the first minibatch of line 5 in round t, for the client in this row."""
+        plan = federation.plan(row, federation.split.train[row], t, epochs=1)
+        return plan.index[0][plan.mask[0]]
 
     w_0, alpha = federation.initial_weights(), torch.tensor(args.apfl_alpha, device=federation.device)
     state = State(w=w_0, V=federation.per_client(w_0), alpha=federation.per_client(alpha))  # l.1: [d], [K, d], [K]
@@ -388,7 +394,7 @@ def apfl(federation, run, args):
             first = [first_minibatch(row, t) for row in S]  # numbers of images
             alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=first)  # l.4 (D2)
         start = (w, torch.zeros_like(w), v, torch.zeros_like(v), alpha)
-        w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, eta)  # l.5
+        w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, eta)  # l.5-8
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.9 (D5): [d]
         state.V[S], state.alpha[S] = v_k, alpha_k  # l.4, l.8
@@ -478,12 +484,13 @@ def lg_fedavg(federation, run, args):
      4          for each minibatch b:  (v_k, w_k) = (v_k, w_k) - eta * gradient of f_k(v_k, w_k; b)
      5      w = mean over S_t of w_k
 
-    Personal is (v_k, w); there is no global model. Only w is sent, and only to S_t.
+    Personal is (v_k, w); there is no global model. Only w is sent.
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1. The official code for
         CIFAR-10 has the convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
     D3  Personal is of the last round, with the current w. The official number is each client's best round on test images.
     D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
+    D5  Line 4: the paper, from memory, has further losses for v_k. They are left out.
     """
     step, lower = sgd_step(federation.net, args), personal_layers(federation.net, args)  # lower: a slice of w (D1)
     w_0 = federation.initial_weights()  # D2
@@ -512,13 +519,14 @@ def ditto(federation, run, args):
      5          for each minibatch b of s epochs:  v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
 
-    Personal is v_k. With lambda = 0 and s = E v_k is Local's model.
+    Personal is v_k. With lambda = 0 and s = E, v_k is Local's model.
     D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. Officially E and s count minibatches, and the steps on w_k
         and v_k alternate, which for s = E comes to the same.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The default lambda is FedSLR's.
-    D3  Line 6: plain, as officially, where by default clients are drawn with probabilities like n_k. Here all are as likely.
+    D3  Line 6: the plain mean, as officially. But officially client k is drawn with a probability proportional to n_k.
     """
-    step, (gradient, descend) = sgd_step(federation.net, args), local_sgd(federation.net, args)
+    gradient, descend = local_sgd(federation.net, args)
+    step = sgd_step(federation.net, args)
 
     def personal_step(client, b, eta, w):
         v, u = client  # [d] weights, [d] momentum
@@ -574,7 +582,7 @@ def pfedme(federation, run, args):
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)  # D5
         start = w, w, torch.zeros_like(w)  # l.3: theta_k = w_k = w
-        theta, w_k, _ = federation.train(step, start, S, t, eta, eta_p)  # l.4 (D1, D2): [m, d] each
+        theta, w_k, _ = federation.train(step, start, S, t, eta, eta_p)  # l.4-6 (D1, D2): [m, d] each
         n_k = federation.n[S]  # [m]
         state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, n_k)  # l.7 (D7)
         state.theta[S], state.W[S] = theta, w_k
@@ -591,16 +599,16 @@ def per_fedavg(federation, run, args):
      1  w = w_0
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w
-     4          for each group of the next minibatches D, D' and, if Hessian-free, D'':
-     5              z = w_k - alpha * gradient of f_k(w_k; D)
-     6              g = gradient of f_k(z; D')
-     7              h = 0, or Hessian-free  (gradient of f_k(w_k + delta*g; D'') - that at w_k - delta*g) / (2*delta)
+     4          for each group of the next minibatches b, b' and, if Hessian-free, b'':
+     5              z = w_k - alpha * gradient of f_k(w_k; b)
+     6              g = gradient of f_k(z; b')
+     7              h = 0, or Hessian-free  (gradient of f_k(w_k + delta*g; b'') - that at w_k - delta*g) / (2*delta)
      8              w_k = w_k - beta * (g - alpha*h)
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
     10  personal model of any client k:  w - alpha * gradient of f_k(w)
 
-    beta is eta (--lr). With alpha = 0 it is FedAvg on the minibatches D'. FedSLR has alpha .01 and beta .001.
-    D1  Line 4: D, D' and D'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
+    beta is eta (--lr), delta --delta. With alpha = 0 it is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
+    D1  Line 4: b, b' and b'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
         One or two minibatches that are left over at the end of a round are not used.
     D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum (--momentum 0).
     D3  Line 9: weighted by n_k, as in PersFL's code. The paper's mean is plain.
@@ -615,18 +623,18 @@ def per_fedavg(federation, run, args):
     def step(client, b, beta):
         """Minibatches come one at a time, so that a group takes two or three turns. z and g wait for the next turn.
 
-            turn  b    gradient at             gives
-            0     D    w                       z   (l.5)
-            1     D'   z                       g   (l.6)
-            2     D''  w + and - delta * g     h   (l.7), if Hessian-free
+            turn  minibatch  gradient at             gives
+            0     b          w                       z   (l.5)
+            1     b'         z                       g   (l.6)
+            2     b''        w + and - delta * g     h   (l.7), if Hessian-free
         """
         w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
         # Every turn computes z, g, h and the step of line 8. torch.where keeps what this turn is for.
-        here = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
-        found = gradient(here, b)
-        z = torch.where(turn == 0, w - alpha * found, z)  # l.5
-        g = torch.where(turn == 1, found, g)  # l.6
-        h = (found - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), turn 2
+        point = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
+        there = gradient(point, b)
+        z = torch.where(turn == 0, w - alpha * there, z)  # l.5
+        g = torch.where(turn == 1, there, g)  # l.6
+        h = (there - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), turn 2
         new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), the last turn
         w, u = torch.where(turn == last, new_w, w), torch.where(turn == last, new_u, u)
         return w, u, z, g, (turn + 1) % (last + 1)
@@ -636,7 +644,7 @@ def per_fedavg(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         n_k, w = federation.n[S], state.w.expand(len(S), -1)  # l.3: [m], [m, d]
         zero, turn = torch.zeros_like(w), torch.zeros_like(n_k)
-        w_k, *_ = federation.train(step, (w, zero, zero, zero, turn), S, t, federation.eta(t))  # l.4 (D1): [m, d]
+        w_k, *_ = federation.train(step, (w, zero, zero, zero, turn), S, t, federation.eta(t))  # l.4-8 (D1): [m, d]
         state.w = federation.mean(w_k, n_k)  # l.9 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -664,14 +672,14 @@ def fedspa(federation, run, args):
      4          for each minibatch b:  g_k = gradient of f_k(w_k; b), of all d weights;  w_k = w_k - eta * M_k * g_k
      5          U_k = w_k - M_k * w
      6          prune: in every tensor, drop the share a/2 * (1 + cos(pi*t/T)) of the ones, those with the least |w_k|
-     7          grow: as many new ones, those with the largest |g_k|
+     7          grow: fill up with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
 
     Global is the dense w, personal M_k * w. With density 1 it is FedAvg. Bytes are those of the active weights alone.
     D1  Line 1: ERK's numbers of ones, as in DisPFL's code, and density .5, as FedSLR's table implies; a random mask per client.
     D2  Line 4: with momentum the masked gradients are summed up.
-    D3  Line 6: the cosine and a = .5 are those of DisPFL's code.
-    D4  Line 7: g_k is that of the last minibatch. What was just dropped can come back.
+    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. The number dropped is rounded down.
+    D4  Line 7: g_k is that of the last minibatch. Weights that line 6 dropped are among the others, so they can come back.
     D5  Line 8: weighted by n_k. The paper's mean, from memory, is plain.
     """
     net = federation.net
@@ -718,18 +726,18 @@ def erdos_renyi_kernel(net, density):
     """
     sizes = np.array(net.sizes, float)
     kernel = np.array([len(shape) > 1 for _, _, shape in net.tensors])
-    share = np.array([sum(shape) / np.prod(shape) for _, _, shape in net.tensors])
+    relative = np.array([sum(shape) / np.prod(shape) for _, _, shape in net.tensors])  # densities, before they are scaled
     dense, budget = ~kernel, round(density * net.d)
     while True:  # kernels that would have more than all of their weights become dense, and leave less to the others
-        scale = (budget - sizes[dense].sum()) / max((share * sizes)[~dense].sum(), 1e-9)
-        over = ~dense & (scale * share > 1)
+        scale = (budget - sizes[dense].sum()) / max((relative * sizes)[~dense].sum(), 1e-9)
+        over = ~dense & (scale * relative > 1)
         if not over.any():
             break
         dense = dense | over
     if scale < 0:
         common.refuse(f"--density {density:g} leaves nothing to kernels: biases and normalisation are always active, "
                       f"{sizes[~kernel].sum() / net.d:.3g} of the weights; use more")
-    return common.whole_numbers(np.where(dense, sizes, scale * share * sizes))
+    return common.whole_numbers(np.where(dense, sizes, scale * relative * sizes))
 
 
 def highest(score, sizes, counts):
@@ -754,8 +762,8 @@ def fedma(federation, run, args):
      9          if l = L:  each class's unit in w = mean over S_t of w_k's, weighted by k's images of this class
 
     Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
-    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes: w to S_t (in the first
-    round only if --common-start); then, layer by layer, w up; w but its last layer, and Pi_k, down to client k.
+    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes up: each layer once.
+    Down: w at the start (in the first round only if --common-start), then each averaged layer but the last, and Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.
@@ -782,7 +790,8 @@ def fedma(federation, run, args):
             for i, k in enumerate(federation.clients[S]):
                 w_k[i] = net.init(common.stream(args.seed, "initialisation", 0, k + 1))  # l.3 (D6)
         for l, (_, layer) in enumerate(net.layers):  # l.4; l counts from 0, and the slice `layer` is its place in w
-            last, eta, epochs = l + 1 == L, federation.eta(t), args.epochs
+            last = l == L - 1
+            eta, epochs = federation.eta(t), args.epochs
             if last:
                 eta, epochs = eta * args.last_lr, epochs * args.last_epochs  # D4
             matched, free = w_k[:, : layer.start], w_k[:, layer.start :]  # constant; trained: the layers l, ..., L
@@ -839,15 +848,15 @@ def inputs_in_order(x, out, order):
 
 
 def best_order(V, target):
-    """The order of the units V [units, f] in which the sum of their inner products with target's [units, f] is largest."""
-    from scipy.optimize import linear_sum_assignment  # the Hungarian algorithm
+    """How to order the units V [units, inputs + 1]: the sum over i of <V[order[i]], target[i]> is the largest there is."""
+    from scipy.optimize import linear_sum_assignment  # solves the assignment problem exactly
 
-    products = (target @ V.T).nan_to_num(0, 0, 0)
+    products = (target @ V.T).nan_to_num(nan=0, posinf=0, neginf=0)  # of a run that diverges, which Run.log then ends
     return torch.from_numpy(linear_sum_assignment(products.cpu().numpy(), maximize=True)[1])
 
 
 def match(V, sweeps=5):
-    """An order of every client's units in which they are alike: V [m, units, f] -> order [m, units]."""
+    """An order of each client's units that makes unit i much the same in all: V [m, units, inputs + 1] -> [m, units]."""
     order = torch.arange(V.shape[1], device=V.device).repeat(len(V), 1)
     total = V[0]  # the sum of the clients' units, each in its order
     for j in range(1, len(V)):  # the first sweep: each client to the sum of those before it
@@ -944,7 +953,7 @@ def arguments(argv):
     group.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
     group.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
     group.add_argument("--density", type=common.positive_fraction, default=0.5, help="fedspa: share of active weights")
-    group.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, share of a mask that round 0 renews")
+    group.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, share of a mask that round 0 drops")
     group.add_argument("--common-start", action="store_true", help="fedma: all clients start from w_0, not each from its own")
     group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
     group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")

@@ -8,8 +8,9 @@ Read from top to bottom, or jump:
     4. Transforms                       TRANSFORMS: uint8 images -> what a model sees
     5. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
 
-Images come from datasets.py, the loop over the rounds and the record from records.py, and what makes training fast from
-engine.py. To follow an algorithm, read Federation.sample, train, plan and train_alone (5), and Run.rounds (records.py).
+Images come from datasets.py, the loop over the rounds (common.Run) and the record from records.py, gradients (common.grad) and
+what makes training fast from engine.py. To follow an algorithm, read Run.rounds (records.py) and Federation.sample, train,
+one_by_one, plan and train_alone (5).
 
 Shapes in comments: d numbers in a model, K clients, m of them sampled in a round, N images, B images in a minibatch,
 H x W pixels, C channels. Global measures are taken on the data set's central test images; personal ones on each
@@ -112,7 +113,7 @@ def parser(doc, **defaults):
     g.add_argument("--lr-decay", type=positive_fraction, default=1.0, help="eta is multiplied by this every round")
     g.add_argument("--momentum", type=fraction, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
     g.add_argument("--weight-decay", type=nonnegative, default=0.0,
-                   help="adds this times w to the gradient (tfcnn: its hidden layers' kernels alone)")
+                   help="adds this times w to the gradient (of tfcnn: for the kernels of its two hidden fully connected layers)")
     g = p.add_argument_group("running (the same in every file)")
     seed = between(int, 0, 2**32 - 1)
     g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
@@ -169,10 +170,10 @@ def arguments_of(main, argv):
     class Parsed(Exception):
         pass
 
-    def stop(args, *_):
+    def stop(self, args, *_, **__):
         raise Parsed(args)
 
-    with mock.patch.dict(globals(), Federation=stop):
+    with mock.patch.object(Federation, "__init__", stop):
         try:
             main(argv)
         except Parsed as parsed:
@@ -210,8 +211,8 @@ def stream(seed, purpose, round=0, client=0, nth=0):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Splits
 #
-# A scheme takes (labels [n] of the training images, classes, rng, args) and returns one array of image numbers per
-# client, in random order. split_clients then cuts each client's images into training, validation and test images.
+# A scheme takes (labels [n] of the training images, classes, rng, args) and returns an array of image numbers for each client.
+# split_clients then shuffles each client's images, and cuts them into training, validation and test images.
 
 
 class Split(NamedTuple):
@@ -244,27 +245,29 @@ def split_clients(data, args):
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
     tests_of = data.test_owner if args.split == "natural" else None
-    own_test = args.client_test  # 0 with fedslr, which gives images out twice: parts could share some
+    test_share = args.client_test  # 0 with fedslr, which gives images out twice: parts could share some
     if args.split == "fedslr" or tests_of is not None:
-        own_test = 0
+        test_share = 0
     if args.split == "fedslr" and args.client_val:
         refuse("--split fedslr has no validation images; use --client-val 0")
     owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
     split = Split([], [], [])
     for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
-        n_train = int((1 - own_test - args.client_val) * n + 1e-9)
-        n_test = int(own_test * n + 1e-9) if args.client_val else n - n_train
+        n_train = int((1 - test_share - args.client_val) * n + 1e-9)
+        n_test = int(test_share * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
-        if not len(train) or (args.client_val and not len(val)) or (own_test and not len(test)):
-            less = ["--client-test 0"] * (own_test > 0) + ["--client-val 0"] * (args.client_val > 0)
-            how = ", ".join(less) if args.split == "natural" else "fewer --clients" + (
-                ", a larger --alpha" * ("dirichlet" in args.split) + ", a smaller --client-test" * (not len(train)))
+        if not len(train) or (args.client_val and not len(val)) or (test_share and not len(test)):
+            if args.split == "natural":
+                hints = {"--client-test 0": test_share > 0, "--client-val 0": args.client_val > 0}
+            else:
+                hints = {"fewer --clients": True, "a larger --alpha": "dirichlet" in args.split,
+                         "a smaller --client-test": not len(train)}
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
-                   f"{len(test)} to test; use {how} or more images")
+                   f"{len(test)} to test; use {', '.join(hint for hint in hints if hints[hint])} or more images")
         if tests_of is not None:
             test = data.train + np.flatnonzero(tests_of == k)
-        elif not own_test:
+        elif not test_share:
             test = matched_test(labels[index], data, rng)
         if not len(test):
             refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
@@ -350,8 +353,8 @@ def whole_numbers(values):
 
 
 def split_dirichlet_classes(labels, classes, rng, args, least=10, balance=False):
-    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2 (whose code
-    takes the shares of class 0's size from every class).
+    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2. (PersFL's
+    code takes from every class as many images as the shares of class 0 are.)
 
     balance: a client that already holds N/K images gets nothing of the classes still to be dealt.
     Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
@@ -402,7 +405,7 @@ def split_classes(labels, classes, rng, args):
 def split_lognormal(labels, classes, rng, args, least=10):
     """s labels per client, k, k+1, ... (mod classes), in amounts from a log-normal with mu = 0, sigma = 2, as PersFL's DS-3.
 
-    A class's images are shared among its holders in proportion to log-normal draws, after 10 for each of them. pFedMe's
+    A class's images are divided among its holders in proportion to log-normal draws, after 10 for each of them. pFedMe's
     generator, which PersFL seems to have used, adds 300 to 600 images to each amount and so is far more even.
     """
     if args.per_client > classes:
@@ -464,9 +467,11 @@ def split_fedslr(labels, classes, rng, args):
         parts = []
         for c, need in enumerate(count):
             while need > len(pools[c]):
-                parts, need = parts + [pools[c]], need - len(pools[c])
+                parts.append(pools[c])
+                need -= len(pools[c])
                 pools[c] = rng.permutation(np.flatnonzero(labels == c))
-            parts, pools[c] = parts + [pools[c][:need]], pools[c][need:]
+            parts.append(pools[c][:need])
+            pools[c] = pools[c][need:]
         owned.append(np.concatenate(parts))
     return owned
 
@@ -513,7 +518,7 @@ class Weights:
         if min(shape) < 1:
             raise RuntimeError(f"{name} would be empty")
         layer, layers = name.rsplit(".", 1)[0], [known.rsplit(".", 1)[0] for known, _, _ in self.table]
-        if name in (known for known, _, _ in self.table) or layer in layers and layers[-1] != layer:
+        if name in (known for known, _, _ in self.table) or (layer in layers and layers[-1] != layer):
             raise RuntimeError(f"{name} comes a second time, or apart from the other tensors of its layer")
         self.table.append((name, shape, init))
         return torch.zeros(shape)
@@ -586,10 +591,10 @@ def he_normal(out, kernel):
 class Net:
     """logits = net(w, x): a model as a function of one flat vector w [d].
 
-    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w); a layer's tensors lie side by side, and
-    so do layers: first_layers(N) and last_layers(N) are slices of w.
+    tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w). w holds the layers one after the other,
+    and of each layer the weight, then the bias: first_layers(N) and last_layers(N) are slices of w.
     layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
-    MODELS[name]. weights: the Weights that the table is read by.
+    MODELS[name]. weights: the Weights that collect names and shapes.
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
@@ -634,7 +639,7 @@ class Net:
         return slice(self.borders(N)[-1 - N], self.d)
 
     def borders(self, N):
-        """Where the layers begin in w, and d, if there are at least N."""
+        """Where each layer begins in w, and d behind the last. Refuses a model with fewer than N layers."""
         if N > len(self.layers):
             refuse(f"{N} layers are wanted of the model {self.name}, which has only {len(self.layers)}")
         return [*(where.start for _, where in self.layers), self.d]
@@ -677,7 +682,7 @@ def cnn(m, x, classes):
     """SuPerFed's five-layer CNN (its Table 4): 109,022 weights for EMNIST, 94,186 and 140,356 for CIFAR-10 and CIFAR-100,
     181,416 for Tiny ImageNet.
 
-    The pooling stands before the ReLU: the same function, a quarter of the work. Xavier initialisation, as its code.
+    Pooling comes before ReLU: the same result, and ReLU has fewer numbers. Xavier initialisation, as its code.
     """
     if x.shape[2:] not in ((28, 28), (32, 32), (64, 64)):
         raise ValueError("it is made for 28x28, 32x32 and 64x64; resnet18, mnistnet and 2nn take nearly any size")
@@ -740,7 +745,7 @@ def two_nn(m, x, classes):
 
 
 def mnistcnn(m, x, classes):
-    """McMahan et al.'s CNN for MNIST: 1,663,370 weights. That number needs padding. Its initial values are PyTorch's."""
+    """McMahan et al.'s CNN for MNIST: 1,663,370 weights, which it has only with padding. Its initial values are PyTorch's."""
     x = F.relu(F.max_pool2d(m.conv("conv1", x, 32, 5, padding=2), 2))
     x = F.relu(F.max_pool2d(m.conv("conv2", x, 64, 5, padding=2), 2))
     return m.linear("fc2", F.relu(m.linear("fc1", x.flatten(1), 512)), classes)
@@ -985,10 +990,11 @@ class Plan(NamedTuple):
 class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
-    A client has a number, 0 .. K-1. It also has a row in the process where it is trained. Under torchrun client k is trained in
-    process k mod (number of processes), on a device of its own. With one process row and number are the same.
-    clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images each of them has. S are rows
-    everywhere, `among` are numbers. split: the Split by rows; whole: that of all clients, by numbers. net: the model.
+    With one process a client's row is its number, 0 .. K-1: skip the rest of this paragraph. Under torchrun the r-th of N
+    processes trains the clients k with k mod N = r, on a device of its own. A client's row is its place among these. S are
+    rows everywhere, `among` are numbers.
+    clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images each of them has. split: the
+    Split by rows; whole: that of all clients, by numbers. net: the model.
     """
 
     def __init__(self, args, make_net=None):
@@ -1022,7 +1028,8 @@ class Federation:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
             self.notes.append("warning all images are alike: nothing can be learnt from them")
-        # sets vmap (all clients in one step?), map (Python's, or that of threads), threads, slots, filled; the rest is engine.py's
+        # sets vmap (all clients in one step?), map (Python's, or a thread pool's, which does several clients at once),
+        # threads, slots, filled; the rest is engine.py's
         engine.prepare(self)
 
     def describe(self):
@@ -1065,16 +1072,17 @@ class Federation:
         return engine.all_reduce(x) if self.processes > 1 else x
 
     def sum(self, x, n=None):
-        """The sum of x_k over the clients of all processes; with n the sum of n_k x_k.  x [m, ...], n [m] -> [...]."""
+        """The sum of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m] of n_k x_k, x [m] or [m, d]."""
         return self.all_reduce(x.sum(0) if n is None else n @ x)
 
     def mean(self, x, n=None):
-        """The mean of x_k over the clients of all processes; with n their average by n_k.  x [m, ...], n [m] -> [...]."""
+        """The mean of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m] weighted by n_k, x [m] or [m, d]."""
         total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
         return self.sum(x, n) / self.all_reduce(total)
 
     def add_up(self, up, down):
-        """The bytes that all processes' clients sent in this round, and which share of what was trained together was padding."""
+        """Over all processes: the bytes that clients sent and got in this round; if many were trained together, also the share of
+        images that only filled up minibatches."""
         counts = torch.tensor([up, down, self.slots, self.filled], dtype=torch.double, device=self.device)
         up, down, slots, filled = self.all_reduce(counts).tolist()
         self.slots = self.filled = 0
@@ -1117,9 +1125,9 @@ class Federation:
         A client's images are shuffled in every epoch. The last, smaller minibatch is trained on, too. A client with fewer
         minibatches than others stops earlier. Results do not depend on how many clients go at once, up to rounding under vmap.
         """
-        images = images or [self.split.train[k] for k in S]
+        images = images or [self.split.train[row] for row in S]
         epochs = self.args.epochs if epochs is None else epochs
-        plans = [self.plan(k, own, t, epochs, draw, order) for k, own in zip(S, images)]
+        plans = [self.plan(row, own, t, epochs, draw, order) for row, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return state
         if self.vmap or self.device.type == "cuda":
@@ -1150,12 +1158,13 @@ class Federation:
         return Plan(index.reshape(steps, size), mask.reshape(steps, size), uniform, own_draw.astype(np.float32))
 
     def batch(self, index, mask, uniform, draw):
-        """The Batch of the images numbered index [B], seen with uniform [B,DRAWS]; or those of m clients, [m,B] each."""
+        """The Batch of the images numbered index [B], transformed with the random numbers uniform [B,DRAWS]. Of m clients at once:
+        index [m,B], uniform [m,B,DRAWS]."""
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2)).unflatten(0, index.shape)
         return Batch(x.bfloat16() if self.args.precision == "bf16" else x, self.labels[index], mask, draw)
 
     def train_alone(self, step, state, plan, shared):
-        """One client, minibatch after minibatch."""
+        """One client: all minibatches of all epochs, one after the other, in the order of its plan."""
         for index, mask, uniform, draw in zip(*plan):
             if self.stop:
                 raise KeyboardInterrupt

@@ -1,5 +1,5 @@
 """Methods side by side, on the same images and split. Model, initial weights, sampled clients, rounds, epochs, minibatches and
-rate are the same, too, but for the exceptions that docs/compare.md lists.
+rate are also the same. docs/compare.md lists the exceptions.
 
     python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
     python compare.py --methods all --jobs 2                        (make compare: the embedded images)
@@ -49,12 +49,13 @@ BY_DATASET = {"shapes": dict(lr_decay=0.95)}  # for 30 rounds; after 200 nothing
 # A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
 METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
            "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py", "fedslr": "fedslr.py",
-           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS},
-           "fedma": "baselines.py --method fedma --common-start"}  # from the w_0 of all others
+           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
+METHODS["fedma"] += " --common-start"  # from the w_0 of all others
 
 
 def plain(shared):
-    """SGD without momentum, at 5/2 of the others' rate if they have momentum: for .9 between eta and eta/(1 - momentum)."""
+    """SGD without momentum, at 5/2 of the others' rate if they have momentum. 5/2 is our choice: with momentum .9 a step can
+    grow to 10 times eta, and a factor of 1 or 10 would be too small or too large."""
     return {"momentum": 0, "lr": round(shared.lr * (5 / 2 if shared.momentum else 1), 6)}
 
 
@@ -74,10 +75,11 @@ OWN = {
     "fedslr": (plain, "the authors' clients have no momentum"),
     **{name: (plain, "the paper's clients, from memory, have no momentum") for name in ("scaffold", "per-fedavg")},
     "centralised": (lambda shared: plain(shared) | everybody(shared),
-                    "with the others' momentum and rate it diverges; it has all clients' images in every round"),
+                    "with the others' momentum and rate it learns almost nothing; it has all clients' images in every round"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9}, "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               "lr = 1/lambda: w_k moves to theta_k in the first round, later nearly so; theta_lr is the rate of SGD"),
+               "the paper's clients, from memory, have no momentum; lr = 1/lambda: in the first round a step sets w_k to "
+               "theta_k; theta_lr is the rate of SGD"),
     "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
                "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, "
@@ -94,7 +96,7 @@ class Method(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is to be trained. What is wrong with the command line is refused here, but for what only a run finds out.
+# What is to be trained. Errors in the command line are refused here; those that only training shows, by the run.
 
 
 def arguments(argv):
@@ -104,7 +106,7 @@ def arguments(argv):
                              f"also {' '.join(flags(BY_DATASET['shapes']))}. These are flags, as are the "
                              "others of the groups data, training and running in python fedavg.py --help.")
     p.add_argument("--methods", required=True, metavar="A,B,...",
-                   help=f"all, or some of {', '.join(METHODS)}, or files of your own (docs/extend.md)")
+                   help=f"names and files of your own (docs/extend.md). Names: {', '.join(METHODS)}; all stands for all of these")
     p.add_argument("--seeds", type=common.positive_int, default=3, help="how many: 0, 1, 2, ... (default: 3); the split is one")
     p.add_argument("--set", action="append", default=[], metavar="METHOD.PARAMETER=VALUE", help="as fedprox.mu=0.1")
     p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each")
@@ -130,20 +132,26 @@ def parsed(main, argv, what, file):
         try:
             args = common.arguments_of(main, argv)
         except SystemExit:
-            args = None
+            args, why = None, said.getvalue().partition("error: ")[2].strip() or "its main ends"
+        except Exception as problem:  # whatever the file does
+            args, why = None, f"its main fails: {type(problem).__name__}: {problem}"
+        else:
+            why = "its main calls no common.Federation(args)"
     if args is None:
-        why = said.getvalue().partition("error: ")[2].strip() or "no common.Federation(args) in its main"
         common.refuse(f"{what}: {why}".replace("(see --help)", f"(see python {file} --help)"))
     return args
 
 
 def plan(args, shared):
     """The Methods that --methods and --set name."""
-    names = METHODS if args.methods == "all" else list(filter(None, args.methods.split(",")))
+    names, sets, found = [], [], {}
+    for name in filter(None, args.methods.split(",")):
+        names += METHODS if name == "all" else [name]
     for word in args.set:
         if not re.fullmatch(r"[^.=]+\.[^.=]+(=.*)?", word, re.S):
             common.refuse(f"--set {word}: say METHOD.PARAMETER=VALUE")
-    found, sets = {}, [(method, dashed(word)) for method, _, word in (word.partition(".") for word in args.set)]
+        method, _, parameter = word.partition(".")
+        sets.append((method, dashed(parameter)))
     found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
     settings = {name: value for name, value in vars(shared).items()
                 if name not in ("seed", "out", "resume", "plot", *found_by_split)}
@@ -193,6 +201,8 @@ def refuse_foreign(name, word, words, settings):
     key = word.partition("=")[0]
     if f"--{key}" in words:
         common.refuse(f"--set {name}.{word}: {key} is what makes the method {name}")
+    if key in ("seed", "out", "resume", "plot"):
+        common.refuse(f"--set {name}.{word}: --{key} is this program's own; see python compare.py --help")
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
     # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
@@ -270,6 +280,8 @@ def train_all(methods, args, shared):
         if stale or not found or found["status"] not in ("finished", "diverged"):
             argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
             todo[name, seed] = argv + ["--resume"] * (not stale)
+    if todo:
+        common.images_for(shared)  # downloads them once, before several runs would
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -316,7 +328,7 @@ def table(records):
             std = float(np.std(values, ddof=1)) if len(values) > 1 else None
             row[title] = (float(np.mean(values)), std) if values else None
         rows.append(row)
-    return sorted(rows, key=lambda row: -(row["personal"] or (-1,))[0])
+    return sorted(rows, key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
 
 
 def lines(rows):

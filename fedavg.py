@@ -52,7 +52,7 @@ import common
 
 
 def client_step(net, args):
-    """Line 11 of ClientUpdate, for one client and one minibatch b."""
+    """step: line 11 of ClientUpdate, for one client and one minibatch b."""
 
     def step(client, b, eta):
         w, u = client  # [d] weights, [d] momentum
@@ -61,7 +61,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, u = g + momentum * u + decay * w
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags make g: g + decay * w + momentum * u
 
     return step
 
@@ -76,7 +76,7 @@ def main(argv=None):
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D3); ends at --target
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
-        # federation.train does for each client k of S, at once or one after the other (Federation.plan and train_alone):
+        # federation.train does for each client k of S, at once or one after the other (Federation.plan, train_alone):
         #     for epoch in range(E):                           l.9
         #         for b in minibatches(shuffled(P_k), B):      l.8, l.10 (D2)
         #             client = step(client, b, eta)            l.11

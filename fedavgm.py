@@ -51,7 +51,7 @@ import common
 
 
 def client_step(net, args):
-    """Line 11 of ClientUpdate, for one client and one minibatch b."""
+    """step: line 11 of ClientUpdate, for one client and one minibatch b."""
 
     def step(client, b, eta):
         w, u = client  # [d] weights, [d] momentum
@@ -60,7 +60,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * u, u = g + momentum * u + decay * w
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags make g: g + decay * w + momentum * u
 
     return step
 

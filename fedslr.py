@@ -5,9 +5,10 @@
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
-"global" is w on the central test images. On client i's own, "gkr" is w, "personal" is w + p_i, the mixed model. Algorithm 2, in
-our words; lines 7, 14, 20 have Algorithm 1's numbers, others ours. M clients; f_i: client i's loss; pi(w_l): layer l's kernel
-as a matrix; ||.||_*: the sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g). See fedavg.py too.
+"global": w on the central test images; on client i's own, "gkr" is w and "personal" w + p_i, the mixed model. M, C, T, E, eta:
+--clients, --fraction, --rounds, --epochs, --lr. f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: the sum
+of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g). fedavg.py says how to read [d], net and grad.
+Algorithm 2, in our words. Lines 7, 14, 20 have the numbers of Algorithm 1, whose line 14 is all of our 9 to 14.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
@@ -39,9 +40,9 @@ Choices that change a number, in full in docs/fedslr.md:
     D5  Line 7 changes kernels and matrices alone, no biases, no GroupNorm. Line 20 shrinks all of p_i.
     D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts whole.
     D7  A client's test images: of each class floor(100 * the class's share of its training images). The paper: 100 images.
-    D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: FedAvg, then line 7's argmin. No gamma_i.
+    D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: after the plain mean. No gamma_i.
     D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
-    D10  Split: Dirichlet, alpha = .1 for each class. A class that is used up is dealt out again, so that clients share images.
+    D10  Split: Dirichlet(.1) for each class; one that is used up is dealt out again. Training images are moved and mirrored.
 """
 
 import os
@@ -120,7 +121,7 @@ def main(argv=None):
     prox = prox_l1 if args.variant == "s+s" else prox_nuclear  # D9
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(0 * w_0),
+    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(torch.zeros_like(w_0)),
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma and p are [M, d]
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, [m] (D2)
         eta, w_t = federation.eta(t), state.w
@@ -131,7 +132,7 @@ def main(argv=None):
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
         # state.gamma.of(S) is state.gamma[S], but a client's row is fetched only when its turn comes
         w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
-        for j, i in enumerate(S):
+        for j, i in enumerate(S):  # one by one, to save memory
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[j])  # l.6, l.16
         gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: [d]
@@ -185,7 +186,7 @@ def arguments(argv):
 
 
 def matrices(net):
-    """(l: its place among the tensors, rows, columns of its pi) for the L kernels and matrices of a model."""
+    """For each of a model's L kernels and matrices: its place among the model's tensors, and the rows and columns of its pi."""
     shapes = [(l, (*shape, 1, 1)) for l, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
     return [(l, n * k1, c * k2) for l, (n, c, k1, k2, *_) in shapes]
 
@@ -197,7 +198,7 @@ def in_matrices(net):
 
 def full_ranks(net):
     """[L]: the largest ranks that the matrices can have."""
-    return torch.tensor([min(rows, columns) for _, rows, columns in matrices(net)], device=net.decayed.device)
+    return torch.tensor([min(rows, columns) for _, rows, columns in matrices(net)], device=net.device)
 
 
 def first_p(net, args, w):
@@ -226,7 +227,7 @@ def svd(A):
 
 
 def count_factors(net, ranks):
-    """Numbers in a model whose matrices have these ranks [L]: a matrix has the smaller of rows*columns and of its factors."""
+    """Numbers in a model whose matrices have these ranks [L]: a matrix counts whole, or as two factors if that is less."""
     sizes = list(net.sizes)
     for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
         sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
@@ -335,7 +336,8 @@ def finish(run, state):
 
 
 def export(path, net, w, ranks):
-    """Writes w [d] to a file; a matrix with more numbers than its factors as these: kernels [n, r, k1, 1] and [r, c, 1, k2]."""
+    """Writes w [d] to a file. A matrix whose two factors have fewer numbers is written as these: kernels [n, r, k1, 1] and
+    [r, c, 1, k2]."""
     parts = {name: w[where].view(shape).cpu().clone() for name, where, shape in net.tensors}
     for (l, rows, columns), r in zip(matrices(net), ranks.tolist()):
         name, _, shape = net.tensors[l]

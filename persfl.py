@@ -6,7 +6,8 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: a user has 2 classes, in log-normal amounts. What to expect on CIFAR-10: mean over 10 users in the first of the five runs.
+DS-3: a user has 2 classes, and each class two users, in log-normal shares. What to expect on CIFAR-10: the first of the five
+runs, mean over 10 users, with 15 students (D7). fedavg.py says how to read [d], [m, d], net and grad.
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
     DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
@@ -53,7 +54,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
     D7  Line 13: each pair starts at O_k. The grid is inferred from Table 5. T does not matter where lambda is 0 or 1: 11 pairs.
     D8  Line 11: the last G is everybody's teacher, and the students' start. Our tables' column FedAvg is this G.
-    D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
+    D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. DS-3's amounts: as said above.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
@@ -93,7 +94,7 @@ def client_step(net, args):
 
 def student_step(net, args, grid=GRID):
     """Stage 2's body, for one user and one minibatch b: a step of all of the user's students, one for each pair of the grid."""
-    T, lam = torch.tensor(grid, dtype=torch.float, device=net.decayed.device).unbind(1)  # [11], [11]
+    T, lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11], [11]
 
     def step(user, b, eta):
         A, u, O = user  # [11, d] the students' weights, [11, d] their momentum, [d] the teacher's weights
@@ -143,7 +144,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")  # so --rounds can't change
+    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")  # for --resume --rounds
     step = client_step(federation.net, args)
 
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]
@@ -196,7 +197,7 @@ def arguments(argv):
     group.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
                        help="O_k: each user's best G, or the last one for all (Table 4)")
     group.add_argument("--select", choices=("val", "test"), default="val", help="images by which a user chooses (T, lambda)")
-    group.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E, local epochs of Stage 2")  # D3
+    group.add_argument("--distill-epochs", type=common.positive_int, default=10, help="E of line 16, epochs of Stage 2")  # D3
     group.add_argument("--distill-lr", type=common.positive, default=0.05, help="eta', the rate of Stage 2")  # D3
     group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="users that join only after the last round")
     group.add_argument("--runs", type=common.positive_int, default=1, help="runs to average; run r adds r to both seeds")

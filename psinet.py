@@ -38,8 +38,8 @@ Choices that change a number. docs/psinet.md has each in full.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
-    D6  Line 6: our reading of the extreme case; --no-prune: all groups. Line 12: softmax over the classes of a node's groups.
-    D7  Line 12: eta, B, momentum, decay are those of FedMA's runs of FedAvg, flip and crop FedSLR's. T, E: from Fed2's figures.
+    D6  Line 6: we take every split as the extreme case; --no-prune: G_i is all groups. Line 12: softmax over the classes of G_i.
+    D7  Line 12: eta, B, momentum (0 again each round), decay: FedMA's for FedAvg; flip, crop: FedSLR's. T, E: Fed2's figures.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
     D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range.
 """
@@ -124,13 +124,13 @@ def client_step(net, args):
     """Line 12 of LocalUpdate, for one node i and one minibatch b. net: a PsiNet (below) with as many groups as node i has."""
 
     def step(node, b, eta):
-        w, r, u, G_i = node  # [d] weights of this net, [d_b] its running statistics, [d] momentum, [s] groups
+        w, r, u, G_i = node  # [d] weights of this net, [d_r] its running statistics, [d] momentum, [s] groups
 
         def loss(w):
             logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
             return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
-        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_b] (Weights.batchnorm)
+        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.batchnorm)
         w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u, u = g + momentum * u + decay * w
         return w, r, u, G_i
 
@@ -140,13 +140,13 @@ def client_step(net, args):
 def groups_of_nodes(federation, args):
     """has [K, G]: whether node i, of K nodes, has group g."""
     M, labels = federation.net.M, federation.labels
-    has = [torch.isin(M, labels[images]).any(1) for images in federation.split.train]  # l.6: G_i (D6)
-    return torch.stack(has) if args.prune else torch.ones_like(torch.stack(has))
+    has = torch.stack([torch.isin(M, labels[images]).any(1) for images in federation.split.train])  # l.6: G_i (D6)
+    return has if args.prune else torch.ones_like(has)
 
 
 def local_updates(federation, networks, has, w, r, S, t):
-    """w_i [m, d] and r_i [m, d_b] of the nodes i in S after round t; the server's numbers where node i lacks a group."""
-    w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_b], [m, G]
+    """w_i [m, d] and r_i [m, d_r] of the nodes i in S after round t; the server's numbers where node i lacks a group."""
+    w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_r], [m, G]
     for s in has_S.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
         these = (has_S.sum(1) == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
@@ -158,7 +158,7 @@ def local_updates(federation, networks, has, w, r, S, t):
         #     for epoch in range(E):                                 l.11
         #         for b in minibatches(shuffled(images of i), B):    l.11 (D8)
         #             node = step(node, b, eta)                      l.12
-        nodes = w_part, r_part, torch.zeros_like(w_part), G_i
+        nodes = w_part, r_part, torch.zeros_like(w_part), G_i  # momentum 0 (D7)
         w_part, r_part, _, _ = federation.train(step, nodes, S[these.cpu().numpy()], t, federation.eta(t), net=net)
         w_i[these] = w_i[these].masked_scatter(has_w, w_part)
         r_i[these] = r_i[these].masked_scatter(has_r, r_part)
@@ -186,13 +186,13 @@ def main(argv=None):
     networks = {s: (net, client_step(net, args)) for s, net in networks_of_nodes(federation, args, has).items()}
     macs_per_image = multiplications(federation, networks, has)  # [K]
 
-    state = State(w=federation.initial_weights(), r=federation.net.r_0, macs=0.0)  # l.5: Omega, [d] and [d_b] (D2)
+    state = State(w=federation.initial_weights(), r=federation.net.r_0, macs=0.0)  # l.5: Omega, [d] and [d_r] (D2)
     for t, S in run.rounds(state):  # l.7 (D8)
-        w_i, r_i = local_updates(federation, networks, has, state.w, state.r, S, t)  # l.8: [m, d], [m, d_b]
-        has_w, has_r = federation.net.numbers_of(has[S])  # which numbers node i has, [m, d], [m, d_b]
+        w_i, r_i = local_updates(federation, networks, has, state.w, state.r, S, t)  # l.8: [m, d], [m, d_r]
+        has_w, has_r = federation.net.numbers_of(has[S])  # which numbers node i has, [m, d], [m, d_r]
         n_i = federation.n[S]  # [m]
         state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]; all nodes have the shared numbers (l.9)
-        state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_b]
+        state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_r]
         state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # multiplications so far, forward
         run.sent(up=int(has_w.sum() + has_r.sum()), down=int(has_w.sum() + has_r.sum()))
         if run.evaluates():
@@ -224,12 +224,12 @@ def arguments(argv):
     flags.add_argument("--depth", help="the layer where grouping starts (unless given: "
                                      + ", ".join(f"{layer} of {model}" for model, layer in DEPTH.items()) + ")")
     flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
-                     help="gn: GroupNorm in layers with groups, BatchNorm below them (with --groups 0: GroupNorm everywhere); "
-                          "bn: BatchNorm everywhere")
+                     help="behind convolutions. gn: GroupNorm behind those with groups, BatchNorm below (with --groups 0: "
+                          "GroupNorm everywhere); bn: BatchNorm everywhere")
     flags.add_argument("--enter", choices=("all", "slice"), default="all",
                      help="which shared channels a group sees in the first layer with groups")
     flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
-                     help="G_i: nodes do without the groups of whose classes they have no image; --no-prune: all have all")
+                     help="G_i: nodes lack the groups of whose classes they have no image; --no-prune: nodes have all groups")
     flags.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance TV, and tv.png")
     args = common.parse(parser, BY_DATASET, argv)
     args.prune = args.prune and args.groups > 0
@@ -248,8 +248,9 @@ def arguments(argv):
 class PsiNet(common.Net):
     """A model of common.py in G groups, or the part of it that a node with s of the G groups has.
 
-    Omega is two vectors: the weights w [d], and the running statistics r [d_b] of all BatchNorms, at first r_0. group [d] and
-    group_r [d_b]: of each number of w and of r its group, or -1 if it is shared. M [G, classes/G]: the classes of each group.
+    Omega is two vectors: the weights w [d], and the running statistics r [d_r] of all BatchNorms, at first r_0. group [d] and
+    group_r [d_r]: the group of each number of w and of r, -1 if it is shared. A BatchNorm's statistics (mean, variance) have the
+    groups of its weights (scale, shift). M [G, classes/G]: the classes of each group.
     """
 
     def __init__(self, args, shape, classes, device="cpu", s=None):
@@ -258,7 +259,7 @@ class PsiNet(common.Net):
         if self.G and classes % self.G:
             common.refuse(f"--groups {self.G} can't have equally many of the {classes} classes; use a divisor of {classes}")
         self.M = torch.arange(classes, device=device).view(max(self.G, 1), -1)  # l.1 (D3)
-        self.s, self.route = s or len(self.M), "conv"
+        self.s, self.route = s or len(self.M), "conv"  # Layers reads both
         asked = Layers(self, torch.arange(self.s))
         super().__init__(args.model, shape, classes, device, weights=asked)  # asks for all layers once
         slice_of = dict(self.layers)
@@ -272,11 +273,10 @@ class PsiNet(common.Net):
                 self.group[span] = groups.repeat_interleave(size // self.s)
         self.batchnorms, r_0 = list(asked.new_running), [new.flatten().to(device) for new in asked.new_running.values()]
         self.sizes_r, self.r_0 = [len(new) for new in r_0], torch.cat([torch.zeros(0, device=device), *r_0])
-        self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])  # [:0]: if none
+        self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])
 
     def numbers_of(self, has):
-        """Which numbers of w and r nodes have: those of their groups, and all shared ones, whose group is -1. has [m, G] ->
-        [m, d], [m, d_b]."""
+        """Which numbers of w and r nodes have: their groups' and the shared ones (-1). has [m, G] -> [m, d], [m, d_r]."""
         return tuple(has[:, group.clamp(min=0)] | (group < 0) for group in (self.group, self.group_r))
 
     def forward(self, w, r, x, G_i, mask=None, seen=None):
@@ -333,7 +333,7 @@ def table(net):
 
 
 def multiplications(federation, networks, has):
-    """Of one image's forward pass in the network of each node: [K]."""
+    """Of convolutions and fully connected layers, for one image in the network of each node: [K]."""
     x, macs = federation.transform(federation.images[:1]), {}
     for s, (net, _) in networks.items():
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Half an hour on two cores. These runs shared theirs: 111 min.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Alone on two cores a run takes half an hour, beside others 111 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -16,8 +16,9 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
-Phase II begins with round t = L*R. The line numbers are the paper's, ClientUpdate's plus 10. Our copy has lost all formulas and
-lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to 18: from its text and the slides of KDD 2022; 7a: its text; 18a: ours (D16).
+Phase II begins with round t = L*R. C, E, eta, L, mu, nu: --fraction, --epochs, --lr, --start, --mu, --nu. The line numbers are
+the paper's, ClientUpdate's plus 10. Our copy has lost nearly all formulas and lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to
+18 are from its text and the slides of KDD 2022; 7a: its text; 18a: ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -45,7 +46,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R, t from 0 (our reading). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
-    D5  Layer Mixing: L = .8, mu and nu are inferred from Table 3, for CIFAR-10. On other data all three are guesses.
+    D5  Layer Mixing on CIFAR-10: L = .8 is inferred from Table 3, mu and nu are Model Mixing's. On other data all are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
@@ -54,7 +55,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
     D12  "personal": one lambda of 0, .1, ..., 1 for all: least training loss; with --client-val best validation accuracy.
     D13  Line 5: C*K is rounded down.
-    D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, as in a further round.
+    D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
     D16  Line 18a is done for every minibatch. Its place, within or behind the loop, is lost in our copy.
 """
@@ -150,7 +151,7 @@ def main(argv=None):
 # Around it
 
 # Table 1, CIFAR-10, and what differs in the other columns of Tables 1 and 2. K and R are the paper's; C, E, B, eta, mu, nu and
-# Model Mixing's L (see `arguments`) are from the official scripts, since our copy of the paper has lost them.
+# Model Mixing's L (see `arguments`) are from the official scripts, since our copy has lost them. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2, clients=100, fraction=0.1,  # D8
                 rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9, eval_every=10)
 BY_DATASET = {
@@ -172,15 +173,15 @@ def arguments(argv):
     group.add_argument("--nu", type=common.nonnegative, default=2.0, help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
                        help="L, share of the rounds before Phase II; 1: no Phase II, but with --as official the last round "
-                            "(default: .8 with --mix layer, .4 with --mix model, and there .5 for CIFAR-100; for shapes .5)")
+                            "(default: .8 with --mix layer; .4 with --mix model, for CIFAR-100 .5; for shapes always .5)")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="in D1, D2 and D4 follow the paper, or the authors' code for v1")
     group.add_argument("--own-start", action="store_true", help="every client's w^l starts from a seed of its own (D3)")
     group.add_argument("--unseen", type=common.nonnegative_int, default=0, help="clients that join only after the last round")
     args = common.parse(parser, BY_DATASET, argv)
     if args.as_ == "official":
-        defaults = {args.dataset: BY_DATASET.get(args.dataset, {}) | {"lr_decay": 0.995}}  # D4
-        args = common.parse(parser, defaults, argv)
+        parser.set_defaults(lr_decay=0.995)  # D4; a --lr-decay on the command line stands
+        args = common.parse(parser, {}, argv)
     if args.start is None:
         args.start = 0.8 if args.mix == "layer" else 0.5 if args.dataset == "cifar100" else 0.4  # D5
     return args
@@ -221,9 +222,10 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(federation):
-    """Phase II's first t. The run's note counts from 1. L*R = 2.9999999999999996: 3 here, officially 1 (D4)."""
-    args, LR = federation.args, federation.args.start * federation.args.rounds
-    first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)
+    """Phase II's first t, from 0; the printed note counts from 1. 1e-9: 2.9999999999999996 counts as 3 here, not officially."""
+    args = federation.args
+    begin = args.start * args.rounds  # L*R
+    first = max(int(begin) - 1, 0) if args.as_ == "official" else ceil(begin - 1e-9)  # D4
     federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
     return first
 
@@ -247,6 +249,7 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
+    images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # to train on: as many as there are for tests
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def W(S):
@@ -254,13 +257,15 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
 
         measures = federation.evaluate_clients(W, among=clients)  # D10; with --client-val also val_mean and val_loss
         if not args.client_val:
-            images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # as many as there are for tests
             on_train = federation.evaluate_clients(W, images, clients)
             measures.update(train_mean=on_train["mean"], train_loss=on_train["loss"])
         found.append({"lambda": lam, **measures})
     by_loss = min(found, key=lambda measures: measures[f"{chosen_on}_loss"])
     by_accuracy = max(found, key=lambda measures: measures[f"{chosen_on}_mean"])
-    chosen, other, other_rule = (by_accuracy, by_loss, "loss") if args.client_val else (by_loss, by_accuracy, "accuracy")
+    if args.client_val:
+        chosen, other, other_rule = by_accuracy, by_loss, "loss"
+    else:
+        chosen, other, other_rule = by_loss, by_accuracy, "accuracy"
     by_test = max(found, key=lambda measures: measures["mean"])
     at, short = dict(zip(LAMBDAS, found)), common.without_clients
     return {"personal": chosen, f"personal@{chosen_on}-{other_rule}": short(other), "personal@test": short(by_test),
@@ -268,7 +273,7 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
 
 
 def clients_that_train(federation):
-    """Their numbers: of all clients, but for the --unseen ones, which are chosen at random (D14)."""
+    """The numbers of all clients except the --unseen ones, which are chosen at random (D14)."""
     K, unseen = federation.K, federation.args.unseen
     if unseen >= K:
         common.refuse(f"--unseen {unseen} leaves none of the {K} clients to train; use a smaller number")

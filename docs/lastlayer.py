@@ -9,7 +9,7 @@
      5          v_k = the last layer of w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-Global is w. Personal is the model of line 3. lambda = 0 is FedAvg. lambda = 1 has the personal models of FedPer.
+Global is w. Personal: the w and v_k of after line 6, joined as in line 3. lambda = 0 is FedAvg. lambda = 1 has the personal models of FedPer.
 """
 
 from types import SimpleNamespace as State
@@ -50,8 +50,8 @@ def main(argv=None):
         return common.with_part(state.w, last, (1 - lam) * state.w[last] + lam * state.V[S])  # l.3: [m, d]
 
     for t, S in run.rounds(state):  # l.2
-        w = models(S)  # l.3: [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.4: [m, d]
+        start = models(S)  # l.3: [m, d]
+        w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4: [m, d]
         state.V[S] = w_k[:, last]  # l.5
         state.w = federation.mean(w_k, federation.n[S])  # l.6: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
