@@ -170,7 +170,7 @@ def arguments_of(main, argv):
     class Parsed(Exception):
         pass
 
-    def stop(self, args, *_, **__):
+    def stop(self, args, make_net=None):
         raise Parsed(args)
 
     with mock.patch.object(Federation, "__init__", stop):

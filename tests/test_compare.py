@@ -141,6 +141,8 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg", ["--batch", "5"], "unrecognized arguments: --batch 5"),
     ("fedavg", ["--seed", "5"], "--seeds says how many"),
     ("fedavg", ["--seeds", "0"], "must be at least 1"),
+    ("fedavg", ["--set", "fedavg.seed=5"], "--seed is this program's own"),
+    ("fedavg,all", [], "two methods are called fedavg"),
     ("fedavg", ["--out", str(HERE / "docs")], "holds files of this repository"),
     ("fedavg", ["--out", str(HERE)], "holds files of this repository"),
     ("fedavg,persfl", ["--client-val", "0"], "--methods: persfl: users choose their teachers on validation images"),
@@ -163,6 +165,23 @@ def test_a_file_that_changes_what_is_shared_is_refused(go, tmp_path, capsys):
     refused(capsys, "bare.py has no main(argv); see docs/extend.md", go, str(mine.with_name("bare.py")))
     mine.with_name("broken.py").write_text("def main(argv:")
     refused(capsys, "broken.py can't be loaded: SyntaxError", go, str(mine.with_name("broken.py")))
+    mine.with_name("slip.py").write_text("def main(argv): parse(argv)")
+    refused(capsys, "slip: its main fails: NameError: name 'parse' is not defined", go, str(mine.with_name("slip.py")))
+    mine.with_name("idle.py").write_text("def main(argv): pass")
+    refused(capsys, "idle: its main calls no common.Federation(args)", go, str(mine.with_name("idle.py")))
+
+
+def test_a_file_may_import_Federation_by_its_name(tmp_path):
+    """Nothing is trained when the file's arguments are asked for."""
+    mine = tmp_path / "mine.py"
+    text = pathlib.Path(OWN).read_text().replace("import common\n", "import common\nfrom common import Federation\n")
+    mine.write_text(text.replace("common.Federation(args)", "Federation(args=args)"))
+    assert [method.name for method in compare.plan(*compare.arguments(["--methods", f"{mine},fedper"]))] == ["mine", "fedper"]
+
+
+def test_all_and_files_of_ones_own():
+    methods = compare.plan(*compare.arguments(["--methods", f"all,{OWN}"]))
+    assert [method.name for method in methods] == [*compare.METHODS, "lastlayer"]
 
 
 def test_every_method_takes_the_shared_settings():
