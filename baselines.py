@@ -501,7 +501,7 @@ def lg_fedavg(federation, run, args):
 
     for t, S in run.rounds(state):  # l.2
         start = models(S)  # l.3: (v_k, w), [m, d]
-        trained, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4: (v_k, w_k)
+        trained, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4 (D5): (v_k, w_k)
         state.w, state.V[S] = federation.mean(trained), trained[:, lower]  # l.5 (D4); l.4
         sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)

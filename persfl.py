@@ -6,8 +6,7 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: a user has 2 classes, and each class two users, in log-normal shares. What to expect on CIFAR-10: the first of the five
-runs, mean over 10 users, with 15 students (D7). fedavg.py says how to read [d], [m, d], net and grad.
+DS-3: a user has 2 classes, a class 2 users, in log-normal shares. Below: CIFAR-10, mean over 10 users, the first of five runs.
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
     DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
@@ -18,8 +17,8 @@ G is FedAvg's global model. User k's teacher O_k is the G that suits user k best
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words, with its line numbers. Ours: "choose G_1", line 13's loop, and lines 9 to 11, where the
-paper only closes loops. K users have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy.
+The paper's Algorithm 1, in our words. Ours: "choose G_1", line 13's loop, lines 9 to 11. K users have n_k training images, n in
+all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad. Minutes: with 15 students (D7).
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k

@@ -38,7 +38,7 @@ Choices that change a number. docs/psinet.md has each in full.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
-    D6  Line 6: we take every split as the extreme case; --no-prune: G_i is all groups. Line 12: softmax over the classes of G_i.
+    D6  Line 6: we take every split as the extreme case; --no-prune: G_i is all groups. Line 12: softmax over G_i's classes.
     D7  Line 12: eta, B, momentum (0 again each round), decay: FedMA's for FedAvg; flip, crop: FedSLR's. T, E: Fed2's figures.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
     D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range.
@@ -249,8 +249,8 @@ class PsiNet(common.Net):
     """A model of common.py in G groups, or the part of it that a node with s of the G groups has.
 
     Omega is two vectors: the weights w [d], and the running statistics r [d_r] of all BatchNorms, at first r_0. group [d] and
-    group_r [d_r]: the group of each number of w and of r, -1 if it is shared. A BatchNorm's statistics (mean, variance) have the
-    groups of its weights (scale, shift). M [G, classes/G]: the classes of each group.
+    group_r [d_r]: the group of each number of w and of r, -1 if it is shared. A BatchNorm's statistics (mean, variance) have
+    the groups of its weights (scale, shift). M [G, classes/G]: the classes of each group.
     """
 
     def __init__(self, args, shape, classes, device="cpu", s=None):

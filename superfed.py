@@ -16,9 +16,8 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
-Phase II begins with round t = L*R. C, E, eta, L, mu, nu: --fraction, --epochs, --lr, --start, --mu, --nu. The line numbers are
-the paper's, ClientUpdate's plus 10. Our copy has lost nearly all formulas and lines 3, 12, 16, 17, 20, 21. Lines 12 and 16 to
-18 are from its text and the slides of KDD 2022; 7a: its text; 18a: ours (D16).
+Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Line numbers are the paper's,
+ClientUpdate's plus 10. Our copy has lost most formulas. Lines 12, 16 to 18: from text and slides; 7a: text; 18a: ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
