@@ -49,7 +49,7 @@ def softmax(z):
 class Linear:
     """3 classes, 4 features, no bias; w [12]."""
 
-    d, decayed = 12, torch.ones(12)
+    d, device, decayed = 12, "cpu", torch.ones(12)
 
     def __call__(self, w, x):
         return x.flatten(1) @ w.view(3, 4).T
