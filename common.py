@@ -258,13 +258,17 @@ def split_clients(data, args):
         n_test = int(test_share * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (test_share and not len(test)):
-            if args.split == "natural":
-                hints = {"--client-test 0": test_share > 0, "--client-val 0": args.client_val > 0}
-            else:
-                hints = {"fewer --clients": True, "a larger --alpha": "dirichlet" in args.split,
-                         "a smaller --client-test": not len(train)}
+            hints = [] if args.split == "natural" else ["fewer --clients"]
+            if "dirichlet" in args.split:
+                hints.append("a larger --alpha")
+            if args.split == "natural" and test_share:
+                hints.append("--client-test 0")
+            if args.split == "natural" and args.client_val:
+                hints.append("--client-val 0")
+            if args.split != "natural" and not len(train):
+                hints.append("a smaller --client-test")
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
-                   f"{len(test)} to test; use {', '.join(hint for hint in hints if hints[hint])} or more images")
+                   f"{len(test)} to test; use {', '.join(hints)} or more images")
         if tests_of is not None:
             test = data.train + np.flatnonzero(tests_of == k)
         elif not test_share:

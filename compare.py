@@ -54,8 +54,8 @@ METHODS["fedma"] += " --common-start"  # from the w_0 of all others
 
 
 def plain(shared):
-    """SGD without momentum, at 5/2 of the others' rate if they have momentum. 5/2 is our choice: with momentum .9 a step can
-    grow to 10 times eta, and a factor of 1 or 10 would be too small or too large."""
+    """SGD without momentum, at 5/2 of the others' rate if they have momentum. 5/2 is our choice, between 1 and 10: with momentum
+    .9 a step can grow to 10 times eta."""
     return {"momentum": 0, "lr": round(shared.lr * (5 / 2 if shared.momentum else 1), 6)}
 
 

@@ -9,7 +9,7 @@
      5          v_k = the last layer of w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-Global is w. Personal: the w and v_k of after line 6, joined as in line 3. lambda = 0 is FedAvg. lambda = 1 has the personal models of FedPer.
+Global is w. Personal: the new w and v_k, joined as in line 3. lambda = 0 is FedAvg. lambda = 1 has FedPer's personal models.
 """
 
 from types import SimpleNamespace as State
