@@ -16,7 +16,7 @@ ETA = {  # model, split, B; where it matters, C
     # with one client a smaller rate is better
     ("2nn", "iid", 10, "0.0"): "0.0681 0.1 0.147", ("2nn", "shards", 10, "0.0"): "0.0215 0.0464 0.1",
     ("cnn", "iid", 10): "0.1 0.215 0.464", ("cnn", "iid", 50): "0.1 0.215 0.464", ("cnn", "iid", 0): "0.1 0.215 0.464",
-    ("cnn", "shards", 10): "0.0215 0.0464 0.1", ("cnn", "shards", 50): "0.0464 0.1 0.215",
+    ("cnn", "shards", 10): "0.0464 0.1 0.215", ("cnn", "shards", 50): "0.0464 0.1 0.215",
     ("cnn", "shards", 0): "0.0464 0.1 0.215",
 }
 SPLIT = {"IID": "iid", "non-IID": "shards"}
