@@ -468,7 +468,7 @@ HOW_TO_READ = """How to read a cell:
   files have changed since the run (see above). `[3 of 4 settings tried]`: we show the best of those 3.
 """
 RUNS_ARE = """The runs that made the numbers of [the tables]({paper}.md). The command is for seed 0; for seed s add
-`--seed s --split-seed s`. Minutes are for one seed. *stale*: source files have changed since the run, and
+`--seed s --split-seed s`. Minutes are for one seed, with evaluation. *stale*: source files have changed since the run, and
 [accepted.json](accepted.json) does not let it stand. `python reproduce.py --list --verbose --only {paper}` also shows the runs that are
 missing.
 """
