@@ -202,8 +202,8 @@ STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algo
 def stream(seed, purpose, round=0, client=0, nth=0):
     """A numpy Generator for one purpose, so that what a client draws depends on nothing else that is drawn.
 
-    purpose: one of STREAMS. nth tells apart several streams of a client in one round. The same numbers give the same stream on every
-    device and for every --parallel.
+    purpose: one of STREAMS. nth tells apart several streams of a client in one round. The same numbers give the same stream on
+    every device and for every --parallel.
     """
     return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * nth, round, client])
 
@@ -258,15 +258,14 @@ def split_clients(data, args):
         n_test = int(test_share * n + 1e-9) if args.client_val else n - n_train
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (test_share and not len(test)):
-            hints = [] if args.split == "natural" else ["fewer --clients"]
-            if "dirichlet" in args.split:
-                hints.append("a larger --alpha")
-            if args.split == "natural" and test_share:
-                hints.append("--client-test 0")
-            if args.split == "natural" and args.client_val:
-                hints.append("--client-val 0")
-            if args.split != "natural" and not len(train):
-                hints.append("a smaller --client-test")
+            hints = []
+            if args.split == "natural":
+                hints += ["--client-test 0"] if test_share else []
+                hints += ["--client-val 0"] if args.client_val else []
+            else:
+                hints += ["fewer --clients"]
+                hints += ["a larger --alpha"] if "dirichlet" in args.split else []
+                hints += [] if len(train) else ["a smaller --client-test"]
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {', '.join(hints)} or more images")
         if tests_of is not None:

@@ -86,6 +86,7 @@ OWN = {
                "with two epochs in place of the file's five"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
+OURS = ("seed", "out", "resume", "plot")  # what this program says to each run
 
 
 class Method(NamedTuple):
@@ -128,15 +129,14 @@ def flags(settings):
 
 def parsed(main, argv, what, file):
     """What a file makes of its flags; its refusal becomes ours."""
+    args, why = None, "its main calls no common.Federation(args)"
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             args = common.arguments_of(main, argv)
         except SystemExit:
-            args, why = None, said.getvalue().partition("error: ")[2].strip() or "its main ends"
+            why = said.getvalue().partition("error: ")[2].strip() or "its main ends"
         except Exception as problem:  # whatever the file does
-            args, why = None, f"its main fails: {type(problem).__name__}: {problem}"
-        else:
-            why = "its main calls no common.Federation(args)"
+            why = f"its main fails: {type(problem).__name__}: {problem}"
     if args is None:
         common.refuse(f"{what}: {why}".replace("(see --help)", f"(see python {file} --help)"))
     return args
@@ -154,7 +154,7 @@ def plan(args, shared):
         sets.append((method, dashed(parameter)))
     found_by_split = ["clients"] if shared.split in ("semantic", "natural") else []
     settings = {name: value for name, value in vars(shared).items()
-                if name not in ("seed", "out", "resume", "plot", *found_by_split)}
+                if name not in (*OURS, *found_by_split)}
     if not names:
         common.refuse("--methods is empty")
     for name in names:
@@ -201,7 +201,7 @@ def refuse_foreign(name, word, words, settings):
     key = word.partition("=")[0]
     if f"--{key}" in words:
         common.refuse(f"--set {name}.{word}: {key} is what makes the method {name}")
-    if key in ("seed", "out", "resume", "plot"):
+    if key in OURS:
         common.refuse(f"--set {name}.{word}: --{key} is this program's own; see python compare.py --help")
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")

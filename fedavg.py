@@ -61,7 +61,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; with our flags: g + decay*w + momentum*u for g
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags add decay * w and momentum * u to g
 
     return step
 

@@ -53,7 +53,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
     D7  Line 13: each pair starts at O_k. Grid: inferred from Table 5. With lambda 0 or 1 T has no effect: 11 pairs (above: 15).
     D8  Line 11: the last G is everybody's teacher, and the students' start. Our tables' column FedAvg is this G.
-    D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. DS-3's amounts: as said above.
+    D9  Only the training images are dealt out (the paper counts all). DS-1's classes are even. DS-3: shares of each class.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.

@@ -248,7 +248,7 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
-    images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # to train on: as many as there are for tests
+    images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # of training, as many as there are for tests
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def W(S):
