@@ -26,15 +26,17 @@ the rounds. docs/baselines.md has each choice in full, what was measured, and a 
 Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b) that on a minibatch b of them.
 w_0 are the initial weights. t is 0, 1, ..., T-1. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down.
 eta is the local learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
-K, C, T, E are --clients, --fraction, --rounds, --epochs. Each function says what alpha, beta, lambda, g and h mean in it.
+K, C, T, E are --clients, --fraction, --rounds, --epochs. alpha, beta, lambda, g, h differ from function to function; --help has
+their options.
 `# l.3` marks the code of line 3. [m, d]: m rows, one for each sampled client, with d numbers each, one for each weight.
 
 Models. "global": the server's model, on the central test images. "personal": each client's model on its own test images, then
 the mean over all clients. The function says which model it is. A part that comes from the server is the server's newest. A part
 that a client keeps is from the last round in which the client was sampled.
 
-Local SGD has momentum, which each call of federation.train begins at 0. Steps without momentum: pfedme's on theta_k, apfl's
-on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends and gets.
+Local SGD has momentum. It starts at 0 in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
+theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
+and gets.
 
 federation.train(step, start, S, t, *shared) takes each client of S through "for each minibatch b: client = step(client, b,
 *shared)". `start` are tensors with a row for each client, where the clients begin. It returns such tensors. epochs=: instead of

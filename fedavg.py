@@ -41,7 +41,7 @@ Choices that change a number. docs/fedavg.md has each in full.
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: line 1, eta, padding, the augmentation's ranges, MNIST's pixels (-1/2 to 1/2: by the 2NN's rounds).
+    D4  Not in the paper: line 1, eta, padding, the augmentation's ranges, MNIST's pixels (-1/2 to 1/2: the 2NN's rounds fit).
 """
 
 from types import SimpleNamespace as State

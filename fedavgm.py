@@ -60,7 +60,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags add decay * w and momentum * u to g
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * (g + decay * w) (D2)
 
     return step
 

@@ -36,12 +36,12 @@ Choices that change a number, in full in docs/fedslr.md:
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
-    D5  Line 7 changes kernels and matrices alone, no biases, no GroupNorm. Line 20 shrinks all of p_i.
+    D5  Line 7's argmin shrinks kernels and matrices alone; biases and GroupNorm stay as in v. Line 20 shrinks all of p_i.
     D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts whole.
     D7  A client's test images: of each class floor(100 * the class's share of its training images). The paper: 100 images.
-    D8  --variant lpgd: the argmin with lambda*eta after each local step; gpgd: after the plain mean. No gamma_i.
+    D8  --variant lpgd: the argmin with lambda*eta after each step; gpgd: line 7's argmin of the plain mean. No gamma_i.
     D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
-    D10  Split: Dirichlet(.1) for each class; one that is used up is dealt out again. Training images are moved and mirrored.
+    D10  A client's class shares are Dirichlet(.1). A class that is used up is dealt out again. Images are moved and mirrored.
 """
 
 import os

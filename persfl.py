@@ -6,7 +6,7 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: a user has 2 classes, a class 2 users, in log-normal shares. Below: CIFAR-10, mean over 10 users, the first of five runs.
+DS-3: each class is divided between 2 users in log-normal shares. Below: CIFAR-10, mean over 10 users, the first of five runs.
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
     DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
@@ -51,9 +51,9 @@ Choices that change a number. docs/persfl.md has each in full.
     D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
-    D7  Line 13: each pair starts at O_k. Grid: inferred from Table 5. With lambda 0 or 1 T has no effect: 11 pairs (above: 15).
+    D7  Line 13: each pair starts at O_k. Grid: by Table 5. With lambda 0 or 1 T has no effect: 11 pairs. The records above have 15.
     D8  Line 11: the last G is everybody's teacher, and the students' start. Our tables' column FedAvg is this G.
-    D9  Only the training images are dealt out (the paper counts all). DS-1's classes are even. DS-3: shares of each class.
+    D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D12  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.

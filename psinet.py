@@ -37,9 +37,9 @@ Choices that change a number. docs/psinet.md has each in full.
     D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
-    D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node has stays as it is.
+    D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node of S has stays as it is.
     D6  Line 6: we take every split as the extreme case; --no-prune: G_i is all groups. Line 12: softmax over G_i's classes.
-    D7  Line 12: eta, B, momentum (0 again each round), decay: FedMA's for FedAvg; flip, crop: FedSLR's. T, E: Fed2's figures.
+    D7  Line 12: eta, B, momentum, decay: FedMA's code; flip, crop: FedSLR's. Momentum starts each round at 0. T, E: from Fed2.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
     D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range.
 """
@@ -121,7 +121,7 @@ class Layers(common.Weights):
 
 
 def client_step(net, args):
-    """Line 12 of LocalUpdate, for one node i and one minibatch b. net: a PsiNet (below) with as many groups as node i has."""
+    """step: line 12 of LocalUpdate, for one node i, one minibatch b. net: a PsiNet (below) with node i's number of groups."""
 
     def step(node, b, eta):
         w, r, u, G_i = node  # [d] weights of this net, [d_r] its running statistics, [d] momentum, [s] groups
@@ -131,7 +131,7 @@ def client_step(net, args):
             return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
         g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.batchnorm)
-        w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u, u = g + momentum * u + decay * w
+        w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u', u' = g + momentum * u + decay * w
         return w, r, u, G_i
 
     return step
@@ -166,7 +166,7 @@ def local_updates(federation, networks, has, w, r, S, t):
 
 
 def aligned_average(federation, z_i, has_z, n_i, z):
-    """For each number of z (w or r): the average over the nodes that have it. A number that no node has stays as it is.
+    """For each number of z (w or r): the average over the nodes that have it. A number that none of them has stays as it is.
 
     z_i [m, d]: the nodes' numbers. has_z [m, d]: whether node i has the number. n_i [m], z [d] -> [d].
     """
@@ -229,7 +229,7 @@ def arguments(argv):
     flags.add_argument("--enter", choices=("all", "slice"), default="all",
                      help="which shared channels a group sees in the first layer with groups")
     flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
-                     help="G_i: nodes lack the groups of whose classes they have no image; --no-prune: nodes have all groups")
+                     help="G_i: a node lacks a group if it has no image of its classes; --no-prune: nodes have all groups")
     flags.add_argument("--tv", action="store_true", help="after the last round, the layers' total variance TV, and tv.png")
     args = common.parse(parser, BY_DATASET, argv)
     args.prune = args.prune and args.groups > 0

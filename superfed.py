@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Alone on two cores a run takes half an hour, beside others 111 min.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. These runs: 111 min, on shared cores. Alone, elsewhere: 32 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -16,8 +16,8 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
-Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Line numbers are the paper's,
-ClientUpdate's plus 10. Our copy has lost most formulas. Lines 12, 16 to 18: from text and slides; 7a: text; 18a: ours (D16).
+Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Line numbers are the paper's (the
+missing: lost, or ends of loops), ClientUpdate's plus 10. Lines 12, 16 to 18: from text and slides; 7a: text; 18a: ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -48,12 +48,12 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D5  Layer Mixing on CIFAR-10: L = .8 is inferred from Table 3, mu and nu are Model Mixing's. On other data all are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
-    D8  The split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
+    D8  CIFAR's split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
     D12  "personal": one lambda of 0, .1, ..., 1 for all: least training loss; with --client-val best validation accuracy.
-    D13  Line 5: C*K is rounded down.
+    D13  Line 5: C*K is rounded down. With --unseen N it is C*(K-N).
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
     D16  Line 18a is done for every minibatch. Its place, within or behind the loop, is lost in our copy.
@@ -85,7 +85,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 
 
 def client_step(net, args):
-    """Lines 16 to 18a, for one client and one minibatch b."""
+    """step: lines 16 to 18a, for one client and one minibatch b."""
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
     layer = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: each weight's layer; else 0 (D6)
 
@@ -97,7 +97,7 @@ def client_step(net, args):
             return client_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
 
         g_f, g_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)  # l.18a: gradient of loss, by w^f and by w^l_k (D16)
-        w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: u_f = momentum * u_f + g_f, w^f - eta * u_f (D7)
+        w_f, u_f = common.sgd(args, w_f, u_f, g_f, eta, net.decayed)  # l.18a: w^f - eta * u', u' = momentum * u_f + g_f (D7)
         w_l, u_l = common.sgd(args, w_l, u_l, g_l, eta, net.decayed)  # l.18a: w^l_k in the same way
         return w_f, w_l, u_f, u_l
 
