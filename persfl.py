@@ -51,7 +51,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
-    D7  Line 13: each pair starts at O_k. Grid: by Table 5. With lambda 0 or 1 T has no effect: 11 pairs. The records above have 15.
+    D7  Line 13: each pair starts at O_k. Grid: by Table 5. T has no effect with lambda 0 or 1: 11 pairs (records above: 15).
     D8  Line 11: the last G is everybody's teacher, and the students' start. Our tables' column FedAvg is this G.
     D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
