@@ -72,7 +72,8 @@ def main(argv=None):
     run = common.Run(__file__, args, federation)
     step = client_step(federation.net, args)
 
-    state = State(w=federation.initial_weights())  # l.1 (D4): [d]; state: what the server keeps from round to round
+    w_0 = federation.initial_weights()  # l.1: [d]
+    state = State(w=w_0)  # what the server keeps from round to round
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D3); ends at --target
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]

@@ -71,8 +71,8 @@ def main(argv=None):
     run = common.Run(__file__, args, federation)
     step = client_step(federation.net, args)
 
-    w_0 = federation.initial_weights()
-    state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: [d] each
+    w_0 = federation.initial_weights()  # l.1: [d]
+    state = State(w=w_0, v=torch.zeros_like(w_0))  # what the server keeps from round to round: [d] each
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D6)
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
