@@ -350,9 +350,10 @@ def baselines_page():
 
 
 def index_page():
-    ideas = dict(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \|", (HERE / "README.md").read_text(), re.M))
-    cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(ideas[name])}</a>'
-                    for name, title in PAPERS.items())
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|", (HERE / "README.md").read_text(), re.M)
+    rows = {name: (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", paper), idea) for name, paper, idea in rows}  # a card is a link already
+    cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
+                    for name, title in PAPERS.items() for paper, idea in [rows[name]])
     title, text = (HERE / "docs" / "first-hour.md").read_text().split("\n", 1)
     others = [path.name for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
     body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "

@@ -68,6 +68,7 @@ def test_links_lead_somewhere(name):
         if anchor and (not file or file in READ):
             assert anchor in READ[file or name].ids, link
     assert all((HERE / "docs" / picture).exists() for picture in page.pictures)
+    assert "](" not in re.sub(r"<code.*?</code>", "", PAGES[name], flags=re.S)  # a link that was left as Markdown
 
 
 @pytest.mark.parametrize("name", PAGES)
