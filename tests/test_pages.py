@@ -17,6 +17,7 @@ import common
 import compare
 import fedavg
 import measure_demo
+import records
 import reproduce
 from docs.build import choices, pseudocode, tags
 
@@ -139,8 +140,20 @@ def measure(when, part, name):
     return lambda record: f"{of(record)[part][name]:.4f}"
 
 
+def every(k, target=None):
+    """Rounds until the target if only every k-th round had been measured: mean, least and most over the k places to begin."""
+    def cell(record):
+        wanted = target or min(map(float, record["rounds_to"]))
+        rounds = [records.rounds_to(wanted, record["rounds"][first::k]) for first in range(k)]
+        return f"{np.mean(rounds):.0f}" + (f" ({min(rounds):.0f} to {max(rounds):.0f})" if k > 1 else "")
+
+    return cell
+
+
 # What stands in a column of the pages' tables, by the column's title
 COLUMNS = {
+    "each round": every(1), "every 5th": every(5), "every 20th": every(20), "every 50th": every(50),
+    "96 %, each round": every(1, 0.96), "96 %, every 20th": every(20, 0.96),
     "minutes": training, "minutes of training": training, "s/round": lambda record: f"{record['seconds_per_round']:.1f} s",
     "rounds until the target": lambda record: f"{max(record['rounds_to'].values()):.1f}",
     "rounds": lambda record: str(len(record["rounds"])), "global, last": measure("final", "global", "top1"),
