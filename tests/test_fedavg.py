@@ -10,7 +10,7 @@ import fedavg
 import fedavgm
 import records
 from conftest import QUICK, federation, killed, paths, pixels, run, same, softmax_gradient
-from tables import fedavg_figure_1
+from tables import fedavg_figure_1, fedavg_how_often
 
 TOY = ["--model", "linear", "--momentum", "0", "--lr", "0.5", "--rounds", "1", "--epochs", "1", "--batch-size", "0", "--client-test", "0.2",
        "--device", "cpu"]
@@ -225,6 +225,12 @@ def test_figure_1_is_the_loss_between_two_clients_models(toy, tmp_path, monkeypa
             at = np.abs(np.array(record["theta"]) - theta).argmin()
             assert record["theta"][at] == pytest.approx(theta) and record["loss"][name][at] == pytest.approx(loss, abs=1e-5)
     assert len(record["theta"]) == 51 and (min(record["theta"]), max(record["theta"])) == pytest.approx((-0.2, 1.2))
+
+
+def test_rounds_to_a_target_if_every_second_round_is_measured_by_hand():
+    history = [{"round": i + 1, "top1": top1} for i, top1 in enumerate((0.2, 0.9, 0.4, 0.6, 0.8, 0.8))]
+    assert fedavg_how_often.every(1, 0.8, history) == [pytest.approx(1 + 6 / 7)]
+    assert fedavg_how_often.every(2, 0.8, history) == [5, 2]  # of rounds 1, 3, 5; of 2, 4, 6
 
 
 def test_the_page_has_figure_1s_numbers():

@@ -17,9 +17,9 @@ import common
 import compare
 import fedavg
 import measure_demo
-import records
 import reproduce
 from docs.build import choices, pseudocode, tags
+from tables import fedavg_how_often
 
 HERE = pathlib.Path(fedavg.__file__).parent
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
@@ -141,10 +141,9 @@ def measure(when, part, name):
 
 
 def every(k, target=None):
-    """Rounds until the target if only every k-th round had been measured: mean, least and most over the k places to begin."""
+    """Rounds until the target if only every k-th round had been measured: the mean, and the least and the most."""
     def cell(record):
-        wanted = target or min(map(float, record["rounds_to"]))
-        rounds = [records.rounds_to(wanted, record["rounds"][first::k]) for first in range(k)]
+        rounds = fedavg_how_often.every(k, target or min(record["args"]["target"]), record["rounds"])
         return f"{np.mean(rounds):.0f}" + (f" ({min(rounds):.0f} to {max(rounds):.0f})" if k > 1 else "")
 
     return cell
