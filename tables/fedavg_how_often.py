@@ -15,7 +15,7 @@ import common
 import records
 
 RESULTS = pathlib.Path(__file__).parent.parent / "results"
-DRAWN = {"IID clients": "2nn-iid-C-0.1/0", "two digits per client": "2nn-shards-C-0.1/0"}
+DRAWN = {"IID clients": "2nn-iid-C-0.1/0", "non-IID clients": "2nn-shards-C-0.1/0"}
 
 
 def every(k, target, history):
