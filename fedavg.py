@@ -14,7 +14,7 @@ in a round (C=.1). Seed 0. B=all (`--batch-size 0`) is FedSGD. last: the last ac
     2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
 There is one model w. "global" is w on the central test images, as in the paper. "personal" is w on each client's test images,
-mean over clients. These images are the client's own (--client-test above 0), or central ones, drawn with its class shares.
+mean over clients. With --client-test above 0 these are the client's own images, else central ones, drawn with its class shares.
 
 How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
 gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. [m]: one number each.

@@ -34,13 +34,13 @@ There is one model w. "global", "personal" and how to read the code: see fedavg.
 
 Choices that change a number. docs/fedavgm.md has each in full.
 
-    D1  Lines 8 to 10: a client's images are shuffled again in every epoch. The paper does not say.
+    D1  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
     D3  eta, beta: Flower's pair for alpha 0 and 1 (alpha as in D5). Flower's for .1 learns more slowly. The paper's are lost.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
     D5  alpha is the paper's: alpha/10 per class. Many libraries take alpha per class: their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
-    D7  Lines 7a and 7b: the formulas are lost in our copy. This is PyTorch's form of Nesterov's momentum.
+    D7  Lines 7 to 7b: the formulas are lost in our copy. Line 7b is PyTorch's form of Nesterov's momentum.
 """
 
 from types import SimpleNamespace as State
@@ -60,7 +60,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * (g + decay * w) (D2)
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * (g + decay * w) (D2); our --momentum adds u
 
     return step
 
