@@ -106,8 +106,8 @@ def parser(doc, **defaults):
     g.add_argument("--model", default="cnn", metavar="NAME",
                    help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
     g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
-    g.add_argument("--rounds", type=positive_int, default=100, help="T or R, rounds of communication")
-    g.add_argument("--epochs", type=positive_int, default=1, help="E, local epochs")
+    g.add_argument("--rounds", type=positive_int, default=100, help="rounds of communication: T, R or E_G in the papers")
+    g.add_argument("--epochs", type=positive_int, default=1, help="local epochs: E; E_L in PersFL")
     g.add_argument("--batch-size", type=nonnegative_int, default=20, help="B, local minibatch; 0: all the client has")
     g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
     g.add_argument("--lr-decay", type=positive_fraction, default=1.0, help="eta is multiplied by this every round")

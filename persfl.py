@@ -6,19 +6,19 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: each class is divided between 2 users in log-normal shares. Below: CIFAR-10, mean over 10 users, the first of five runs.
+DS-3: each class is divided between 2 users in log-normal shares. CIFAR-10, mean over users, five runs (FedAvg: the last G):
 
-    split   rounds   FedAvg   fine-tuned   PersFL   minutes   record
-    DS-1    50       .5163    .6991        .7388    11        results/persfl-2/persfl-cifar10-split-classes/0
-    DS-2    25       .5207    .4895        .5874    10        results/persfl-2/persfl-cifar10-split-dirichlet-classes/0
-    DS-3    50       .3648    .9131        .9123    13        results/persfl-2/persfl-cifar10-split-lognormal/0
+    split   rounds   FedAvg   fine-tuned   PersFL   minutes a run   records
+    DS-1    50       .5068    .6846        .7186    8 to 14         results/persfl-2/persfl-cifar10-split-classes
+    DS-2    25       .5024    .5068        .5817    8 to 14         results/persfl-2/persfl-cifar10-split-dirichlet-classes
+    DS-3    50       .3791    .8859        .8918    9 to 25         results/persfl-2/persfl-cifar10-split-lognormal
 
 G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words. Ours: "choose G_1", line 13's loop, lines 9 to 11. K users have n_k training images, n in
-all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad.
+The paper's Algorithm 1, in our words. Its listing lacks "choose G_1", line 13's loop and lines 9 to 11. K users have n_k
+training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -52,7 +52,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
     D7  Line 13: each pair starts at O_k. Grid: by Table 5. T has no effect with lambda 0 or 1: 11 pairs (records above: 15).
-    D8  Line 11: the last G is everybody's teacher, and the students' start. Our tables' column FedAvg is this G.
+    D8  Line 11: the last G, G_{E_G+1}, is everybody's teacher, and the students' start.
     D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
@@ -130,7 +130,7 @@ def stage_2(federation, run, O, args):
     #     for epoch in range(E):                                                  l.16
     #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
     #             A, u, O = step((A, u, O), b, eta)                               l.18-22
-    t = args.rounds  # behind the last round: images in an order of their own
+    t = args.rounds  # after the last round: its own t, so that the images come in another order
     A, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, t, eta, epochs=args.distill_epochs)
     accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on validation images (--select val): [K, 11]
     best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K] (D6)
@@ -174,14 +174,15 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# DS-1 of CIFAR-10, and below what differs elsewhere. Users, images: section 5; rounds: Table 7; the rest is our choice (D3).
+# DS-1 of CIFAR-10, and below what differs elsewhere. Users, classes, shares, network: section 5. Rounds: Table 7. MNIST's 6,000
+# images: the authors' logs. epochs, batch_size, lr: our choice (D3).
 DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val=0.2, client_test=0.2, fraction=1.0, rounds=50,
-                epochs=1, batch_size=20, lr=0.05, model="cifarnet")  # D3, D4, D9, D12
+                epochs=1, batch_size=20, lr=0.05, model="cifarnet")  # D3, D12
 BY_DATASET = {
     "mnist": dict(model="mnistnet"),
     ("cifar10", "dirichlet-classes"): dict(rounds=25),
     ("cifar10", "lognormal"): dict(per_client=2),
-    ("mnist", "classes"): dict(rounds=100, limit=6000),
+    ("mnist", "classes"): dict(rounds=100, limit=6000),  # D9
     ("mnist", "dirichlet-classes"): dict(rounds=25),
     ("mnist", "lognormal"): dict(rounds=100, per_client=2),
     # ours, for a quick look
@@ -257,8 +258,7 @@ def with_progress(step, federation, run):
     can be counted, and the line printed here is all."""
     args = federation.args
     minibatches = args.distill_epochs * sum(ceil(len(i) / (args.batch_size or len(i))) for i in federation.split.train)
-    run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs: "
-                  f"{len(GRID) * minibatches} steps")
+    run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs")
     count = itertools.count(1)  # several threads may count
 
     def counting(user, b, eta):

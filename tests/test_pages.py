@@ -119,15 +119,17 @@ def complete(record):
     return whole and record["status"] == "finished"
 
 
-def quotable(path):
-    """Accuracies that a docstring may quote from a result.json."""
-    record = json.loads((HERE / path).read_text())
-    assert complete(record)
+def quotable(folder):
+    """Accuracies that a docstring may quote from a run's folder; of a folder with several seeds, their means."""
+    paths = list((HERE / folder).glob("result.json")) or list((HERE / folder).glob("*/result.json"))
+    records = [json.loads(path.read_text()) for path in paths]
+    assert records and all(map(complete, records))
     known = set()
     for when in ("final", "best"):
-        for part in (*record[when].values(), *record["rounds"][-1].values()):
-            if isinstance(part, dict):
-                known |= {f"{part[name]:.4f}" for name in ("top1", "mean") if name in part}
+        for key in {*records[0][when], *records[0]["rounds"][-1]}:
+            parts = [record[when].get(key, record["rounds"][-1].get(key)) for record in records]
+            if isinstance(parts[0], dict):
+                known |= {f"{np.mean([part[name] for part in parts]):.4f}" for name in ("top1", "mean") if name in parts[0]}
     return known
 
 
@@ -246,4 +248,4 @@ def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
     for text, folder in rows:
         quoted = re.findall(r"(?<!\d)0?(\.\d{4})(?!\d)", text)
         folder = f"{common_folder.group(1)}/{folder}" if common_folder else folder
-        assert quoted and set(quoted) <= {number.lstrip("0") for number in quotable(f"{folder}/result.json")}, folder
+        assert quoted and set(quoted) <= {number.lstrip("0") for number in quotable(folder)}, folder
