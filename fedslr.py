@@ -1,13 +1,13 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized Federated Learning", TMLR 2023.
 
     command                                                                   GKR    mixed  time   record
-    python fedslr.py --dataset cifar10                                        .8752  .9530         published: Table 1, Non-IID
+    python fedslr.py --dataset cifar10                                        .8752  .9530         published; not run here
     python fedslr.py --dataset cifar10 --model cnn --rounds 60 --lambda 1e-3  .4976  .8242  7 min  results/fedslr/cifar10-cnn
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
-"global": w on the central test images; on client i's own, "gkr" is w and "personal" w + p_i, the mixed model. How to read the
-code: fedavg.py. Algorithm 2; lines 7, 14, 20 have Algorithm 1's numbers (its 14: our 9 to 14). M clients; f_i: client i's loss;
-pi(w_l): layer l's kernel, a matrix; ||.||_*: sum of its singular values; (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2/(2*eta_g).
+"global": accuracy of w on the central test images. On each client's own: "gkr" of w, "personal" of w + p_i, the mixed model.
+Algorithm 2. Lines 7, 14, 20 have Algorithm 1's numbers (its 14: our 9 to 14). (4) to (7): the paper's equations. M clients;
+f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
@@ -22,7 +22,7 @@ pi(w_l): layer l's kernel, a matrix; ||.||_*: sum of its singular values; (4): f
     10      for each of E local epochs:
     11          for each minibatch b:
     12              g = gradient of f_i(w; b)
-    13              h = g - gamma_i + (w - w^t) / eta_g                                          gradient of (4)
+    13              h = g - gamma_i + (w - w^t) / eta_g      gradient of (4): f_i(w) - <gamma_i, w> + ||w - w^t||^2 / (2*eta_g)
     14              w = w - eta * h
     15      w_i = w goes to the server
     16      gamma_i = gamma_i + (w^t - w_i) / eta_g, the client's copy of line 6                             (5)
@@ -31,7 +31,7 @@ pi(w_l): layer l's kernel, a matrix; ||.||_*: sum of its singular values; (4): f
     19              g = gradient by p_i of f_i(w^t + p_i; b)
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
-Choices that change a number, in full in docs/fedslr.md:
+Choices that change a number, in full in docs/fedslr.md. How to read the code: fedavg.py.
     D1  Line 1: p_i is a copy of w^0's kernels and matrices (authors' code: and biases) with resnet18 and mobilenet; else 0.
     D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.

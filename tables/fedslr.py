@@ -85,8 +85,9 @@ TABLES = [
     FedSLR (mixed) |  626.89  3.96   722.60  6.69   730.00  7.59
     """, table_2, 2,
           "GB is what all clients send and receive in all rounds. 10^6 is how many million numbers a client's model has. The "
-          "paper does not state its units, nor that this is Non-IID; both are inferred. For CIFAR-100 and Tiny ImageNet it "
-          "seems to use the sizes of CIFAR-10's network (D6 in fedslr.py)."),
+          "paper does not state its units, nor that this is Non-IID; both are inferred. For CIFAR-100 and Tiny ImageNet dense "
+          "models, and what FedSLR sends up, seem to be counted with the size of CIFAR-10's network; what FedSLR sends down "
+          "with that of the data set's own (D6 in docs/fedslr.md)."),
     table("fedslr-3", "Table 3: low-rank penalty, CIFAR-100", BOTH, """
     lambda=1e-5 | 63.63 819.44 7.33  81.89 819.44 8.54
     lambda=5e-5 | 64.27 770.39 6.56  81.20 770.39 7.83
