@@ -970,7 +970,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
-    run = common.Run(__file__, args, federation, FIXED_ROUNDS.get(args.method, ""))
+    run = common.Run(__file__, federation, FIXED_ROUNDS.get(args.method, ""))
     run.algorithm = args.method
     METHODS[args.method](federation, run, args)
 

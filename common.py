@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 import engine
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import Run, curves, drawing, finite, setting, without_clients  # noqa: F401
+from records import OWN_CLIENTS, Run, drawing, finite, setting, without_clients  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -106,8 +106,8 @@ def parser(doc, **defaults):
     g.add_argument("--model", default="cnn", metavar="NAME",
                    help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
     g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
-    g.add_argument("--rounds", type=positive_int, default=100, help="rounds of communication: T, R or E_G in the papers")
-    g.add_argument("--epochs", type=positive_int, default=1, help="local epochs: E; E_L in PersFL")
+    g.add_argument("--rounds", type=positive_int, default=100, help="T, R or E_G, rounds of communication")
+    g.add_argument("--epochs", type=positive_int, default=1, help="E (E_L in PersFL), local epochs")
     g.add_argument("--batch-size", type=nonnegative_int, default=20, help="B, local minibatch; 0: all the client has")
     g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
     g.add_argument("--lr-decay", type=positive_fraction, default=1.0, help="eta is multiplied by this every round")
@@ -126,9 +126,9 @@ def parser(doc, **defaults):
     g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
                    help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
                         "the CPU, tf32 on a GPU)")
-    g.add_argument("--engine", choices=("auto", "loop", "vmap", "graph"), default="auto",
-                   help="one client after the other, all in one vmapped step, or that as a CUDA graph; auto: on a GPU the fastest "
-                        "that gives what the loop gives, on the CPU the loop")
+    g.add_argument("--engine", choices=("auto", "loop"), default="auto",
+                   help="loop: one client after the other; auto: on a GPU the fastest that gives what the loop gives, on the CPU "
+                        "the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
     if "target" in defaults:  # of files that hand their global model to run.evaluates
@@ -152,12 +152,10 @@ def parse(p, by_dataset, argv=None):
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
     find_model(args.model)  # refuses a name without a model
-    if given.clients and args.split in ("semantic", "natural"):
+    if given.clients and args.split in OWN_CLIENTS:
         p.error(f"--split {args.split} finds its own clients; leave out --clients")
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
-    if args.engine == "graph" and not args.device.startswith("cuda"):
-        p.error("--engine graph is for GPUs; use loop or vmap")
     if args.precision is None:
         args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
     if args.precision == "tf32" and not args.device.startswith("cuda"):
@@ -234,22 +232,20 @@ class Split(NamedTuple):
 def split_clients(data, args):
     """The Split that args.split, args.clients, args.client_test, args.client_val and args.split_seed ask for.
 
-    Without client_test, and always with the split fedslr, a client's test images are central ones (matched_test). With the
-    split natural they are those that the data set's array client_test names, where it has that array. Every client gets at
-    least one training image, and one validation and one test image where those are asked for; otherwise the split is refused.
+    Without client_test a client's test images are central ones (matched_test). With the split natural they are those that the
+    data set's array client_test names, where it has that array. Every client gets at least one training image, and one
+    validation and one test image where those are asked for; otherwise the split is refused.
     """
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]
-    if args.clients > data.train and args.split not in ("semantic", "natural"):
+    if args.clients > data.train and args.split not in OWN_CLIENTS:
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
+    if args.split == "fedslr" and (args.client_test or args.client_val):  # a client's training and test images could share some
+        refuse("--split fedslr may give a client an image twice; use --client-test 0 --client-val 0")
     tests_of = data.test_owner if args.split == "natural" else None
-    test_share = args.client_test  # 0 with fedslr, which gives images out twice: parts could share some
-    if args.split == "fedslr" or tests_of is not None:
-        test_share = 0
-    if args.split == "fedslr" and args.client_val:
-        refuse("--split fedslr has no validation images; use --client-val 0")
+    test_share = args.client_test if tests_of is None else 0
     owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
     split = Split([], [], [])
     for k, index in enumerate(owned):
@@ -285,12 +281,8 @@ def matched_test(labels, data, rng, size=100):
 
     Without replacement within a client; different clients' may overlap. Shares below 1/size add nothing.
     """
-    pool = data.labels[data.train :]
-    chosen = []
-    for c, count in enumerate(np.bincount(labels, minlength=data.classes)):
-        own = np.flatnonzero(pool == c)
-        chosen.append(rng.permutation(own)[: int(count / len(labels) * size + 1e-9)])
-    return np.concatenate(chosen) + data.train
+    pools, counts = by_class(data.labels[data.train :], data.classes, rng), np.bincount(labels, minlength=data.classes)
+    return np.concatenate([pool[: int(n / len(labels) * size + 1e-9)] for pool, n in zip(pools, counts)]) + data.train
 
 
 def by_class(labels, classes, rng):
@@ -596,13 +588,13 @@ class Net:
 
     tensors: (name, slice of w, shape) in the order of w. layers: (name, slice of w). w holds the layers one after the other,
     and of each layer the weight, then the bias: first_layers(N) and last_layers(N) are slices of w.
-    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. model: instead of
-    MODELS[name]. weights: the Weights that collect names and shapes.
+    layer_of [d]: the number of each coordinate's layer. decayed [d]: 1 where weight decay acts. weights: the Weights that
+    collect names and shapes.
     Refuses images [C,H,W] of a size that the model can't take.
     """
 
-    def __init__(self, name, shape, classes, device="cpu", model=None, weights=None):
-        self.name, self.model, self.classes, self.device, self.route = name, model or find_model(name), classes, device, "conv"
+    def __init__(self, name, shape, classes, device="cpu", weights=None):
+        self.name, self.model, self.classes, self.device, self.route = name, find_model(name), classes, device, "conv"
         weights = weights or Weights()
         try:
             if getattr(self.model, "__module__", None) != __name__:
@@ -1032,7 +1024,7 @@ class Federation:
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
             self.notes.append("warning all images are alike: nothing can be learnt from them")
         # sets vmap (all clients in one step?), map (Python's, or a thread pool's, which does several clients at once),
-        # threads, slots, filled; the rest is engine.py's
+        # threads, and what engine.py and the record keep
         engine.prepare(self)
 
     def describe(self):
@@ -1082,14 +1074,6 @@ class Federation:
         """The mean of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m] weighted by n_k, x [m] or [m, d]."""
         total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
         return self.sum(x, n) / self.all_reduce(total)
-
-    def add_up(self, up, down):
-        """Over all processes: the bytes that clients sent and got in this round; if many were trained together, also the share of
-        images that only filled up minibatches."""
-        counts = torch.tensor([up, down, self.slots, self.filled], dtype=torch.double, device=self.device)
-        up, down, slots, filled = self.all_reduce(counts).tolist()
-        self.slots = self.filled = 0
-        return {"bytes_up": int(up), "bytes_down": int(down), **({"padding": round(1 - filled / slots, 4)} if slots else {})}
 
     def gather(self, x, among=None):
         """The rows of all clients, or of the clients `among`, in the order of their numbers, from this process's x [rows, ...]."""

@@ -54,8 +54,8 @@ def is_main_process():
 
 
 def find_device(name):
-    """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process.
-    Refuses a device that isn't there."""
+    """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process. From
+    here on the first process alone prints. Refuses a device that isn't there."""
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if processes > 1 and name.startswith("cuda:"):
         refuse(f"--device {name} is one GPU for {processes} processes; use --device cuda, which gives each its own")
@@ -164,12 +164,10 @@ ROUNDING = {"fp32": 2**-18, "tf32": 2**-11, "bf16": 2**-8}  # of a product of 4,
 def prepare(fed):
     """Sets how the clients of a Federation are trained: in one step, in threads, or one after the other. And makes the tables
     of what this file finds out on the way."""
-    gpu, asked = fed.device.type == "cuda", fed.args.engine
-    fed.vmap = asked in ("vmap", "graph") or gpu and asked == "auto"  # all clients in one step
-    fed.graphs = gpu and asked in ("graph", "auto")
-    fed.tunes = gpu and asked == "auto"  # tests set these three on a CPU, too
-    fed.parallel = fed.args.parallel or (None if gpu or fed.vmap else cores())  # clients at once; None: all
-    fed.threads = 0 if gpu or fed.vmap else fed.parallel
+    gpu = fed.device.type == "cuda"
+    fed.vmap = fed.graphs = fed.tunes = gpu and fed.args.engine == "auto"  # all in one step; as a graph; tests set these, too
+    fed.parallel = fed.args.parallel or (None if gpu else cores())  # clients at once; None: all
+    fed.threads = 0 if gpu else fed.parallel
     fed.map = ThreadPoolExecutor(fed.threads, initializer=torch.set_num_threads, initargs=(1,)).map if fed.threads else map
     fed.training = fed.net  # the network that is being trained: a pruned node's is a part of it
     fed.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
@@ -178,7 +176,6 @@ def prepare(fed):
     fed.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
     fed.replays = {}  # step function and shapes -> the CUDA graph for them
     fed.shapes_seen = set()  # step functions and shapes that came before
-    fed.slots = fed.filled = 0  # images computed in this round by vmapped steps, and how many of them no padding
     fed.keeps = []  # all Rows
     fed.peak = 0  # bytes, the most that a GPU held before ways were tried
     fed.at_once = 4000  # images in evaluation under vmap
@@ -275,14 +272,13 @@ def check(fed, step, state, plans, shared, work, order, way):
     """
     if (step, way[0], way[1] == 1) in fed.checked:
         return
-    counts, rng, u = (fed.slots, fed.filled), np.random.default_rng(0), ROUNDING[fed.args.precision]
+    rng, u = np.random.default_rng(0), ROUNDING[fed.args.precision]
     some = range(len(order))[: way[1] and max(2, way[1])]
     def ends(trained):
         return [copied(tree_map(lambda z: z[place], trained)) for place in (0, -1)]
 
     for _ in range(1 + fed.graphs):  # with a graph from the second time on
         parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), some, way[1])
-    fed.slots, fed.filled = counts
 
     def near(z):
         noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
@@ -369,8 +365,6 @@ def train_together(fed, step, state, plans, shared):
         if s < until:
             these = tuple(z[s:until, :m] for z in inputs)
             state = runner(fed, step, state, these, shared)(state, these, shared)
-            fed.slots += int(until - s) * m * size
-            fed.filled += sum(int(plan.mask[s:until].sum()) for plan in plans[:m])
         if until < steps[0]:
             done.append(tree_map(lambda z: z[few:], state))
             state = tree_map(lambda z: z[:few], state)
@@ -402,7 +396,7 @@ def tune(fed, step, tuning, work, places, steps, prove):
     # three times, and it may be three times slower than the one that is used
     if way is None or not each or tuning.spent + 9 * few * each > 0.1 * (tuning.seconds + steps * each):
         return
-    counts, begin, seconds = (fed.slots, fed.filled), now(fed.device), float("inf")
+    begin, seconds = now(fed.device), float("inf")
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
     fed.training.route, most = way
@@ -413,7 +407,6 @@ def tune(fed, step, tuning, work, places, steps, prove):
             most = in_parts(fed, lambda these: work(these, TIMED), places, most, quiet=True)[1]
             seconds = now(fed.device) - start
     forget_graphs(fed)
-    fed.slots, fed.filled = counts
     if fed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(fed.device)  # of what was only tried
     tuning.found[way], tuning.spent = (seconds, most), tuning.spent + now(fed.device) - begin

@@ -68,7 +68,7 @@ def client_step(net, args):
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, federation)
     step = client_step(federation.net, args)
 
     w_0 = federation.initial_weights()  # l.1: [d]

@@ -112,7 +112,7 @@ def phase_two(net, args):
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, federation)
     if args.variant in ("lpgd", "gpgd"):
         return appendix_a2(run)  # D8
     net, M = federation.net, federation.K

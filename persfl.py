@@ -143,7 +143,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, args, federation, fixed_rounds="Stage 2 follows the last round")  # for --resume --rounds
+    run = common.Run(__file__, federation, fixed_rounds="Stage 2 follows the last round")  # for --resume --rounds
     step = client_step(federation.net, args)
 
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]

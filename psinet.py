@@ -181,7 +181,7 @@ def main(argv=None):
         return PsiNet(args, shape, classes, device)  # l.1-4
 
     federation = common.Federation(args, make_net)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, federation)
     has = groups_of_nodes(federation, args)  # l.6: [K, G]
     networks = {s: (net, client_step(net, args)) for s, net in networks_of_nodes(federation, args, has).items()}
     macs_per_image = multiplications(federation, networks, has)  # [K]

@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 class Run:
     """The rounds of one run: its loop, its record, its state on disk.
 
-        run = Run(__file__, args, federation)
+        run = Run(__file__, federation)
         for t, S in run.rounds(state):          # restores the state if --resume
             state.w = ...                       # the round; tensors are replaced, never changed in place
             state.v[S] = ...                    # of federation.per_client, whose rows are
@@ -57,10 +57,10 @@ class Run:
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
     """
 
-    def __init__(self, file, args, federation, fixed_rounds=""):
+    def __init__(self, file, federation, fixed_rounds=""):
         """fixed_rounds: why --resume can't change --rounds, where the algorithm depends on their number."""
         self.algorithm = pathlib.Path(file).stem
-        self.args, self.federation = args, federation
+        self.args, self.federation = args, federation = federation.args, federation
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -88,6 +88,7 @@ class Run:
         self.targets = getattr(args, "target", None)  # accuracies
         self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
         self.fixed_rounds = fixed_rounds
+        self.marks = {}  # for curves.png: a round -> what begins with it
 
     # The loop
 
@@ -130,8 +131,8 @@ class Run:
     def end_round(self):
         """Completes the round's row, keeps what the round left, and writes it if the round was evaluated. May end the program."""
         self.stop_clock()
-        if self.federation.processes > 1 or self.federation.slots:
-            self.row.update(self.federation.add_up(self.row["bytes_up"], self.row["bytes_down"]))
+        sent = torch.tensor([self.row["bytes_up"], self.row["bytes_down"]], device=self.federation.device)
+        self.row["bytes_up"], self.row["bytes_down"] = self.federation.all_reduce(sent).tolist()
         if not self.is_finite():
             self.diverge()
         self.keep([*self.kept.history, self.row], self.per_client)
@@ -361,7 +362,7 @@ class Run:
                 final[part], best[part] = seen[-1], max(seen, key=lambda measures: measures[key])
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
-        own = ("round", "seconds", "evaluation_seconds", "top1", "bytes_up", "bytes_down", "padding", "global", "personal")
+        own = ("round", "seconds", "evaluation_seconds", "top1", "bytes_up", "bytes_down", "global", "personal")
         last = next((row for row in reversed(history) if row.keys() & {"global", "personal"}), {})
         final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
@@ -411,7 +412,7 @@ class Run:
             refuse(f"{path} can't be written: {why}; make room, and start again with --resume", alone=True)
         print(f"record  {self.out}/result.json" + "; to go on: the same command with --resume" * (status == "interrupted"))
         if self.args.plot and status == "finished" and is_main_process():
-            plot(record, self.federation, self.out)
+            plot(record, self.federation, self.out, self.marks)
 
 
 def rounds_to(target, history):
@@ -513,6 +514,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         pyplot.close(figure)
 
 
+OWN_CLIENTS = "semantic", "natural"  # splits that find their own clients
 BY_NUMBER = "shards", "classes", "lognormal"  # splits that --per-client is for
 BY_ALPHA = "dirichlet", "dirichlet-classes", "fedslr", "fedma"  # splits that --alpha is for
 
@@ -525,9 +527,10 @@ def setting(record):
     return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
 
 
-def curves(record, path, marks={}):
-    """Draws accuracy and loss over the rounds. marks: a round -> what begins with it."""
-    with drawing(path, 1, 2, (10, 4), f"{record['algorithm']}, {setting(record)}, seed {record['args']['seed']}") as axes:
+def plot(record, federation, out, marks):
+    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out. marks: a round ->
+    what begins with it."""
+    with drawing(out / "curves.png", 1, 2, (10, 4), f"{record['algorithm']}, {setting(record)}, seed {record['args']['seed']}") as axes:
         for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
             rows = [row for row in record["rounds"] if part in row]
             x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
@@ -542,10 +545,6 @@ def curves(record, path, marks={}):
         axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
         axes[1].set(xlabel="round", ylabel="loss")
 
-
-def plot(record, federation, out):
-    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out."""
-    curves(record, out / "curves.png")
     if personal := record["final"].get("personal"):
         accuracies = np.sort(personal["per_client"])
         with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting(record)}") as axis:

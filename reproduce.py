@@ -332,7 +332,7 @@ def by_value(found):
     return sorted(found, key=key)
 
 
-def reproduce(found, budget, dry=False):
+def reproduce(found, budget):
     """Runs what is missing. Returns an exit code: 1 if a run failed, 130 if the user stopped it."""
     deadline = budget and time.monotonic() + budget
     todo, failed = by_value([r for r in found if not r.sound]), []
@@ -342,7 +342,7 @@ def reproduce(found, budget, dry=False):
             break
         print(f"\n{i + 1}/{len(todo)}  {r.path.relative_to(RESULTS)}: {r.state}, {spell(estimate(r))}", flush=True)
         try:
-            code = 0 if dry else train(r, deadline)
+            code = train(r, deadline)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here")
             return 130
@@ -423,8 +423,8 @@ def counts(name):
     """A table's cells: how many in all, with all rounds, with fewer, without a result."""
     found = [shown(cell) for cell in cells(name)]
     some = [s for s in found if s]
-    short = sum(s.short for s in some)
-    return len(found), len(some) - short, short, len(found) - len(some)
+    fewer = sum(s.short for s in some)
+    return len(found), len(some) - fewer, fewer, len(found) - len(some)
 
 
 def ours(cell, s):
@@ -569,7 +569,9 @@ def quick(seeds):
         if kept and kept["status"] == "finished" and kept["environment"]["sources"] == sources and has_arguments(kept, command):
             return kept
         print(f"python {command} (seed {seed})", flush=True)
-        subprocess.run([sys.executable, *words], cwd=HERE, stdout=subprocess.DEVNULL, check=True)
+        code = subprocess.run([sys.executable, *words], cwd=HERE, stdout=subprocess.DEVNULL).returncode
+        if code:
+            common.refuse(f"this command ended with exit code {code}" + " (the run diverged)" * (code == 3))
         return json.loads(path.read_text())
 
     def value(commands, measure, seed):
@@ -621,14 +623,14 @@ def main(argv=None):
     for name, text in (("--list", "what is done, a line for each table"),
                        ("--verbose", "with --list: every cell and its command"),
                        ("--measure", "time three rounds of each kind of run"),
-                       ("--dry-run", "say what would be run, in which order"), ("--tables", "rebuild the pages alone"),
+                       ("--tables", "rebuild the pages alone"),
                        ("--quick", "who beats whom, on the embedded data set")):
         p.add_argument(name, action="store_true", help=text)
     p.add_argument("--accept", metavar="WHY", help="let stale results stand for today's source files")
     args = p.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if args.quick:
-        others = (args.only, args.scale != 1, args.budget, args.list, args.measure, args.dry_run, args.tables, args.accept)
+        others = (args.only, args.scale != 1, args.budget, args.list, args.measure, args.tables, args.accept)
         if any(others):
             p.error("--quick goes with --seeds alone")
         return quick(args.seeds)
@@ -642,8 +644,6 @@ def main(argv=None):
     if args.measure:
         measure(commands)
     found = [result(command, seed, args.scale) for seed in range(args.seeds) for command in commands]
-    if args.dry_run:
-        return reproduce(found, args.budget, True)
     if args.list or args.measure:
         show(found, args.verbose)
         return 0

@@ -128,9 +128,9 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, args, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses other --rounds
+    run = common.Run(__file__, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses other --rounds
     step = client_step(federation.net, args)
-    phase_two_from = first_round_of_phase_two(federation)  # l.16: L*R (D4)
+    phase_two_from = first_round_of_phase_two(run)  # l.16: L*R (D4)
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_0 for each client, [K, d] (D3)
@@ -143,7 +143,7 @@ def main(argv=None):
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, phase_two_from))
-    show(run, phase_two_from)
+    show(run)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,12 +220,14 @@ def learning_rate(federation, t):
     return federation.eta(t + 1 if federation.args.as_ == "official" else t)
 
 
-def first_round_of_phase_two(federation):
+def first_round_of_phase_two(run):
     """Phase II's first t, from 0; the printed note counts from 1. 1e-9: 2.9999999999999996 counts as 3 here, not officially."""
-    args = federation.args
+    args = run.args
     begin = args.start * args.rounds  # L*R
     first = max(int(begin) - 1, 0) if args.as_ == "official" else ceil(begin - 1e-9)  # D4
-    federation.notes.append(f"phases  Phase II begins with round {first + 1}" if first < args.rounds else "phases  no Phase II")
+    if first < args.rounds:
+        run.marks[first + 1] = "Phase II begins"
+    run.federation.notes.append(f"phases  Phase II begins with round {first + 1}" if run.marks else "phases  no Phase II")
     return first
 
 
@@ -287,8 +289,8 @@ def measure_unseen(federation, step, seen, state, phase_two_from):
     return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(here, S)])  # S: some of here
 
 
-def show(run, phase_two_from):
-    """Prints the last round's choices of lambda; with --plot draws lambdas.png and marks Phase II in curves.png."""
+def show(run):
+    """Prints the last round's choices of lambda; with --plot draws lambdas.png."""
     history = run.record()["rounds"]
     row = history[-1]
     groups = [(name, row_of) for name, row_of in (("trained", row), ("unseen", row.get("unseen", {}))) if "lambdas" in row_of]
@@ -301,11 +303,7 @@ def show(run, phase_two_from):
                             ("personal@lambda=0", "0: the global model")):
             values = "".join(f"{measures[choice][key]:>10.4f}" for key in ("mean", "std", "loss", "ece", "mce"))
             print(f"{how:<28}{measures[choice]['lambda']:>8}{values}")
-    if not run.args.plot:
-        return
-    begins = {phase_two_from + 1: "Phase II begins"} if phase_two_from < run.args.rounds else {}
-    common.curves(run.record(), run.out / "curves.png", begins)
-    if groups:
+    if run.args.plot and groups:
         title = f"SuPerFed, {run.args.mix} mixing\n{common.setting(run.record())}"
         with common.drawing(run.out / "lambdas.png", size=(6, 4.2), title=title) as axis:
             for name, measures in groups:

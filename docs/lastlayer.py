@@ -40,7 +40,7 @@ def main(argv=None):
     parser.add_argument("--mix", type=common.fraction, default=0.5, help="lambda, the client's share of its last layer")
     args = common.parse(parser, {"shapes": fedavg.BY_DATASET["shapes"]}, argv)
     federation = common.Federation(args)
-    run = common.Run(__file__, args, federation)
+    run = common.Run(__file__, federation)
     step, last, lam = client_step(federation.net, args), federation.net.last_layers(1), args.mix  # last: a slice of w
 
     w_0 = federation.initial_weights()  # [d]

@@ -221,7 +221,7 @@ def workload(name, device, repetitions):
             if precision == "fp32":
                 entrants["ours, one thread, fp32"] = ours(arguments(model, device, parallel=1, **base))
                 entrants["tidy nn.Module loop, one thread, fp32"] = plain(args, tidy=True)
-                entrants["ours, vmap, fp32"] = ours(arguments(model, device, engine="vmap", **base))
+                entrants["ours, vmap, fp32"] = ours(arguments(model, device, **base), vmap=True, parallel=None)
         else:
             for how, route, settings in (("loop", "conv", {"vmap": False}),
                                          ("vmap", "conv", {"graphs": False, "tunes": False}),

@@ -34,7 +34,7 @@ QUICK = ("--dataset shapes --limit 400 --split iid --clients 8 --model mnistnet 
 
 INPUTS = {"Numbers": [], "Names": [
     "--dataset cifar11", "--dataset ''", "--dataset none.npz", "--split nobody", "--transform polish", "--model lstm", "--precision fp8",
-    "--precision tf32", "--engine warp", "--engine graph", "--device gpu", "--device cuda:99", "--device meta", "--device ''", "--optimiser adam",
+    "--precision tf32", "--engine warp", "--device gpu", "--device cuda:99", "--device meta", "--device ''", "--optimiser adam",
     "--round 3", "--rounds", "surplus", "--out ''", "--out file.txt", "--out file.txt/run", "--out /proc/nothing", "--out /sys",
     "--dataset mnist --data-dir nowhere-without-network",
 ], "Splits": [
@@ -42,7 +42,7 @@ INPUTS = {"Numbers": [], "Names": [
     "--split shards --per-client 51", "--split dirichlet --alpha 0 --clients 3", "--split dirichlet-classes --alpha 0",
     "--split dirichlet-classes --alpha 0.0001", "--split dirichlet-classes --clients 41", "--split classes --per-client 11",
     "--split classes --clients 100 --per-client 10", "--split lognormal --per-client 11", "--split lognormal --clients 100",
-    "--split fedslr --alpha 0", "--split fedslr --client-val 0.1", "--split semantic --limit 500", "--split natural", "--split semantic --clients 5",
+    "--split fedslr --client-test 0 --alpha 0", "--split fedslr", "--split fedslr --client-test 0 --client-val 0.1", "--split semantic --limit 500", "--split natural", "--split semantic --clients 5",
     "--limit 5", "--limit 10001", "--limit 9",
 ], "Models": ["--model cnn --transform tensorflow", "--model cnn --dataset small.npz", "--model vgg16 --dataset small.npz",
               "--transform tensorflow --dataset small.npz", "--model tfcnn --dataset tiny.npz"],

@@ -643,7 +643,8 @@ def test_the_gradient_by_a_part_is_all_that_is_computed(monkeypatch):
             x = torch.tanh(x.flatten(1) @ Noted.apply(m.take(name + ".weight", (x[0].numel(), out), ("uniform", 1.0)), name))
         return x
 
-    net = common.Net("two", (1, 2, 2), 3, model=two)
+    monkeypatch.setitem(common.MODELS, "two", two)
+    net = common.Net("two", (1, 2, 2), 3)
     steps = baselines.steps_on_parts(net, SimpleNamespace(momentum=0.0, weight_decay=0.0), 0.0)
     w, b = net.init(np.random.default_rng(0)), common.Batch(torch.ones(2, 1, 2, 2), torch.arange(2), torch.ones(2), None)
     parts = w[:20], w[20:]

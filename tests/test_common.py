@@ -224,8 +224,9 @@ def apart(m, x, classes):
     (lambda m, x, classes: x.flatten(1)[:, :classes], "it asks for no weights"),
     (lambda m, x, classes: m.linear("fc", x.flatten(1), klasses), "name 'klasses' is not defined"),  # noqa: F821
 ])
-def test_a_model_that_cant_be_built_is_refused(model, words, capsys):
-    refused(capsys, words, common.Net, "mine", (3, 8, 8), 4, model=model)
+def test_a_model_that_cant_be_built_is_refused(model, words, capsys, monkeypatch):
+    monkeypatch.setitem(common.MODELS, "mine", model)
+    refused(capsys, words, common.Net, "mine", (3, 8, 8), 4)
 
 
 def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
@@ -233,7 +234,7 @@ def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
         fedavg.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for words in ("C, share of the clients", "E, local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 2000)"):
+    for words in ("C, share of the clients", "E (E_L in PersFL), local epochs", "B, local minibatch", "eta, local learning rate", "K, clients in all", "(default: 2000)"):
         assert words in text
 
 
@@ -399,10 +400,13 @@ def test_five_hundred_images_are_split_400_to_100():
     assert {len(i) for i in fed.split.train} == {400} and {len(i) for i in fed.split.test} == {100} and not len(fed.split.val[0])
 
 
-def test_fedslrs_clients_are_tested_on_central_images_alone():
+def test_fedslrs_clients_are_tested_on_central_images_alone(capsys):
     """It gives images out twice: test images cut from a client's own could be among its training images."""
-    fed = federation(["--dataset", "shapes", "--split", "fedslr", "--clients", "20", "--alpha", "0.1", "--client-test", "0.2", *CPU])
+    argv = ["--dataset", "shapes", "--split", "fedslr", "--clients", "20", "--alpha", "0.1", *CPU]
+    fed = federation([*argv, "--client-test", "0"])
     assert all(len(train) == 500 and test.min() >= fed.data.train for train, test in zip(fed.split.train, fed.split.test))
+    for more in ["--client-test", "0.2"], ["--client-test", "0", "--client-val", "0.1"]:
+        refused(capsys, "use --client-test 0 --client-val 0", federation, [*argv, *more])
 
 
 def test_without_own_test_images_clients_get_central_ones_with_their_class_shares():

@@ -126,7 +126,7 @@ def test_out_of_memory_with_one_client_is_refused(capsys, monkeypatch):
     assert torch.equal(trained(fed, np.arange(8)), want)
     monkeypatch.setattr(common.Federation, "train_alone", none)
     with pytest.raises(SystemExit):
-        trained(federation([*UNEQUAL, "--engine", "vmap"]), np.arange(8))
+        trained(fed, np.arange(8))
     assert "out of GPU memory, with one client at a time" in capsys.readouterr().err
 
 
@@ -170,19 +170,6 @@ def test_only_the_clients_with_minibatches_left_go_on():
         patch.setattr(engine, "vmapped_step", watched)
         torch.testing.assert_close(trained(fed, np.arange(4)), want, atol=1e-5, rtol=1e-4)
     assert seen == [4, 3, 2, 1, 1, 1, 1]
-    assert (fed.slots, fed.filled) == (10 * (4 + 3 + 2 + 4), 30 + 70 + 5 + 20)
-
-
-def test_the_share_of_padding_is_recorded(tmp_path, monkeypatch):
-    init = common.Federation.__init__
-
-    def together(self, args):
-        init(self, args)
-        self.vmap, self.parallel = True, None
-
-    monkeypatch.setattr(common.Federation, "__init__", together)
-    record, _ = run(fedavg, [*UNEQUAL, "--split", "iid", "--client-test", "0.5", "--batch-size", "20"], tmp_path)  # 8 x 25 images
-    assert [row["padding"] for row in record["rounds"]] == [1 - 25 / 40] * 2
 
 
 def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):

@@ -438,7 +438,7 @@ def test_a_run_interrupted_elsewhere_starts_anew(small, monkeypatch):
     assert log(small).count("0.1 0 from 0") == 2
 
 
-def test_the_list_and_the_dry_run_run_nothing(small, capsys):
+def test_the_list_runs_nothing(small, capsys):
     def listed(words):
         capsys.readouterr()
         go(words)
@@ -450,7 +450,6 @@ def test_the_list_and_the_dry_run_run_nothing(small, capsys):
     titles, line, *_ = listed("--list").split("\n")
     assert titles.split()[:8] == ["table", "cells", "done", "short", "empty", "runs", "stale", "left"]
     assert line.split()[:8] == ["t-1", "2", "0", "0", "2", "2", "0", "2"]
-    go("--dry-run")
     assert log(small) == []
     go("--only t-1/stand_in-lr-0.5")
     every = listed("--list --verbose")  # both runs are of one kind: 10 rounds of 6 seconds
@@ -459,7 +458,7 @@ def test_the_list_and_the_dry_run_run_nothing(small, capsys):
 
 
 def test_refusals_are_one_line(small, capsys):
-    for words, why in (("--quick --dry-run", "--quick goes with --seeds alone"), ("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
+    for words, why in (("--quick --list", "--quick goes with --seeds alone"), ("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
                        ("--scale 2", "at most 1"), ("--verbose", "belongs to --list"), ("--unknown", "unrecognized")):
         refused(capsys, why, go, words)
 

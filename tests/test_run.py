@@ -420,7 +420,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
     """The second, while the first is under way; nothing of the first is touched, and the folder is free again afterwards."""
     argv = [*QUICK, "--out", str(tmp_path / "run")]
     fed = federation(argv)
-    rounds = records.Run(fedavg.__file__, fed.args, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
+    rounds = records.Run(fedavg.__file__, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
     next(rounds)
     refused(capsys, "another run is writing to", fedavg.main, argv)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

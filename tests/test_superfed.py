@@ -262,9 +262,9 @@ def test_phases_and_learning_rate(version, phases, decay, tmp_path, monkeypatch)
 def test_the_first_round_of_phase_two(L, R, first, official):
     """ceil(L*R), from 0; officially int(L*R) - 1, and in float64 int(.29 * 100) is 28. With L = 1 the official last round is in Phase II."""
     for version, expected in (("paper", first), ("official", official)):
-        fed = SimpleNamespace(args=SimpleNamespace(as_=version, start=L, rounds=R), notes=[])
-        assert superfed.first_round_of_phase_two(fed) == expected
-        assert fed.notes[0].endswith(f"begins with round {expected + 1}" if expected < R else "no Phase II")
+        run = SimpleNamespace(args=SimpleNamespace(as_=version, start=L, rounds=R), federation=SimpleNamespace(notes=[]), marks={})
+        assert superfed.first_round_of_phase_two(run) == expected
+        assert run.federation.notes[0].endswith(f"begins with round {expected + 1}" if expected < R else "no Phase II")
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -422,7 +422,8 @@ def test_plots(tmp_path, monkeypatch):
     figures, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", lambda figure: (figures.append(figure), close(figure)))
     run(superfed, [*SMALL, "--plot", "--eval-every", "1"], tmp_path / "a")
-    phases, lambdas = figures[-2:]
+    phases, *_, lambdas = figures
+    figures.clear()
     record = json.loads((tmp_path / "a" / "result.json").read_text())
     x, y = lambdas.axes[0].containers[0].lines[0].get_data()
     assert np.allclose(x, np.arange(11) / 10) and np.allclose(y, [at["mean"] for at in record["final"]["lambdas"]])
@@ -435,7 +436,7 @@ def test_plots(tmp_path, monkeypatch):
         assert np.allclose(curve.get_ydata(), [row["global"][key] for row in record["rounds"]])
         assert list(start.get_xdata()) == [2.5, 2.5]  # rounds 1 and 2 are Phase I
     run(superfed, [*SMALL, "--plot", "--start", "1"], tmp_path / "b")
-    assert all(len(axis.lines) == 2 for axis in figures[-1].axes) and (tmp_path / "b" / "curves.svg").exists()
+    assert all(len(axis.lines) == 2 for axis in figures[0].axes) and (tmp_path / "b" / "curves.svg").exists()
     assert not (tmp_path / "b" / "lambdas.png").exists()
 
 
