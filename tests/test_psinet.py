@@ -11,7 +11,8 @@ from torch.func import grad
 import common
 import fedavg
 import psinet
-from conftest import QUICK, killed, paths, refused, run, same
+from conftest import QUICK, federation, killed, paths, refused, run, same
+from tables import psinet_softmax
 
 # all nodes take part, with 2 classes each
 SMALL = [*QUICK, "--split", "classes", "--clients", "5", "--per-client", "2", "--fraction", "1", "--model", "tiny",
@@ -655,3 +656,17 @@ def test_without_groups_the_tutorials_network_keeps_its_weight_decay():
     args = psinet.arguments(["--dataset", "cifar10", "--model", "tfcnn", "--groups", "0", "--norm", "none"])
     plain = common.Net("tfcnn", (3, 24, 24), 10)
     assert torch.equal(psinet.PsiNet(args, (3, 24, 24), 10).decayed, plain.decayed) and plain.decayed.mean() < 1
+
+
+def test_the_experiment_on_the_softmax_is_fedavg_but_for_the_softmax(tmp_path):
+    """With all classes it ends with the bits of --groups 0 --norm gn. With the node's own, other classes' biases get no gradient."""
+    argv = ["--dataset", "shapes", "--limit", "200", "--rounds", "1", "--clients", "2", "--per-client", "5", "--device", "cpu"]
+    _, want = run(psinet, [*argv, "--groups", "0", "--norm", "gn"], tmp_path / "psinet")
+    _, plain = run(psinet_softmax, [*argv, "--all-classes"], tmp_path / "same")
+    assert torch.equal(want["w"], plain["w"])
+    fed = federation([*argv, "--split", "classes", "--model", "cnn", "--client-test", "0"])
+    step, w = psinet_softmax.client_step(fed.net, fed.args), fed.initial_weights()
+    own = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 0, 1, 0])
+    b = common.Batch(torch.rand(4, 3, 32, 32), torch.tensor([0, 2, 4, 6]), torch.ones(4), None)
+    moved = step((w, torch.zeros_like(w), own), b, torch.tensor(0.1))[0] - w
+    assert ((moved[-10:] != 0) == (own > 0)).all()  # the last layer's biases
