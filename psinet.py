@@ -23,22 +23,22 @@ is Omega on the central test images, "personal" on central test images in each n
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
      6  G_i = the groups of node i: all; in the extreme non-IID case those for which node i has images of a class in M(g)
-     7  for each round t = 0, 1, ..., T-1:
-     8      for each node i in parallel:  omega^i = LocalUpdate(i, Omega_shared and Omega_g for g in G_i)
-     9      Omega_shared = average of omega^i_shared over all nodes i, BatchNorm's running statistics included
-    10      Omega_g = average of omega^i_g over the nodes i with g in G_i
+     7  for each round t = 0, 1, ..., T-1, with the nodes S (D8: all):
+     8      for each node i in S, in parallel:  omega^i = LocalUpdate(i, Omega_shared and Omega_g for g in G_i)
+     9      Omega_shared = average of omega^i_shared over the nodes i in S, BatchNorm's running statistics included
+    10      Omega_g = average of omega^i_g over the nodes i in S with g in G_i
     LocalUpdate(i, omega)
     11  for each of E local epochs, for each minibatch of node i:
     12      omega = omega - eta * gradient of the cross-entropy; running statistics move a tenth towards the minibatch's
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: the first layer with groups sees all shared channels, and starts like an ungrouped one. --enter slice: a slice.
+    D1  Line 3: the first layer with groups sees all shared channels, starts ungrouped. --enter slice: a group sees a slice.
     D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node of S has stays as it is.
-    D6  Line 6: we take every split as the extreme case; --no-prune: G_i is all groups. Line 12: softmax over G_i's classes.
+    D6  Line 6: we take every split as extreme; --no-prune: G_i is all groups. Line 12: the softmax has only G_i's classes.
     D7  Line 12: eta, B, momentum, decay: FedMA's code; flip, crop: FedSLR's. Momentum starts each round at 0. T, E: from Fed2.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
     D9  --tv suggests a depth: the first layer whose total variance is in the upper half of the range.
@@ -145,7 +145,7 @@ def groups_of_nodes(federation, args):
 
 
 def local_updates(federation, networks, has, w, r, S, t):
-    """w_i [m, d] and r_i [m, d_r] of the nodes i in S after round t; the server's numbers where node i lacks a group."""
+    """w_i [m, d] and r_i [m, d_r]: what the nodes i in S have after line 8; the server's numbers where node i lacks a group."""
     w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_r], [m, G]
     for s in has_S.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
         these = (has_S.sum(1) == s).nonzero()[:, 0]  # their places in S

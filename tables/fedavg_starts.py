@@ -1,5 +1,5 @@
 """2NN and MNIST's CNN with other initial weights, or with pixels from -1 to 1. The paper says neither how weights start nor how
-pixels are scaled. docs/fedavg.md has the results: "Why these pixels" and "Other initial weights".
+pixels are scaled. docs/fedavg.md, "Why these pixels", has the results. symmetric needs --transform scale.
 
     python fedavg.py --dataset mnist --epochs 1 --target .97 --lr .1 --transform scale --model tables/fedavg_starts.py:symmetric
 """

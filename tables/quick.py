@@ -33,7 +33,7 @@ CLAIMS = [
           ([c.replace("--alpha 1", "--alpha 100") for c in FEDAVG_LOSES], "global/top1"), (FEDAVG_LOSES, "global/top1")),
     Claim("FedAvgM", "on skewed clients FedAvgM is better than FedAvg (Figure 5)",
           (FEDAVGM_WINS, "global/top1"), (FEDAVG_LOSES, "global/top1")),
-    Claim("Psi-Net", "groups are better than FedAvg on the same network (normalisation ablation)",
+    Claim("Psi-Net", "groups are better than FedAvg without groups and norms (normalisation ablation)",
           (GROUPED, "global/top1"), (GROUPED + PLAIN, "global/top1")),
     Claim("FedSLR", "the mixed model is better for its clients than the GKR (Table 1, Non-IID)",
           (FEDSLR, "personal/mean"), (FEDSLR, "gkr/mean")),
