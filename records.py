@@ -60,7 +60,8 @@ class Run:
     def __init__(self, file, federation, fixed_rounds=""):
         """fixed_rounds: why --resume can't change --rounds, where the algorithm depends on their number."""
         self.algorithm = pathlib.Path(file).stem
-        self.args, self.federation = args, federation = federation.args, federation
+        self.federation, self.args = federation, federation.args
+        args = self.args
         self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-{args.seed}")
         try:
             self.out.mkdir(parents=True, exist_ok=True)

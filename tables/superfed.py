@@ -67,8 +67,9 @@ TABLES = [
                "(SuPerFed) and 11 points (FedAvg-LU), earlier by up to 15. Shards are dealt at random here. The authors' code "
                "deals five fixed pairs of classes (D8 in superfed.py). FedAvg and FedAvg-LU train the same global model by "
                "definition.",
-        "APFL": "APFL's global model is FedAvg's by definition (lines 6 and 9 of apfl). So this algorithm can't give the "
-                "paper's number, which is 15.5 points below its FedAvg. We have no explanation.",
+        "APFL": "APFL's global model is FedAvg's by definition (lines 6 and 9 of apfl): the same, if both run on one machine (here "
+                "they did not). So this algorithm can't give the paper's number, which is 15.5 points below its FedAvg. We have "
+                "no explanation.",
     }),
     table("superfed-2", "Table 2: realistic scenario", pairs("EMNIST|TinyImageNet", MEASURES), """
     FedAvg      | 76.67 98.24 ? ? ?  7.92  21.43 ? ? ?
