@@ -17,7 +17,7 @@
     ditto        FedAvg, and beside it each client trains a second model, its own, which is pulled to the global model.
     pfedme       Each client trains a personal model near the global one, and the global model moves to the personal models.
     per-fedavg   The global model is trained to be good after one gradient step on a client's images.
-    fedspa       Each client trains only some weights of the global model. A mask of its own, which moves, says which.
+    fedspa       Each client trains only some weights of the global model: those of its mask, which changes every round.
     fedma        Layer by layer: the clients' units are matched with each other before they are averaged.
 
 Each function has the paper, the pseudocode in our words, the choices D1 to Dn, the step for one client and one minibatch, and
@@ -765,7 +765,7 @@ def fedma(federation, run, args):
 
     Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
     --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes up: each layer once.
-    Down: w at the start (in the first round only if --common-start), then each averaged layer but the last, and Pi_k.
+    Down: w at the start of a round (not of the first, unless --common-start); then each averaged layer but the last, and Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
         sweeps; in the first sweep to those before it.
