@@ -165,7 +165,8 @@ def prepare(fed):
     """Sets how the clients of a Federation are trained: in one step, in threads, or one after the other. And makes the tables
     of what this file finds out on the way."""
     gpu = fed.device.type == "cuda"
-    fed.vmap = fed.graphs = fed.tunes = gpu and fed.args.engine == "auto"  # all in one step; as a graph; tests set these, too
+    fed.vmap = fed.graphs = fed.tunes = gpu and fed.args.engine == "auto"
+    # all clients in one step; as CUDA graphs; in the way that is found to be the fastest. Tests set these three on a CPU, too
     fed.parallel = fed.args.parallel or (None if gpu else cores())  # clients at once; None: all
     fed.threads = 0 if gpu else fed.parallel
     fed.map = ThreadPoolExecutor(fed.threads, initializer=torch.set_num_threads, initargs=(1,)).map if fed.threads else map

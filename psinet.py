@@ -33,7 +33,7 @@ is Omega on the central test images, "personal" on central test images in each n
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: the first layer with groups sees all shared channels, starts ungrouped. --enter slice: a group sees a slice.
+    D1  Line 3: the first layer with groups sees all shared channels, and starts as if ungrouped. With --enter slice: a slice.
     D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
     D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. These runs: 111 min, on shared cores. Alone, elsewhere: 31 to 41.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. These runs: 111 min on shared cores. Alone, elsewhere: 31 to 41 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0

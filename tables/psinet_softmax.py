@@ -3,7 +3,7 @@
     python -m tables.psinet_softmax --dataset cifar10 --rounds 25 --precision bf16 --eval-every 1
 
 In Psi-Net a pruned node has no logits for other classes, so its softmax is like this (D6 of psinet.py). Here no layer is cut
-into groups, and all weights are averaged over all nodes, as in psinet.py --groups 0 --norm gn. --all-classes trains that.
+into groups, and all weights are averaged over all nodes, as in psinet.py --groups 0 --norm gn.
 docs/psinet.md, "Is it the groups, or the softmax?", has the results.
 """
 
@@ -34,14 +34,12 @@ def client_step(net, args):
 
 def main(argv=None):
     parser = common.parser(__doc__, **psinet.DEFAULTS)
-    parser.add_argument("--all-classes", action="store_true", help="an ordinary softmax, over all classes")
     args = common.parse(parser, psinet.BY_DATASET, argv)
     of_psinet = psinet.arguments(["--model", args.model, "--groups", "0", "--norm", "gn"])
     federation = common.Federation(args, lambda _, *images: psinet.PsiNet(of_psinet, *images))
     run = common.Run(__file__, federation)
     step, classes = client_step(federation.net, args), torch.arange(federation.data.classes, device=federation.device)
     own = torch.stack([torch.isin(classes, federation.labels[images]).float() for images in federation.split.train])  # [K, classes]
-    own = torch.ones_like(own) if args.all_classes else own
 
     state = State(w=federation.initial_weights())  # [d]
     for t, S in run.rounds(state):
