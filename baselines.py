@@ -9,7 +9,7 @@
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
     fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
     scaffold     FedAvg, with corrected steps: minus the client's usual gradient, plus the mean of all clients' gradients.
-    feddyn       A term in each client's loss moves the client's own minimum towards the minimum of the mean loss.
+    feddyn       Two more terms in each client's loss move the client's own minimum towards the minimum of the mean loss.
     apfl         The personal model is a mixture of the global model and of a model of the client's own.
     fedper       The last layers are personal. The other layers are averaged.
     fedrep       As fedper, but a round trains the personal layers first and then the others.
@@ -25,14 +25,16 @@ the rounds. docs/baselines.md has each choice in full, what was measured, and a 
 
 Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b) that on a minibatch b of them.
 w_0 are the initial weights. t is 0, 1, ..., T-1. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down.
-eta is the local learning rate. "For each minibatch b" means: of each of the E local epochs, in a new order in every epoch.
+eta is the round's local learning rate, --lr times --lr-decay^t. "For each minibatch b" means: of each of the E local epochs,
+in a new order in every epoch. Lines that have other epochs say so.
 K, C, T, E are --clients, --fraction, --rounds, --epochs. alpha, beta, lambda, g, h differ from function to function; --help has
 their options.
 `# l.3` marks the code of line 3. [m, d]: m rows, one for each sampled client, with d numbers each, one for each weight.
 
 Models. "global": the server's model, on the central test images. "personal": each client's model on its own test images, then
-the mean over all clients. The function says which model it is. A part that comes from the server is the server's newest. A part
-that a client keeps is from the last round in which the client was sampled.
+the mean over all clients. (Most authors' code weighs clients by their test images: `weighted_mean` in the record.) The function
+says which model it is. A part that comes from the server is the server's newest. A part that a client keeps is from the last
+round in which the client was sampled.
 
 Local SGD has momentum. It starts at 0 in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
 theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
@@ -44,6 +46,9 @@ E. order=1, 2, ...: other orders of the images. images=: instead of the client's
 
 V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S. V[S] = y replaces them.
 V.all has all rows.
+
+federation.mean(x) is the plain mean of the rows of x, one for each client of S_t; mean(x, n_k) weighs them by n_k; sum(x) adds
+them up. run.rounds(state) yields t and S = S_t, and saves `state` after a round. run.log records what run.evaluates() asks for.
 
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
@@ -185,10 +190,10 @@ def centralised(federation, run, args):
 
      1  w = w_0;  P = the training images of all clients
      2  for each round t:
-     3      for each minibatch b of P:  w = w - eta * gradient of f(w; b)
+     3      for each minibatch b of C*E epochs of P:  w = w - eta * gradient of f(w; b)
 
     Personal is w. Images would be sent once and models are not sent: no bytes are counted.
-    D1  Line 3: a round is C*E epochs of P, as much work as FedAvg's, rounded to whole epochs, at least one.
+    D1  Line 3: C*E epochs are as much work as FedAvg's; rounded to whole epochs, at least one.
     """
     step = sgd_step(federation.net, args)
     epochs = max(1, round(args.fraction * args.epochs))  # D1
@@ -206,25 +211,26 @@ def centralised(federation, run, args):
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-    arXiv 1812.06127. Line 5 is for fedprox-ft and fedavg-ft alone: SuPerFed's FedProx-LU and FedAvg-LU ("local update"), after
-    Wang et al. 2019. fedavg-ft has mu = 0.
+    arXiv 1812.06127. Lines 5 and 6 are for fedprox-ft and fedavg-ft alone: SuPerFed's FedProx-LU and FedAvg-LU ("local
+    update"), after Wang et al. 2019. fedavg-ft has mu = 0.
 
      1  w_0;  for each round t:  S_t
      2      for each client k in S_t:  w_k = w_t
      3          for each minibatch b:  w_k = w_k - eta * gradient of (f_k(w_k; b) + mu/2 * ||w_k - w_t||^2)
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-     5  after the last round, for every client k:  v_k = w_T;  for each minibatch b:  v_k = v_k - eta * gradient of f_k(v_k; b)
+     5  after the last round, for every client k:  v_k = w_T
+     6      for each minibatch b of --finetune-epochs epochs:  v_k = v_k - eta * gradient of f_k(v_k; b)
 
     Personal is w_{t+1}; for the -ft methods v_k after the last round. That all clients then need w_T is not counted as bytes.
     D1  Line 3: squared and halved, as in the paper. SuPerFed's later code does neither. The default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
-    D3  Line 5: one epoch by default (the papers do not say), without the proximal term. eta has decayed once more.
-    D4  Line 4: weighted by n_k, as SuPerFed's code does. The paper, from memory, draws clients by n_k and takes the plain mean.
+    D3  Line 6: one epoch by default (the papers do not say), without the proximal term. eta has decayed once more.
+    D4  Line 4: weighted by n_k, as in the authors' and SuPerFed's code. The paper's listing, from memory, draws clients by n_k
+        and takes the plain mean.
     """
-    gradient, descend = local_sgd(federation.net, args)
-    fine_tune = sgd_step(federation.net, args)
-
     mu = 0.0 if args.method == "fedavg-ft" else args.mu
+    gradient, descend = local_sgd(federation.net, args)
+    fine_tune = sgd_step(federation.net, args)  # l.6
 
     def step(client, b, eta, w_t):
         w, u = client  # [d] weights, [d] momentum
@@ -238,12 +244,12 @@ def fedprox(federation, run, args):
         state.w = federation.mean(w_k, n_k)  # l.4 (D4): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            v = state.w
+            v = state.w  # the personal model: [d]; of the -ft methods after the last round [K, d]
             if args.method.endswith("-ft") and t == args.rounds - 1:
                 everyone, T = federation.rows(), args.rounds
                 v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
                 v, _ = federation.train(fine_tune, (v, torch.zeros_like(v)), everyone, T, federation.eta(T),
-                                        epochs=args.finetune_epochs)  # l.5 (D3)
+                                        epochs=args.finetune_epochs)  # l.6 (D3)
             run.log(federation.evaluate(state.w), federation.evaluate_clients(v))
 
 
@@ -257,11 +263,11 @@ def scaffold(federation, run, args):
      5          Option I:   c_k^+ = gradient of f_k(x)
      6          Option II:  c_k^+ = c_k - c + (x - y_k) / (steps * eta),   steps = how often line 4 was done
      7      x = x + eta_g * mean over S_t of (y_k - x)
-     8      c = c + m/K * mean over S_t of (c_k^+ - c_k),   so that c is always the mean of all c_k
+     8      c = c + 1/K * sum over S_t of (c_k^+ - c_k),   so that c is always the mean of all c_k
      9      c_k = c_k^+
 
     Personal is x. Twice FedAvg's bytes: c_k^+ - c_k goes up, too, and c goes down.
-    D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as FedSLR has them.
+    D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and, from memory, in the paper's experiments.
     D2  Line 6: `reach` replaces steps: the sum over s = 1 to steps of (1 + beta + ... + beta^(s-1)), beta being the momentum.
         Without momentum it is the number of steps. The paper, from memory, has none (--momentum 0).
     D3  Line 5: one more pass over the client's images, augmented where --transform does so.
@@ -360,7 +366,7 @@ def apfl(federation, run, args):
         5's first minibatch, augmented in another way. By default alpha_k is fixed, at FedSLR's .5.
     D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper, from memory, the gradient comes before w_k's step.
     D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line 9.
-    D5  Line 9: weighted by n_k. FedSLR's code has the plain mean.
+    D5  Line 9: weighted by n_k. In FedTorch, in FedSLR's code and, from memory, in the paper the mean is plain.
     """
     gradient, descend = local_sgd(federation.net, args)
 
@@ -419,7 +425,7 @@ def fedper(federation, run, args):
     D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper, from memory, heads start at
         random and all clients train in every round.
     D2  Personal is with the current body w. FedSLR's code takes the body of the round before.
-    D3  Line 5: weighted by n_k. FedSLR's code has the plain mean.
+    D3  Line 5: weighted by n_k, as in the paper. FedSLR's code has the plain mean.
     """
     step, head = sgd_step(federation.net, args), personal_layers(federation.net, args)  # head: a slice of w (D1)
     w_0 = federation.initial_weights()
@@ -451,9 +457,10 @@ def fedrep(federation, run, args):
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Personal is (w, v_k); there is no global model. Only w is sent.
-    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, the official numbers for CIFAR-10; for CIFAR-100 10 and 5.
+    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, officially for CIFAR-10 with two classes a client; else 10 and 5.
+        The paper's listing, from memory, has one step in line 5.
     D2  After the last round nothing is trained. Officially all clients then train their heads for ten epochs.
-    D3  Line 6: weighted by n_k. The official mean is plain for CIFAR and MNIST.
+    D3  Line 6: weighted by n_k. In the paper, from memory, and officially for CIFAR and MNIST the mean is plain.
     D4  Line 1: v_k is the client's own. Officially a client that was never sampled has the mean of the sampled heads.
     """
     on_body, on_head = steps_on_parts(federation.net, args, args.weight_decay)
@@ -490,7 +497,8 @@ def lg_fedavg(federation, run, args):
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1. The official code for
         CIFAR-10 has the convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
-    D3  Personal is of the last round, with the current w. The official number is each client's best round on test images.
+    D3  Personal is of the last round, with the current w. Officially each client keeps its best round on test images, their w
+        are averaged, and the best round of the result counts.
     D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
     D5  Line 4: the paper, from memory, has further losses for v_k. They are left out.
     """
@@ -561,11 +569,13 @@ def pfedme(federation, run, args):
     Line 5 seeks the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2. `steps` is the paper's K.
     Personal is the client's last theta_k; w_0 if it was never sampled.
     D1  Lines 3 and 7: only S_t trains. In paper and official code all clients train, and S_t says whose w_k are averaged.
-    D2  Line 4: an epoch is a pass over all images of a client. What the official code calls a local epoch is one minibatch.
+    D2  Line 4: an epoch is a pass over all images of a client. The paper has R minibatches for every client; what the official
+        code calls a local epoch is one minibatch.
     D3  Line 5: theta_k goes on from minibatch to minibatch, as officially. The official weight decay is --weight-decay .001.
     D4  Line 6: --momentum acts on w_k, not on theta_k. The paper, from memory, has none (--momentum 0).
     D5  lambda, `steps`, beta and eta_p are by default PersFL's for DS-1 of CIFAR-10. eta_p decays as eta does.
-    D6  Personal is theta_k, as in the paper. Official code and PFLlib evaluate w_k, by mistake: `personal@w_k` in the record.
+    D6  Personal is theta_k, as in the paper. By mistake the official code evaluates w_k (in the record: `personal@w_k`), and
+        PFLlib the server's w.
     D7  Line 7: weighted by n_k, as officially. In the paper, from memory, the mean is plain.
     """
     gradient, descend = local_sgd(federation.net, args)  # D3
@@ -677,11 +687,14 @@ def fedspa(federation, run, args):
      7          grow: fill up with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
 
-    Global is the dense w, personal M_k * w. With density 1 it is FedAvg. Bytes are those of the active weights alone.
-    D1  Line 1: ERK's numbers of ones, as in DisPFL's code, and density .5, as FedSLR's table implies; a random mask per client.
+    Global is the dense w, personal M_k * w, with the mask of line 7 and the w of line 8. With density 1 it is FedAvg. Bytes are
+    those of the active weights alone.
+    D1  Line 1: ERK's numbers of ones, as in DisPFL's code, and density .5, as FedSLR's table implies. A random mask per client;
+        DisPFL's code gives all clients one, unless told otherwise.
     D2  Line 4: with momentum the masked gradients are summed up.
-    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. The number dropped is rounded down.
-    D4  Line 7: g_k is that of the last minibatch. Weights that line 6 dropped are among the others, so they can come back.
+    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. The number dropped is rounded down, there up.
+    D4  Line 7: g_k is that of the last minibatch, before its step; DisPFL's code takes one more, after training. Weights that
+        line 6 dropped are among the others, so they can come back.
     D5  Line 8: weighted by n_k. The paper's mean, from memory, is plain.
     """
     net = federation.net
@@ -757,7 +770,7 @@ def fedma(federation, run, args):
      2  for each round t:  S_t
      3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
      4      for each layer l = 1, ..., L:
-     5          each k in S_t, for each minibatch b:  SGD on f_k(w_k; b), a step on the layers l to L of w_k alone
+     5          each k in S_t, for each minibatch b (l = L: of 3*E epochs):  SGD on f_k(w_k; b), only on w_k's layers l to L
      6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
@@ -768,7 +781,7 @@ def fedma(federation, run, args):
     Down: w at the start of a round (not of the first, unless --common-start); then each averaged layer but the last, and Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
-        sweeps; in the first sweep to those before it.
+        sweeps, by number (first sweep: to those before it). Officially in 1 + 5 sweeps, the 5 in random orders.
     D3  Line 7: the plain mean. The paper's mean is pulled to the prior's.
     D4  Line 5: SGD, as officially. For l = L the rate is eta/10, the weight decay 1e-4, and there are 3*E epochs. To train it
         like the other layers: --last-lr 1 --last-decay 0 --last-epochs 1.

@@ -128,7 +128,7 @@ def test_numbers_in_the_page_s_tables_are_those_of_the_records():
                 assert row["method"].split(",")[0] == record["algorithm"]
                 assert row["global, last"] == (f"{final['global']['top1']:.4f}" if "global" in final else "")
             rows += 1
-    assert rows > 20
+    assert rows > 8
 
 
 def test_the_lines_are_not_too_long_and_the_page_not_too_large():
