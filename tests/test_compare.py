@@ -207,8 +207,8 @@ def test_a_parameter_without_a_default_is_given_by_set(tmp_path, capsys):
 def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder, tmp_path):
     """Settings, table and notes, to the last character. A record of other settings would be refused."""
     out, page = HERE / "results" / folder, (HERE / "docs" / "compare.md").read_text().replace("\\\n", " ")
-    command = re.search(rf"python compare.py (.* --out results/{folder})$", page, re.M)[1]
-    args, shared = compare.arguments(command.split())
+    command = re.search(rf"python compare.py (.* --out) runs/{folder}$", page, re.M)[1]
+    args, shared = compare.arguments([*command.split(), f"results/{folder}"])
     records = {method.name: [compare.record(method, out / method.name / str(seed)) for seed in range(args.seeds)]
                for method in compare.plan(args, shared)}
     assert len({(r["data"]["fingerprint"], r["split"]["fingerprint"]) for runs in records.values() for r in runs}) == 1

@@ -4,7 +4,7 @@
 
 No image of `shapes` is used. The runs see 12,000 images that datasets.shapes draws from another seed, split by another seed, in
 place of the data set. So the accuracies below are on validation images, whatever the records call them: global on 2,000 images,
-personal on those that each client held out. Prints the table of docs/run.md, "Quick defaults". Records: runs/tune/.
+personal on those that each client held out. Prints the table of docs/shapes.md. Records: runs/tune/.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def main(names):
     RUNS.mkdir(parents=True, exist_ok=True)
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
     np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
-    print("| method | measure | settings tried | after half of the rounds | after all | best |\n|---|---|---|---|---|---|")
+    print("| method | measure | settings tried | accuracy after half of the rounds | after all | best here |\n|---|---|---|---|---|---|")
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
         reached, remark = {}, {}
