@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 import engine
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import OWN_CLIENTS, Run, drawing, finite, setting, without_clients  # noqa: F401
+from records import Run, drawing, setting, without_clients, without_nan  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -75,7 +75,7 @@ fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without
 
 def parser(doc, **defaults):
     """The common flags, with an algorithm's defaults; the file adds its own flags in a group of its own."""
-    about, command, *_ = doc.split("\n\n") + [""]
+    about, command, *_ = (doc or "").split("\n\n") + [""]
     p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
     g = p.add_argument_group("data (the same in every file)")
     g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
@@ -127,8 +127,8 @@ def parser(doc, **defaults):
                    help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
                         "the CPU, tf32 on a GPU)")
     g.add_argument("--engine", choices=("auto", "loop"), default="auto",
-                   help="loop: one client after the other; auto: on a GPU the fastest that gives what the loop gives, on the CPU "
-                        "the loop")
+                   help="loop: every client by itself (on the CPU in threads, see --parallel); auto: on a GPU the fastest that gives "
+                        "what the loop gives, on the CPU the loop")
     g.add_argument("--eval-every", type=positive_int, default=5,
                    help="rounds between evaluations; the last is always evaluated")
     if "target" in defaults:  # of files that hand their global model to run.evaluates
@@ -261,7 +261,8 @@ def split_clients(data, args):
             else:
                 hints += ["fewer --clients"]
                 hints += ["a larger --alpha"] if "dirichlet" in args.split else []
-                hints += [] if len(train) else ["a smaller --client-test"]
+                hints += [f"a smaller --client-{part}" for part, share in (("test", test_share), ("val", args.client_val))
+                          if share and not len(train)]
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {', '.join(hints)} or more images")
         if tests_of is not None:
@@ -269,8 +270,8 @@ def split_clients(data, args):
         elif not test_share:
             test = matched_test(labels[index], data, rng)
         if not len(test):
-            refuse(f"client {k} has less than a hundredth of its images in every class, too little for central test images; "
-                   f"use {'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
+            refuse(f"no central test image has the classes of client {k}, or each has less than a hundredth of its images; use "
+                   f"{'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
         for part, numbers in zip(split, (train, val, test)):
             part.append(numbers)
     return split
@@ -291,13 +292,14 @@ def by_class(labels, classes, rng):
 
 
 def split_iid(labels, classes, rng, args):
-    """Shuffled and cut into equal parts (McMahan et al. 2017, section 3: IID)."""
+    """Shuffled and cut into equal parts (McMahan et al. 2017, section 3: IID). What remains is not used."""
     n = len(labels) // args.clients
     return list(rng.permutation(len(labels))[: n * args.clients].reshape(args.clients, n))
 
 
 def split_shards(labels, classes, rng, args):
-    """Sorted by label, cut into K*s shards of equal size, s random shards each (McMahan et al. 2017, section 3)."""
+    """Sorted by label, cut into K*s shards of equal size, s random shards each (McMahan et al. 2017, section 3). What remains is
+    not used."""
     shards = args.clients * args.per_client
     size = len(labels) // shards
     if not size:
@@ -310,9 +312,9 @@ def split_shards(labels, classes, rng, args):
 def split_dirichlet(labels, classes, rng, args):
     """Equal sizes; a client's class shares are q ~ Dir(alpha * p), p = 1/classes (Hsu et al. 2019, section 3).
 
-    alpha is the paper's: each class has the concentration alpha/classes. alpha = 0 is one random class per client.
-    Without replacement; a class that runs out is dropped and the rest of q re-normalised, or drawn again where nothing of q
-    is left. The paper does not say; the last clients' shares follow what remains.
+    alpha is the paper's: each class has the concentration alpha/classes. alpha = 0 is one random class per client. No image is
+    dealt twice. When a class is used up, its share goes to the client's other classes; if q is 0 for these, q is drawn again
+    over them. The paper does not say this. The last clients get what is left.
     """
     pools = by_class(labels, classes, rng)
     n = len(labels) // args.clients
@@ -330,7 +332,7 @@ def split_dirichlet(labels, classes, rng, args):
             count = np.zeros(classes, np.int64)
             while (need := n - count.sum()) > 0:
                 open_ = left > count
-                if q[open_].sum() < 1e-12:  # nothing of q is left; part of a Dirichlet draw, re-normalised, is one too
+                if q[open_].sum() < 1e-12:  # the shares of some classes, re-normalised, are Dirichlet again
                     q = np.zeros(classes)
                     q[open_] = rng.dirichlet(np.full(open_.sum(), args.alpha / classes))
                 share = np.where(open_, q, 0)
@@ -347,13 +349,14 @@ def whole_numbers(values):
     return low
 
 
-def split_dirichlet_classes(labels, classes, rng, args, least=10, balance=False):
+def split_dirichlet_classes(labels, classes, rng, args, balance=False):
     """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2. (PersFL's
     code takes from every class as many images as the shares of class 0 are.)
 
     balance: a client that already holds N/K images gets nothing of the classes still to be dealt.
     Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
     """
+    least = 10
     if args.clients * least > len(labels):
         refuse(f"--split {args.split} gives {least} images at least to a client; use fewer --clients than {args.clients}")
     for _ in range(1000):
@@ -397,12 +400,13 @@ def split_classes(labels, classes, rng, args):
     return owned
 
 
-def split_lognormal(labels, classes, rng, args, least=10):
+def split_lognormal(labels, classes, rng, args):
     """s labels per client, k, k+1, ... (mod classes), in amounts from a log-normal with mu = 0, sigma = 2, as PersFL's DS-3.
 
     A class's images are divided among its holders in proportion to log-normal draws, after 10 for each of them. pFedMe's
     generator, which PersFL seems to have used, adds 300 to 600 images to each amount and so is far more even.
     """
+    least = 10
     if args.per_client > classes:
         refuse(f"--per-client {args.per_client}: there are only {classes} classes")
     owned = [[] for _ in range(args.clients)]
@@ -449,8 +453,8 @@ def split_fedslr(labels, classes, rng, args):
     """Equal sizes; class shares ~ Dir(alpha, ..., alpha) per client; a class that is used up is refilled (FedSLR's code).
 
     alpha is per class (the paper's 0.1). Refilling means that clients can share images and some images are never used. The
-    code deals image by image to random clients, this one client by client. Images that a client holds twice, all 100 clients
-    together: 128 to 213 there, 8 to 29 here. The code's sizes are 499 and once 599 instead of 500 (a rounded logarithm).
+    authors deal image by image to random clients, we deal client by client. So an image is less often twice with one client: 8
+    to 29 images, all 100 clients together, and 128 to 213 there. Their sizes are 499 and once 599, not 500 (a rounded logarithm).
     """
     if args.alpha == 0:
         refuse("--split fedslr needs --alpha above 0")
@@ -486,13 +490,14 @@ SPLITS = {
     "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
     "fedma": functools.partial(split_dirichlet_classes, balance=True),  # FedMA's hetero-dir
 }
+OWN_CLIENTS = "semantic", "natural"  # splits that find their own clients
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Models
 #
-# A model is written once, as a function model(m, x, classes) -> logits that asks m for its layers in the order in which
-# x [B,C,H,W] passes them. Net reads off its table of tensors, and evaluates it for any flat vector w. No model here has
+# A model is written once, as a function model(m, x, classes) -> logits that asks m, a Weights, for its layers in the order in
+# which x [B,C,H,W] passes them. Net reads off its table of tensors, and evaluates it for any flat vector w. No model here has
 # anything but weights: normalisation is by groups, so that w is all there is to send and to average. (psinet.py puts batchnorm
 # in, and averages the running statistics, too.)
 
@@ -846,7 +851,8 @@ def check_model(model, shape, classes):
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,DRAWS] in [0,1) per image -> floats [n,C,h,w]
 #
-# TRANSFORMS[name](data) gives the function for a data set.
+# scale, centre and tensorflow are such functions. normalize and fedslr make one for a data set. TRANSFORMS[name](data) does so for
+# each name.
 #
 # The images stay channels-last in memory, which is what convolutions on CPUs and tensor cores are fastest with.
 
@@ -965,7 +971,7 @@ def sgd(args, w, u, g, eta, decayed=None):
     """A step of SGD with momentum:  u' = momentum * u + g + decay * w,  w' = w - eta * u'.  Returns w', u'.
 
     w, u, g: [..., d] weights, momentum and gradient. decayed [d]: 1 where --weight-decay acts; None if g has it already.
-    Two or three passes through memory; written as one formula it has eight, a seventh of a large CNN's step on a CPU.
+    Two or three passes through memory; written as one formula it has eight.
     """
     u = torch.add(g, u, alpha=args.momentum)
     if args.weight_decay and decayed is not None:
@@ -985,8 +991,8 @@ class Plan(NamedTuple):
 class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
-    With one process a client's row is its number, 0 .. K-1: skip the rest of this paragraph. Under torchrun the r-th of N
-    processes trains the clients k with k mod N = r, on a device of its own. A client's row is its place among these. S are
+    With one process a client's row is its number, 0 .. K-1: skip the rest of this paragraph. Under torchrun the r-th of P
+    processes trains the clients k with k mod P = r, on a device of its own. A client's row is its place among these. S are
     rows everywhere, `among` are numbers.
     clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images each of them has. split: the
     Split by rows; whole: that of all clients, by numbers. net: the model.
@@ -1024,7 +1030,7 @@ class Federation:
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
             self.notes.append("warning all images are alike: nothing can be learnt from them")
         # sets vmap (all clients in one step?), map (Python's, or a thread pool's, which does several clients at once),
-        # threads, and what engine.py and the record keep
+        # threads, and more, which engine.prepare lists
         engine.prepare(self)
 
     def describe(self):
@@ -1042,12 +1048,12 @@ class Federation:
               f"{self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
-              + (f", {self.threads} threads" if self.threads else ""))
+              + (f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""))
         for note in self.notes:
             print(note)
 
     def sample(self, t, among=None):
-        """S_t, the clients of round t: max(int(C*N), 1) of N, without replacement. N: all K, or those with the numbers `among`.
+        """S_t, the clients of round t: max(int(C*K), 1) of all K, without replacement; or of those with the numbers `among`.
         Every process draws the same S_t, and gets the rows of those that are its own."""
         numbers = np.arange(self.K) if among is None else np.sort(among)
         m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)  # 1e-9: .29 * 100 is 28.999999999999996
@@ -1095,13 +1101,13 @@ class Federation:
 
     # Training: the same step function, one client after the other or many at once
 
-    def train(self, step, state, S, t, *shared, epochs=None, draw=None, order=0, images=None, net=None):
-        """Takes every client of S through its minibatches of round t, and returns their states.
+    def train(self, step, clients, S, t, *shared, epochs=None, draw=None, order=0, images=None, net=None):
+        """Takes every client of S through its minibatches of round t, and returns what they come to, in the form of `clients`.
 
-        step(state, batch, *shared) -> state is the algorithm, written for ONE client and ONE minibatch (a Batch): a pure function
-            of tensors that keeps the shapes and types of its state.
-        state: what the clients begin with, a tensor [m, ...] or nested tuples of such. V.of(S) can stand for V[S]: then rows are
-            fetched one by one, when they are needed.
+        step(client, batch, *shared) -> client is the algorithm, written for ONE client and ONE minibatch (a Batch): a pure
+            function of tensors that keeps their shapes and types.
+        clients: what the clients begin with, a tensor [m, ...] or nested tuples of such. V.of(S) can stand for V[S]: then rows
+            are fetched one by one, when they are needed.
         shared: tensors that all clients see alike.
         epochs: E, by default --epochs.
         draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers. step finds a row of them in batch.draw.
@@ -1116,16 +1122,16 @@ class Federation:
         epochs = self.args.epochs if epochs is None else epochs
         plans = [self.plan(row, own, t, epochs, draw, order) for row, own in zip(S, images)]
         if not plans or not plans[0].index.size:  # nobody, or no epochs
-            return state
+            return clients
         if self.vmap or self.device.type == "cuda":
-            return engine.train(self, step, state, plans, shared, net or self.net)
-        return self.one_by_one(step, state, plans, shared)
+            return engine.train(self, step, clients, plans, shared, net or self.net)
+        return self.one_by_one(step, clients, plans, shared)
 
-    def one_by_one(self, step, state, plans, shared):
+    def one_by_one(self, step, clients, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
         # filled row by row: torch.stack would hold all of it twice
-        result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), state)
-        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], state), plans[i], shared), range(len(plans)))
+        result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), clients)
+        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared), range(len(plans)))
         for i, client in enumerate(alone):
             tree_map(lambda a, b: a[i].copy_(b), result, client)
         return result
@@ -1150,14 +1156,14 @@ class Federation:
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2)).unflatten(0, index.shape)
         return Batch(x.bfloat16() if self.args.precision == "bf16" else x, self.labels[index], mask, draw)
 
-    def train_alone(self, step, state, plan, shared):
+    def train_alone(self, step, client, plan, shared):
         """One client: all minibatches of all epochs, one after the other, in the order of its plan."""
         for index, mask, uniform, draw in zip(*plan):
             if self.stop:
                 raise KeyboardInterrupt
             index, uniform, draw = (torch.as_tensor(z, device=self.device) for z in (index[mask], uniform[mask], draw))
-            state = step(state, self.batch(index, torch.ones(len(index), device=self.device), uniform, draw), *shared)
-        return state
+            client = step(client, self.batch(index, torch.ones(len(index), device=self.device), uniform, draw), *shared)
+        return client
 
     # Evaluation
 
@@ -1186,7 +1192,7 @@ class Federation:
         """
         here, models = self.rows(among), W if callable(W) else W.__getitem__
         own = [(images or self.split.test)[i] for i in here]
-        index = np.concatenate([*own, np.zeros(0, np.int64)])  # none, where another process has all of the clients
+        index = np.concatenate([*own, np.zeros(0, np.int64)])  # the empty array: where this process has none of the clients
         n = torch.tensor([len(i) for i in own], dtype=torch.long, device=self.device)
         client = torch.arange(len(own), device=self.device).repeat_interleave(n)
         if not own:

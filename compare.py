@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import baselines
 import common
-from records import BY_ALPHA, BY_NUMBER, FREE, OWN_CLIENTS
+from records import BY_ALPHA, BY_NUMBER, FREE
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -152,7 +152,7 @@ def plan(args, shared):
             common.refuse(f"--set {word}: say METHOD.PARAMETER=VALUE")
         method, _, parameter = word.partition(".")
         sets.append((method, dashed(parameter)))
-    found_by_split = ["clients"] if shared.split in OWN_CLIENTS else []
+    found_by_split = ["clients"] if shared.split in common.OWN_CLIENTS else []
     settings = {name: value for name, value in vars(shared).items()
                 if name not in (*OURS, *found_by_split)}
     if not names:
@@ -349,7 +349,7 @@ def lines(rows):
 def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
-    unused = ["clients"] * (shared.split in OWN_CLIENTS)
+    unused = ["clients"] * (shared.split in common.OWN_CLIENTS)
     unused += ["per_client"] * (shared.split not in BY_NUMBER) + ["alpha"] * (shared.split not in BY_ALPHA)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]

@@ -136,7 +136,7 @@ def give_back_memory(size):
 
 
 def now(device):
-    """Seconds, when all that was asked of the device is done."""
+    """Waits until the device has done all that it was asked for. Then the clock, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -177,7 +177,7 @@ def prepare(fed):
     fed.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
     fed.replays = {}  # step function and shapes -> the CUDA graph for them
     fed.shapes_seen = set()  # step functions and shapes that came before
-    fed.keeps = []  # all Rows
+    fed.all_rows = []  # every Rows
     fed.peak = 0  # bytes, the most that a GPU held before ways were tried
     fed.at_once = 4000  # images in evaluation under vmap
     keep_memory()
@@ -211,7 +211,8 @@ def guarded(fed, key, fast_way, plain_way):
 
 
 def fast(fed, step, state, plans, shared):
-    """The clients with most minibatches first, so that those who go together end together."""
+    """The clients with most minibatches first, so that those who go together end together. A way is a route, how convolutions
+    are computed ("conv" or "patches"), and how many clients go at once (None: all)."""
     order = sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index)))
     results, places = state, range(len(plans))
 
@@ -343,7 +344,7 @@ def in_parts(fed, work, items, most, quiet=False):
 def train_together(fed, step, state, plans, shared):
     """All clients in one vmapped step per minibatch; plans: the longest first.
 
-    A client whose minibatches are used up keeps its state. When only three quarters of the clients are left, only those go on.
+    A client whose minibatches are used up keeps its state. When a quarter of the clients are at their end, only the others go on.
     """
     steps = np.array([len(plan.index) for plan in plans])
     size = plans[0].index.shape[1]
@@ -448,8 +449,8 @@ def logits_together(fed, W, here, own, alone):
 
 
 def runner(fed, step, state, inputs, shared):
-    """What runs many steps together: a Replay where CUDA graphs are used and these shapes came before or are those of so many
-    steps that it pays at once, else run_steps."""
+    """What runs many steps together: a CUDA graph (Replay) if these shapes came before, or if there are enough steps to pay for
+    capturing it; else run_steps."""
     one_step = functools.partial(vmapped_step, fed, step)
     eager = functools.partial(run_steps, one_step)
     if not fed.graphs:
@@ -637,16 +638,16 @@ class Rows:
 
     all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a quarter of the memory that
     is free there, else in the host's memory, page-locked so that rows travel fast. Until a round is complete, the rows that it
-    replaced are remembered: `keep` forgets them, `undo` puts them back.
+    replaced are remembered: `accept` forgets them, `undo` puts them back.
     """
 
     def __init__(self, fed, first):
         """first(i): row number i."""
         like = first(0)
         size, n = like.numel() * like.element_size() * len(fed.clients), len(fed.clients)
-        near = sum(rows.all.nbytes for rows in fed.keeps if not rows.far)
+        near = sum(rows.all.nbytes for rows in fed.all_rows if not rows.far)
         far = 4 * (near + size) > free_memory(fed.device) + near
-        fed.keeps.append(self)
+        fed.all_rows.append(self)
         self.device, self.far, self.replaced = fed.device, far, []
         try:
             self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device,
@@ -668,6 +669,7 @@ class Rows:
         if isinstance(x, Sampled):  # no step has changed them
             return
         give_back_memory(self.all.nbytes)
+        x = x.expand(*np.shape(S), *self.all.shape[1:])  # as a tensor does: one row for all of S, a row each, or an error
         index = torch.from_numpy(np.atleast_1d(S)).to(self.all.device)
         self.replaced.append((index, self.all[index], is_finite(x)))
         for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
@@ -686,7 +688,7 @@ class Rows:
     def load(self, x):
         self.all = x.to(self.device) if not self.far else x.pin_memory() if self.device.type == "cuda" else x
 
-    def keep(self):
+    def accept(self):
         self.replaced.clear()
 
     def undo(self):

@@ -227,7 +227,7 @@ def repeat(args, argv):
     print(f"\naverages of {args.runs} runs")
     averages = show(rows, out, args)
     if common.is_main_process():
-        (out / "average.json").write_text(json.dumps(common.finite(averages), indent=1) + "\n")
+        (out / "average.json").write_text(json.dumps(common.without_nan(averages), indent=1) + "\n")
 
 
 def validation_losses(federation, w):

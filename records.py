@@ -48,13 +48,14 @@ class Run:
         run = Run(__file__, federation)
         for t, S in run.rounds(state):          # restores the state if --resume
             state.w = ...                       # the round; tensors are replaced, never changed in place
-            state.v[S] = ...                    # of federation.per_client, whose rows are
+            state.v[S] = ...                    # rows of federation.per_client: these are changed in place
             run.sent(up=..., down=...)
             if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
                 run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
 
     state: any object whose attributes are what survives a round: tensors, numbers, Rows, and nothing else. `rounds` ends the
-    program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk.
+    program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk. Do not
+    leave the loop by `break`: its round would be lost. `run.last = t + 1`, before run.evaluates(), makes this round the last.
     """
 
     def __init__(self, file, federation, fixed_rounds=""):
@@ -75,7 +76,8 @@ class Run:
         if ":" in args.model:  # a user's own: path/to/file.py:function
             sources.append(pathlib.Path(args.model.rpartition(":")[0]))
         self.identity = {  # what a state must share with the run that resumes it
-            "args": {**vars(args), "device": str(federation.device)},
+            "args": {**{name: str(z) if isinstance(z, os.PathLike) else z for name, z in vars(args).items()},
+                     "device": str(federation.device)},
             "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
             "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
         }
@@ -85,9 +87,9 @@ class Run:
             "commit": commit(sources), "sources": self.identity["sources"],
         }
         self.status, self.handlers, self.saving, self.pending = "unfinished", {}, False, None
-        self.over = False  # whether there is a finished record, to which nothing comes
+        self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets = getattr(args, "target", None)  # accuracies
-        self.begun, self.writing, self.unwritten = time.monotonic(), 0.0, {}  # seconds; what went wrong, by file
+        self.begun, self.seconds_writing, self.unwritten = time.monotonic(), 0.0, {}  # unwritten: what went wrong, by file
         self.fixed_rounds = fixed_rounds
         self.marks = {}  # for curves.png: a round -> what begins with it
 
@@ -111,7 +113,7 @@ class Run:
             saved = self.saved() if self.args.resume else None
             self.federation.describe()
             history, per_client = self.restore(saved) if saved else ([], None)
-            if not history:
+            if not saved:
                 self.put_aside()
             self.keep(history, per_client)
             self.last = len(history) if self.on_target(history) else self.args.rounds
@@ -138,14 +140,14 @@ class Run:
             self.diverge()
         self.keep([*self.kept.history, self.row], self.per_client)
         self.bar.update()
-        if self.pending or self.row.keys() & {"global", "personal"} and self.row["round"] < self.last:
+        if self.pending or (self.row.keys() & {"global", "personal"} and self.row["round"] < self.last):
             self.save()
 
     def keep(self, history, per_client):
-        """From now on this is what is written, whatever comes."""
+        """The round is complete: an interruption from here on writes this state."""
         self.saving = True  # so that an interruption waits
-        for rows in self.federation.keeps:
-            rows.keep()
+        for rows in self.federation.all_rows:
+            rows.accept()
         self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
 
     def stop_clock(self):
@@ -160,7 +162,7 @@ class Run:
         """Stops the round's clock. Says whether this round is evaluated: each --eval-every rounds, and the last one.
         w [d]: the global model. With --target it is measured here; when it has reached all targets, this round is the last."""
         self.stop_clock()
-        self.last = self.measure(w) if self.targets else self.args.rounds
+        self.last = self.measure(w) if self.targets else self.last
         return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.last
 
     def measure(self, w):
@@ -168,7 +170,7 @@ class Run:
         top1 = torch.tensor([self.federation.evaluate(w)["top1"]], dtype=torch.double, device=self.federation.device)
         self.row["top1"] = self.federation.mean(top1).item()  # one number for all processes
         self.row["evaluation_seconds"] = self.evaluation_seconds()
-        return self.row["round"] if self.on_target([self.row]) else self.args.rounds
+        return self.row["round"] if self.on_target([self.row]) else self.last
 
     def on_target(self, history):
         """Whether the accuracy has reached all of --target."""
@@ -184,6 +186,7 @@ class Run:
         if personal:
             self.per_client = personal["per_client"]
             self.row["personal"] = without_clients(personal)
+        more = tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more)  # tensors and arrays
         self.row.update(more, evaluation_seconds=self.evaluation_seconds())
         words = [f"round {self.row['round']:>{len(str(self.args.rounds))}}"]
         if global_:
@@ -193,8 +196,6 @@ class Run:
             if "val_mean" in personal:
                 words[-1] += f" validation {personal['val_mean']:.4f}"
         self.bar.write("  |  ".join(words + [f"{self.row['seconds']:.2f} s"]))
-        newest = {"global": global_ and global_["top1"], "personal": personal and personal["mean"]}
-        self.bar.set_postfix({name: f"{value:.3f}" for name, value in newest.items() if value is not None})
 
     def is_finite(self):
         """Whether all numbers in the state and this round's losses are finite, in all processes."""
@@ -214,7 +215,7 @@ class Run:
         record is written, since they need not be in the same round: the states of the last evaluation stay."""
         capturing = self.federation.device.type == "cuda" and (
             torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())  # the step before a capture
-        if self.saving or capturing:  # not now: save or end_round comes back to it
+        if self.saving or capturing:  # too early: end_round and save look at self.pending
             self.pending = number
             return
         self.federation.stop = True  # the workers give up at their next minibatch
@@ -223,20 +224,20 @@ class Run:
 
     # The record and the state
 
-    def save(self, failed=(), last=False):
-        """Writes the record, and the state if it is the last one, or if that has not taken more than a twentieth of the run's
-        time. failed: the row of a round that diverged."""
+    def save(self, failed=(), end=False):
+        """Writes the record. Writes the state at the end of the run; before, only while writing states has taken less than a
+        second and a twentieth of the run's time. failed: the row of a round that diverged."""
         if self.pending:
             self.interrupt(self.pending, None)
         self.saving = True  # so that an interruption waits
         federation, start = self.federation, time.monotonic()
-        if not self.over and (federation.processes == 1 or self.status != "interrupted"):
-            due = last or self.writing <= 1 + 0.05 * (start - self.begun)
+        if not self.complete and (federation.processes == 1 or self.status != "interrupted"):
+            due = end or self.seconds_writing <= 1 + 0.05 * (start - self.begun)
             if not federation.all_reduce(torch.tensor(float(not due), device=federation.device)):
                 self.write(self.state_file, self.put_state)
-        self.writing += time.monotonic() - start
-        if is_main_process() and not self.over:
-            text = json.dumps(finite(self.record(failed)), indent=1) + "\n"
+        self.seconds_writing += time.monotonic() - start
+        if is_main_process() and not self.complete:
+            text = json.dumps(without_nan(self.record(failed)), indent=1) + "\n"
             self.write(self.out / "result.json", lambda part: part.write_text(text), alone=True)
         self.saving = False
         if self.pending:
@@ -293,7 +294,7 @@ class Run:
         else:
             saved = self.read_state(path)
         rounds = len(saved["history"]) if saved else 0
-        self.over = status == "finished" and (rounds == self.args.rounds or self.on_target(saved["history"]))
+        self.complete = status == "finished" and (rounds == self.args.rounds or self.on_target(saved["history"]))
         if self.federation.all_reduce(torch.tensor(rounds, device=self.federation.device)) != rounds * self.federation.processes:
             refuse(f"{self.state_file} has another number of rounds than the other processes' states; start anew")
         return saved
@@ -364,8 +365,8 @@ class Run:
         if "personal" in final:
             final["personal"] = {**final["personal"], "per_client": per_client}
         own = ("round", "seconds", "evaluation_seconds", "top1", "bytes_up", "bytes_down", "global", "personal")
-        last = next((row for row in reversed(history) if row.keys() & {"global", "personal"}), {})
-        final.update({name: value for name, value in last.items() if name not in own})  # the algorithm's own measures
+        newest = next((row for row in reversed(history) if row.keys() & {"global", "personal"}), {})
+        final.update({name: value for name, value in newest.items() if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
         if federation.device.type == "cuda":
             peak = max(federation.peak, torch.cuda.max_memory_allocated(federation.device))
@@ -393,7 +394,7 @@ class Run:
             signal.signal(number, signal.SIG_IGN)
         self.status, self.pending = status, None
         self.bar.close()
-        self.save(failed, last=True)
+        self.save(failed, end=True)
         record = self.record(failed)
         minutes = [sum(row.get(name, 0) for row in record["rounds"]) / 60 for name in ("seconds", "evaluation_seconds")]
         done = f"{len(record['rounds'])} of {self.args.rounds} rounds"
@@ -431,7 +432,7 @@ def without_clients(measures):
     return {name: value for name, value in measures.items() if name != "per_client"}
 
 
-def finite(tree):
+def without_nan(tree):
     """JSON has no NaN: null instead."""
     return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
 
@@ -515,7 +516,6 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         pyplot.close(figure)
 
 
-OWN_CLIENTS = "semantic", "natural"  # splits that find their own clients
 BY_NUMBER = "shards", "classes", "lognormal"  # splits that --per-client is for
 BY_ALPHA = "dirichlet", "dirichlet-classes", "fedslr", "fedma"  # splits that --alpha is for
 
@@ -535,11 +535,12 @@ def plot(record, federation, out, marks):
         for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
             rows = [row for row in record["rounds"] if part in row]
             x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
-            line = axes[0].plot(x, y, label=f"{part}, {where}" if rows else None)[0]
+            point = "o" if len(rows) == 1 else None  # a line through one evaluation can't be seen
+            line = axes[0].plot(x, y, marker=point, label=f"{part}, {where}" if rows else None)[0]
             if part == "personal":
                 std = np.array([row[part]["std"] for row in rows])
                 axes[0].fill_between(x, (y - std).clip(0), (y + std).clip(max=1), alpha=0.15, color=line.get_color())
-            axes[1].plot(x, [row[part]["loss"] for row in rows])
+            axes[1].plot(x, [row[part]["loss"] for row in rows], marker=point)
         for axis in axes:
             for first, label in marks.items():
                 axis.axvline(first - 0.5, color="black", linestyle=":", label=label)

@@ -74,7 +74,7 @@ class Toy:
     K, clients, device, vmap = 1, np.arange(1), torch.device("cpu"), False
 
     def __init__(self, net, w, batches, T=1):
-        self.net, self.w, self.T, self.keeps = net, w, T, []
+        self.net, self.w, self.T, self.all_rows = net, w, T, []
         self.batches = [common.Batch(x, y, torch.ones(len(y), dtype=w.dtype), None) for x, y in batches]
         self.n = torch.tensor([float(sum(len(y) for _, y in batches))], dtype=w.dtype)
 

@@ -169,7 +169,7 @@ COLUMNS = {
 
 def test_the_table_of_settings_is_that_of_the_defaults():
     columns = {"clients": "clients", "model": "model", "rounds": "rounds", "E": "epochs", "B": "batch_size", "eta": "lr",
-               "momentum": "momentum", "weight decay": "weight_decay"}
+               "momentum": "momentum", "weight decay": "weight_decay", "pixels": "transform", "own test images": "client_test"}
     lines = (HERE / "docs" / "run.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| command | split |"))
     titles, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]

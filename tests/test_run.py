@@ -116,6 +116,32 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     assert torch.equal(state["w"], same_state["w"]) and first["rounds"] == again["rounds"] and first["final"] == again["final"]
 
 
+def test_resuming_a_run_that_was_stopped_in_its_first_round_leaves_the_record_before_it(tmp_path):
+    """A finished run, another one in its folder that is interrupted in round 1, and that one resumed."""
+    finished, _ = run(fedavg, QUICK, tmp_path)
+    with pytest.raises(SystemExit):
+        killed(fedavg, [*QUICK, "--seed", "1"], tmp_path, lambda t, _: os.kill(os.getpid(), signal.SIGTERM))
+    assert json.loads((tmp_path / "result.json").read_text())["rounds"] == []
+    run(fedavg, [*QUICK, "--seed", "1", "--resume"], tmp_path)
+    assert json.loads((tmp_path / "result.previous.json").read_text()) == finished
+
+
+def test_a_method_may_end_the_run_record_tensors_and_have_a_path_among_its_flags(tmp_path):
+    argv = [*QUICK, "--rounds", "4", "--eval-every", "3", "--out", str(tmp_path)]
+    parser = common.parser(None)
+    parser.add_argument("--mine", type=pathlib.Path, default=pathlib.Path("here"))
+    for more in ([], ["--resume"]):
+        federation = common.Federation(common.parse(parser, {}, [*argv, *more]))
+        made, state = common.Run(__file__, federation), SimpleNamespace(w=federation.initial_weights())
+        for t, _ in made.rounds(state):
+            made.last = t + 1 if t == 1 else made.last
+            if made.evaluates():
+                made.log(federation.evaluate(state.w), mine=torch.tensor([1.5, 2]), other=np.float32(3))
+        record = json.loads((tmp_path / "result.json").read_text())
+        assert record["status"] == "finished" and record["args"]["mine"] == "here"
+        assert len(record["rounds"]) == (4 if more else 2) and record["final"]["mine"] == [1.5, 2] and record["final"]["other"] == 3
+
+
 def test_without_a_state_resume_starts_anew(tmp_path, capsys):
     run(fedavg, [*QUICK, "--resume"], tmp_path)
     assert "nothing to resume" in capsys.readouterr().out
@@ -489,3 +515,21 @@ def test_models_that_are_not_functions_of_their_weights_are_refused(model, words
                                           ("cnnn", "--model cnnn is unknown")])
 def test_models_that_are_not_there_are_refused(model, words, capsys):
     refused(capsys, words, fedavg.main, [*QUICK, "--model", model])
+
+
+def test_what_clients_keep_takes_a_row_for_each_client_or_one_for_all():
+    fed = federation([*QUICK, "--clients", "8"])
+    V = fed.per_client(torch.zeros(3))
+    V[[1, 4]] = torch.tensor([1.0, 2, 3])
+    V[[5]] = torch.tensor([[4.0, 5, 6]])
+    V[7] = torch.tensor([7.0, 8, 9])
+    want = torch.zeros(8, 3)
+    want[1] = want[4] = torch.tensor([1.0, 2, 3])
+    want[5], want[7] = torch.tensor([4.0, 5, 6]), torch.tensor([7.0, 8, 9])
+    assert torch.equal(V.all, want)
+    with pytest.raises(RuntimeError):
+        V[[0, 1, 2]] = torch.ones(2, 3)
+    assert torch.equal(V.all, want)
+    for rows in fed.all_rows:
+        rows.undo()
+    assert not V.all.any()
