@@ -132,7 +132,7 @@ def logits_of_parts(net, lower, upper, x):
     """The logits of the model w = (lower, upper). The gradient by one part then costs nothing for the other."""
     n = sum(where.stop <= len(lower) for _, where, _ in net.tensors)  # tensors in `lower`
     tensors = [*lower.to(x.dtype).split(net.sizes[:n]), *upper.to(x.dtype).split(net.sizes[n:])]
-    return net.model(common.Weights(iter(tensors), net.route), x, net.classes).to(lower.dtype)
+    return net.model(common.Weights(zip(net.names, tensors), net.route), x, net.classes).to(lower.dtype)
 
 
 def steps_on_parts(net, args, decay):

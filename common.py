@@ -502,10 +502,14 @@ OWN_CLIENTS = "semantic", "natural"  # splits that find their own clients
 # in, and averages the running statistics, too.)
 
 
+INITS = "uniform", "normal", "truncated", "constant"
+
+
 class Weights:
     """Hands a model its tensors: zeros while Net reads the table of them, views of w afterwards.
 
-    route: how the convolutions of many clients at once are computed: "conv", or as products with "patches".
+    parts: (name, tensor) in the order of the table. route: how the convolutions of many clients at once are computed: "conv", or
+    as products with "patches".
     """
 
     def __init__(self, parts=None, route="conv"):
@@ -513,8 +517,16 @@ class Weights:
         self.table = []  # (name, shape, initial distribution)
 
     def take(self, name, shape, init):
+        """A tensor of the model. name: "LAYER.weight" or "LAYER.bias". init: how its first values are drawn: ("uniform", bound)
+        in +-bound; ("normal", deviation); ("truncated", deviation), a normal without draws beyond two; ("constant", value).
+        Of conv and linear: a pair of such, for the weight and the bias."""
         if self.parts is not None:
-            return next(self.parts).view(shape)
+            known, part = next(self.parts, ("nothing more", None))
+            if known != name:
+                refuse(f"the model asks for {name}, where it asked for {known} when it was built; its layers may not depend on x")
+            return part.view(shape)
+        if not (isinstance(init, tuple) and len(init) == 2 and init[0] in INITS):
+            raise RuntimeError(f"the init of {name} is {init!r}, not a pair of {', '.join(INITS)} and a number")
         if min(shape) < 1:
             raise RuntimeError(f"{name} would be empty")
         layer, layers = name.rsplit(".", 1)[0], [known.rsplit(".", 1)[0] for known, _, _ in self.table]
@@ -546,7 +558,7 @@ class Weights:
         scale = self.take(name + ".weight", x.shape[1:2], ("constant", 1.0))
         return F.group_norm(x, groups, scale, self.take(name + ".bias", x.shape[1:2], ("constant", 0.0)))
 
-    def batchnorm(self, name, x, running=None, mask=None):
+    def running_batchnorm(self, name, x, running=None, mask=None):
         """BatchNorm of x [B,C,H,W], and the next running statistics. running [2,C]: means and variances, at first 0 and 1.
 
         mask [B]: given in training, 1 for real images. Their statistics normalise x, and move the running ones a tenth of the
@@ -616,7 +628,7 @@ class Net:
         ends = np.cumsum(self.sizes).tolist()
         self.tensors = [(name, slice(end - size, end), shape)
                         for (name, shape, _), size, end in zip(weights.table, self.sizes, ends)]
-        self.inits = [init for _, _, init in weights.table]
+        self.names, self.inits = [name for name, _, _ in weights.table], [init for _, _, init in weights.table]
         spans = {}  # "conv1": the slices of its weight and bias, which lie side by side
         for name, where, _ in self.tensors:
             spans.setdefault(name.rsplit(".", 1)[0], []).append(where)
@@ -650,7 +662,7 @@ class Net:
 
     def __call__(self, w, x):
         """w [d], x [B,C,H,W] -> logits [B, classes], computed in the precision of x and given in that of w."""
-        weights = Weights(iter(w.to(x.dtype).split(self.sizes)), self.route)
+        weights = Weights(zip(self.names, w.to(x.dtype).split(self.sizes)), self.route)
         return self.model(weights, x, self.classes).to(w.dtype)
 
     def init(self, rng):
@@ -831,19 +843,23 @@ def check_model(model, shape, classes):
         raise TypeError("it is an nn.Module, a class or no function; a model here is a function model(m, x, classes)")
     table, rng = Weights(), np.random.default_rng(0)
     model(table, torch.zeros(1, *shape), classes)
-    w = [torch.from_numpy(rng.normal(0, 0.1, tensor).astype(np.float32)) for _, tensor, _ in table.table]
+    w = [(name, torch.from_numpy(rng.normal(0, 0.1, size).astype(np.float32))) for name, size, _ in table.table]
     x = torch.from_numpy(rng.normal(0, np.arange(1, 9)[:, None, None, None], (8, *shape)).astype(np.float32))
     first, second, alone = (model(Weights(iter(w)), images, classes) for images in (x, x, x[:1]))
 
     def differ(a, b):
         return not (a - b).norm() <= 1e-4 * a.norm()
 
+    if not torch.is_tensor(first):
+        raise TypeError(f"it gives a {type(first).__name__}, not the logits, a tensor [B, classes]")
+    if not first.isfinite().all():
+        raise ValueError("its logits are not finite, with weights and pixels drawn at random")
     if first.shape != (8, classes):
         raise ValueError(f"its logits have the shape {tuple(first.shape)} for 8 images and {classes} classes")
     if first.requires_grad:
         raise ValueError("it trains tensors of its own, as an nn.Module does; all weights must come from m")
     if differ(first, second):
-        raise ValueError("two calls on one batch differ; leave out dropout and all that is random")
+        raise ValueError("two calls on one batch differ; leave out dropout, all that is random, and what changes x in place")
     if differ(first[:1], alone):
         raise ValueError("an image's logits depend on the others in its batch, as with BatchNorm; use m.groupnorm")
 
@@ -1025,6 +1041,9 @@ class Federation:
         self.notes = []  # lines that `describe` prints below its own
         if args.split == "natural" and self.data.test_owner is not None:
             self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
+        dealt = np.unique(np.concatenate([index for part in self.whole for index in part]))
+        if unused := self.data.train - (dealt < self.data.train).sum():
+            self.notes.append(f"note    {unused} of {self.data.train} training images go to no client")
         if self.data.classes == 1:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
@@ -1039,12 +1058,13 @@ class Federation:
         share = "all" if C == 1 else "one" if int(C * K + 1e-9) <= 1 else f"{C * 100:g} %"
         data, sizes = self.data, [len(index) for index in self.whole.train]
         held = [len(index) for index in self.whole.test]
+        own = self.args.client_test or (self.args.split == "natural" and data.test_owner is not None)
         kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
               + (", with client_train (for --split natural)" if data.owner is not None else ""))
         print(f"split   {self.args.split}: {K} client{'s' * (K > 1)}, {share} in a round, training images {spread(sizes)}, "
-              f"own test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
+              f"{'own' if own else 'central'} test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
               f"{self.whole.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")

@@ -71,8 +71,8 @@ class Layers(common.Weights):
     """Hands a model its layers: shared ones below the depth, and from there on layers cut into s groups.
 
     s: how many groups this node has, 1 to G. G_i [s]: which ones. Where common.vgg9 asks for m.conv("conv6", x, 256, 3,
-    padding=1), a node with all 10 groups gets a convolution with 260 outputs in 10 groups. parts, running: iterators over the
-    tensors of w, and over the BatchNorms' running statistics. mask: see Weights.batchnorm. seen: a list that gets (name, input)
+    padding=1), a node with all 10 groups gets a convolution with 260 outputs in 10 groups. parts: see Weights. running: an
+    iterator over the BatchNorms' running statistics. mask: see Weights.running_batchnorm. seen: a list that gets (name, input)
     of each layer.
     """
 
@@ -114,7 +114,7 @@ class Layers(common.Weights):
         if self.net.norm == "gn" and (self.first or not self.net.G):
             return super().groupnorm(name, x, self.net.s if self.first else groups)  # l.3 (D4)
         running = next(self.running) if self.running else None
-        x, self.new_running[name] = self.batchnorm(name, x, running, self.mask)  # l.2
+        x, self.new_running[name] = self.running_batchnorm(name, x, running, self.mask)  # l.2
         return x
 
     groupnorm = norm  # a model's own norms become --norm's (D4)
@@ -130,7 +130,7 @@ def client_step(net, args):
             logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
             return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
-        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.batchnorm)
+        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.running_batchnorm)
         w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u', u' = g + momentum * u + decay * w
         return w, r, u, G_i
 
@@ -281,9 +281,9 @@ class PsiNet(common.Net):
 
     def forward(self, w, r, x, G_i, mask=None, seen=None):
         """The logits [B, classes], and the next r. G_i [s]: this network's groups. mask [B]: given in training (see
-        Weights.batchnorm). seen: see Layers."""
+        Weights.running_batchnorm). seen: see Layers."""
         running = (part.view(2, -1) for part in r.split(self.sizes_r))
-        layers = Layers(self, G_i, iter(w.to(x.dtype).split(self.sizes)), running, mask, seen)
+        layers = Layers(self, G_i, zip(self.names, w.to(x.dtype).split(self.sizes)), running, mask, seen)
         logits = self.model(layers, x, self.classes).to(w.dtype)  # [B, s * classes/G]
         classes = self.M[G_i].flatten().expand(len(x), -1)  # l.4: whose logits they are; all others are MISSING
         logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, classes, logits)

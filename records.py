@@ -148,7 +148,14 @@ class Run:
         self.saving = True  # so that an interruption waits
         for rows in self.federation.all_rows:
             rows.accept()
+        self.versions = {name: z._version for name, z in vars(self.state).items() if torch.is_tensor(z)}
         self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
+
+    def check_kept(self):
+        """Refuses a method that changes a tensor of its state in place: what the last complete round left would be lost."""
+        for name, version in self.versions.items():
+            if self.kept.state[name]._version != version:
+                refuse(f"state.{name} was changed in place; write state.{name} = state.{name} + ... instead of +=, and begin anew")
 
     def stop_clock(self):
         self.row["seconds"] = self.row["seconds"] or round(engine.now(self.federation.device) - self.clock, 4)
@@ -181,6 +188,8 @@ class Run:
 
     def log(self, global_=None, personal=None, **more):
         """Takes this round's measures (evaluate's, evaluate_clients', and others by name) and prints them."""
+        self.check_kept()
+        self.stop_clock()
         if global_:
             self.row["global"] = global_
         if personal:
@@ -261,6 +270,7 @@ class Run:
             os.replace(part, path)
 
     def put_state(self, part):
+        self.check_kept()
         kept, history, per_client = self.kept
         state = {}
         for name, z in kept.items():
@@ -324,6 +334,9 @@ class Run:
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:
                 refuse(f"{path} was made by another version of {name}; use that version or another --out")
+        if saved["state"].keys() != vars(self.state).keys():
+            refuse(f"{path} has {', '.join(saved['state'])}, and before the loop `state` has {', '.join(vars(self.state))}; give it all "
+                   "its names before the loop")
         for name in ("data", "split"):
             if then[name] != self.identity[name]:
                 refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")

@@ -142,6 +142,51 @@ def test_a_method_may_end_the_run_record_tensors_and_have_a_path_among_its_flags
         assert len(record["rounds"]) == (4 if more else 2) and record["final"]["mine"] == [1.5, 2] and record["final"]["other"] == 3
 
 
+@pytest.mark.parametrize("eval_every", ["1", "9"])
+def test_a_state_that_is_changed_in_place_is_refused(eval_every, tmp_path, capsys):
+    """At the first evaluation; or, when the run is interrupted in a round that has changed it, before the state is written."""
+    argv = [*QUICK, "--rounds", "5", "--eval-every", eval_every, "--out", str(tmp_path)]
+
+    def main(argv):
+        federation = common.Federation(common.parse(common.parser("mine"), {}, argv))
+        run, state = common.Run(__file__, federation), SimpleNamespace(w=federation.initial_weights())
+        for t, _ in run.rounds(state):
+            state.w += 1
+            if t == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if run.evaluates():
+                run.log(federation.evaluate(state.w))
+
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert "state.w was changed in place; write state.w = state.w + ..." in capsys.readouterr().err
+    assert not (tmp_path / "state.pt").exists()
+
+
+def test_a_state_whose_names_come_later_is_not_resumed(tmp_path, capsys):
+    argv = [*QUICK, "--rounds", "2", "--eval-every", "1", "--out", str(tmp_path)]
+
+    def main(argv):
+        federation = common.Federation(common.parse(common.parser("mine"), {}, argv))
+        run, state = common.Run(__file__, federation), SimpleNamespace(w=federation.initial_weights())
+        for _ in run.rounds(state):
+            state.late = state.w
+            run.log(federation.evaluate(state.w))  # in every round, without run.evaluates
+
+    main(argv)
+    capsys.readouterr()
+    refused(capsys, "has w, late, and before the loop `state` has w", main, [*argv, "--resume"])
+
+
+def test_images_that_nobody_gets_are_counted(capsys):
+    federation([*QUICK, "--limit", "330", "--clients", "8", "--client-test", "0.2"]).describe()
+    said = capsys.readouterr().out
+    assert "note    10 of 330 training images go to no client" in said and "own test images 8" in said
+    federation([*QUICK, "--limit", "320", "--clients", "8", "--client-test", "0"]).describe()
+    said = capsys.readouterr().out
+    assert "go to no client" not in said and "central test images" in said
+
+
 def test_without_a_state_resume_starts_anew(tmp_path, capsys):
     run(fedavg, [*QUICK, "--resume"], tmp_path)
     assert "nothing to resume" in capsys.readouterr().out
@@ -496,6 +541,12 @@ def inside(m, x, classes): return end(m, linear(x.flatten(1).repeat(1, 3)))
 def few(m, x, classes): return end(m, x)[:, :2]
 def typo(m, x, classes): return m.dense("fc", x.flatten(1), 3)
 def two(m, x): return end(m, x)
+def nothing(m, x, classes): end(m, x)
+def nan(m, x, classes): return end(m, x) / 0
+def depends(m, x, classes): return m.linear("dark" if x.sum() == 0 else "bright", x.flatten(1), 3)
+def gauss(m, x, classes): return m.linear("fc", x.flatten(1), 3, init=(("gauss", 0.1), ("constant", 0.0)))
+def single(m, x, classes): return m.linear("fc", x.flatten(1), 3, init=("normal", 0.1))
+def running(m, x, classes): return end(m, m.batchnorm("bn", x))
 """
 
 
@@ -503,6 +554,8 @@ def two(m, x): return end(m, x)
     ("dropout", "two calls on one batch differ"), ("noise", "two calls on one batch differ"),
     ("batchnorm", "depend on the others in its batch"), ("functional", "depend on the others in its batch"),
     ("inside", "all weights must come from m"), ("module", "an nn.Module"), ("few", "the shape (8, 2)"), ("norm", "an nn.Module"),
+    ("nothing", "gives a NoneType, not the logits"), ("nan", "not finite"), ("depends", "asks for bright.weight, where it asked for dark.weight"),
+    ("gauss", "the init of fc.weight is ('gauss', 0.1)"), ("single", "the init of fc.weight is 'normal'"), ("running", "no attribute 'batchnorm'"),
     ("typo", "has no attribute 'dense'"), ("two", "two() takes 2 positional arguments"), ("nosuch", "has no function nosuch"),
 ])
 def test_models_that_are_not_functions_of_their_weights_are_refused(model, words, toy, tmp_path, capsys):
