@@ -459,8 +459,8 @@ A cell is one number of a table. *done*: our run has as many rounds as the paper
 *empty*: not run.
 
 Other runs are in folders of their own. The papers' pages in [docs](../docs/) quote them: `fedslr` (a small CNN, 60 rounds), `fedavg-starts`,
-`fedavg-beyond`, `superfed-own-start`, `psinet-softmax`, `persfl-normalize`, and two [comparisons of methods](../docs/compare.md), `compare` and
-`compare-cifar10`. What was tried without success: [LOG.md](LOG.md).
+`fedavg-beyond`, `superfed-own-start`, `superfed-local`, `psinet-softmax`, `persfl-normalize`, `persfl-local`, and two [comparisons of
+methods](../docs/compare.md), `compare` and `compare-cifar10`. What was tried without success: [LOG.md](LOG.md).
 """
 HOW_TO_READ = """How to read a cell:
 
