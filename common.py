@@ -83,9 +83,10 @@ def parser(doc, **defaults):
     g.add_argument("--limit", type=positive_int, help="use only this many training images, equally many of each class")
     g.add_argument("--augment-once", action="store_true",
                    help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
-    g.add_argument("--split", default="shards", choices=[*SPLITS, "natural"],
-                   help="how the training images are given to the clients; natural: as the .npz says (its array client_train; "
-                        "client_test, if it is there, gives out the test images)")
+    g.add_argument("--split", default="shards", metavar="NAME",
+                   help=f"how the training images are given to the clients: {' '.join(SPLITS)}, or path/to/file.py:function "
+                        "(docs/extend.md); natural: as the .npz says (its array client_train; client_test, if it is there, gives out "
+                        "the test images)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
                         "per client for dirichlet-classes and fedma, alpha per class for fedslr")
@@ -151,7 +152,8 @@ def parse(p, by_dataset, argv=None):
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
-    find_model(args.model)  # refuses a name without a model
+    find("model", args.model, MODELS)  # refuses a name that nothing has
+    find("split", args.split, SPLITS)
     if given.clients and args.split in OWN_CLIENTS:
         p.error(f"--split {args.split} finds its own clients; leave out --clients")
     if args.out == "":
@@ -192,6 +194,18 @@ def load_file(path):
     except Exception as problem:  # whatever the file does
         refuse(f"{path} can't be loaded: {type(problem).__name__}: {engine.first_line(problem)}")
     return module
+
+
+def find(flag, name, known):
+    """The function that --model NAME or --split NAME means: one of `known`, or one in a file, path/to/file.py:function."""
+    path, colon, function = name.rpartition(":")
+    if name in known:
+        return known[name]
+    if not colon:
+        refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}, or path/to/file.py:function")
+    if not hasattr(load_file(path), function):
+        refuse(f"--{flag} {name}: {path} has no function {function}")
+    return getattr(load_file(path), function)
 
 
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
@@ -246,7 +260,9 @@ def split_clients(data, args):
         refuse("--split fedslr may give a client an image twice; use --client-test 0 --client-val 0")
     tests_of = data.test_owner if args.split == "natural" else None
     test_share = args.client_test if tests_of is None else 0
-    owned = split_natural(data) if args.split == "natural" else SPLITS[args.split](labels, data.classes, rng, args)
+    owned = split_natural(data) if args.split == "natural" else find("split", args.split, SPLITS)(labels, data.classes, rng, args)
+    if ":" in args.split:
+        check_split(args.split, owned, len(labels))
     split = Split([], [], [])
     for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
@@ -475,6 +491,16 @@ def split_fedslr(labels, classes, rng, args):
     return owned
 
 
+def check_split(name, owned, images):
+    """Refuses what a split from elsewhere gives, if it is not an array of image numbers for each client."""
+    for k, index in enumerate(owned):
+        index = np.asarray(index)
+        if index.ndim != 1 or index.dtype.kind not in "iu" or not len(index) or index.min() < 0 or index.max() >= images:
+            refuse(f"--split {name} gives client {k} no array of image numbers from 0 to {images - 1}")
+        if len(np.unique(index)) < len(index):
+            refuse(f"--split {name} gives client {k} an image twice: one could train it, and one test it")
+
+
 def split_natural(data):
     """Each image to the client that it belongs to (users, writers, hospitals): the data set's array client_train."""
     if data.owner is None:
@@ -489,6 +515,7 @@ SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
     "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
     "fedma": functools.partial(split_dirichlet_classes, balance=True),  # FedMA's hetero-dir
+    "natural": split_natural,  # the only one that takes the Data
 }
 OWN_CLIENTS = "semantic", "natural"  # splits that find their own clients
 
@@ -611,7 +638,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", weights=None):
-        self.name, self.model, self.classes, self.device, self.route = name, find_model(name), classes, device, "conv"
+        self.name, self.model, self.classes, self.device, self.route = name, find("model", name, MODELS), classes, device, "conv"
         weights = weights or Weights()
         try:
             if getattr(self.model, "__module__", None) != __name__:
@@ -823,18 +850,6 @@ def mobilenet(m, x, classes):
 
 
 MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, mnistcnn, resnet18, vgg9, vgg16, mobilenet)} | {"2nn": two_nn}
-
-
-def find_model(name):
-    """The function that --model NAME means: of MODELS, or of a file, path/to/file.py:function."""
-    path, colon, function = name.rpartition(":")
-    if name in MODELS:
-        return MODELS[name]
-    if not colon:
-        refuse(f"--model {name} is unknown; use one of {', '.join(MODELS)}, or path/to/file.py:function")
-    if not hasattr(load_file(path), function):
-        refuse(f"--model {name}: {path} has no function {function}")
-    return getattr(load_file(path), function)
 
 
 def check_model(model, shape, classes):

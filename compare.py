@@ -241,7 +241,8 @@ def record(method, folder):
 
 def changed(method, record):
     """The source files of a record that are not as they were."""
-    elsewhere = {path.name: path for path in (method.file, pathlib.Path(method.args["model"].rpartition(":")[0]))}
+    own = [pathlib.Path(method.args[name].rpartition(":")[0]) for name in ("model", "split")]  # path/to/file.py:function
+    elsewhere = {path.name: path for path in (method.file, *own)}
     files = {name: elsewhere.get(name, HERE / name) for name in record["environment"]["sources"]}
     return [name for name, digest in record["environment"]["sources"].items()
             if not files[name].exists() or hashlib.sha256(files[name].read_bytes()).hexdigest() != digest]
@@ -350,7 +351,8 @@ def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
     unused = ["clients"] * (shared.split in common.OWN_CLIENTS)
-    unused += ["per_client"] * (shared.split not in BY_NUMBER) + ["alpha"] * (shared.split not in BY_ALPHA)
+    if ":" not in shared.split:
+        unused += ["per_client"] * (shared.split not in BY_NUMBER) + ["alpha"] * (shared.split not in BY_ALPHA)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
     chosen = [f"- `--set {word}`" for word in args.set]

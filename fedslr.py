@@ -356,7 +356,7 @@ class Factorised(common.Weights):
         self.file = torch.load(path, map_location=device, weights_only=True)
 
     def __call__(self, x):
-        return common.find_model(self.file["model"])(self, x, self.file["classes"])
+        return common.find("model", self.file["model"], common.MODELS)(self, x, self.file["classes"])
 
     def take(self, name, shape, init):
         part = self.file["tensors"][name]

@@ -73,8 +73,7 @@ class Run:
         rank, processes = federation.rank, federation.processes
         self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
         sources = [pathlib.Path(file), *(pathlib.Path(__file__).parent / name for name in SHARED)]
-        if ":" in args.model:  # a user's own: path/to/file.py:function
-            sources.append(pathlib.Path(args.model.rpartition(":")[0]))
+        sources += [pathlib.Path(name.rpartition(":")[0]) for name in (args.model, args.split) if ":" in name]  # of a user's own
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**{name: str(z) if isinstance(z, os.PathLike) else z for name, z in vars(args).items()},
                      "device": str(federation.device)},

@@ -253,7 +253,7 @@ def kinds(owned, labels=LABELS):
     return [len(np.unique(labels[index])) for index in owned]
 
 
-@pytest.mark.parametrize("scheme", [name for name in common.SPLITS if name != "fedslr"])
+@pytest.mark.parametrize("scheme", [name for name in common.SPLITS if name not in ("fedslr", "natural")])
 def test_no_image_is_given_twice(scheme):
     owned = np.concatenate(split(scheme))
     assert len(np.unique(owned)) == len(owned) and owned.min() >= 0 and owned.max() < 6000
@@ -383,7 +383,7 @@ def test_fedslr_refills_a_class_that_is_used_up():
     assert np.var(q, axis=0).mean() == pytest.approx(0.09 / (10 * 0.1 + 1), rel=0.15)  # Dir(.1, ..., .1): alpha per class
 
 
-@pytest.mark.parametrize("scheme", [name for name in common.SPLITS if name != "fedslr"])
+@pytest.mark.parametrize("scheme", [name for name in common.SPLITS if name not in ("fedslr", "natural")])
 def test_clients_hold_out_what_they_are_asked_to(scheme):
     how_many = ["--clients", "10"] if scheme != "semantic" else []
     fed = federation(["--dataset", "shapes", "--split", scheme, *how_many, "--client-test", "0.2", "--client-val", "0.2", "--alpha", "0.9", *CPU])

@@ -500,22 +500,28 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
 
 
 def readme_lines(first):
-    """The block of code that begins with that line, in README.md or the pages on runs and on own models."""
+    """The block of code that begins with that line, in README.md or the pages on runs and on what one adds."""
     text = "".join((HERE / name).read_text() for name in ("README.md", "docs/run.md", "docs/extend.md"))
     return textwrap.dedent(text[text.index(f"    {first}\n") :].split("\n\n")[0])
 
 
-def test_the_readmes_lines_load_a_trained_model(tmp_path):
-    """They give what the run's own evaluation says of the model."""
-    record, _ = run(fedavg, [*QUICK, "--limit", "10000", "--rounds", "1"], tmp_path)  # all images, for their mean and deviation
+def test_the_pages_lines_read_numbers_of_a_comparison(tmp_path):
+    runs = [run(fedavg, [*QUICK, "--seed", str(seed)], tmp_path / str(seed))[0] for seed in range(3)]
     names = {}
-    exec(readme_lines("import torch, common").replace("runs/fedavg-shapes-0", str(tmp_path)), names)
+    exec(readme_lines("import json, numpy").replace("runs/compare/fedavg", str(tmp_path)), names)
+    assert names["last"] == [record["rounds"][1]["personal"]["mean"] for record in runs]
+    assert names["clients"] == runs[0]["final"]["personal"]["per_client"] and names["curve"] == [(2, names["last"][0])]
+
+
+def test_the_pages_lines_load_a_trained_model(tmp_path):
+    """On all test images they give the run's own accuracy, which is above chance; --limit changes what normalize subtracts."""
+    record, _ = run(fedavg, [*QUICK, "--limit", "1500", "--rounds", "4", "--lr", "0.05", "--transform", "normalize", "--split", "iid"], tmp_path)
+    lines, names = readme_lines("import torch, types, common").replace("runs/fedavg-shapes-0", str(tmp_path)), {}
+    exec(lines, names)
     assert names["logits"].shape == (5, 10)
-    data = common.load_data("shapes")  # by hand: --transform normalize
-    mean, std = (torch.tensor(of(data.images[: data.train] / 255, axis=(0, 1, 2)), dtype=torch.float32) for of in (np.mean, np.std))
-    x = (torch.from_numpy(data.images[data.train :]) / 255 - mean) / std
-    right = names["net"](names["saved"]["state"]["w"], x.permute(0, 3, 1, 2)).argmax(1).numpy() == data.labels[data.train :]
-    assert right.mean() == pytest.approx(record["final"]["global"]["top1"])
+    exec(lines.replace("data.images[:5]", "data.images[data.train:]"), names)
+    right = names["logits"].argmax(1).numpy() == names["data"].labels[1500:]
+    assert right.mean() == pytest.approx(record["final"]["global"]["top1"]) and right.mean() > 0.15
 
 
 def test_the_pages_own_model_trains(tmp_path):
@@ -526,6 +532,28 @@ def test_the_pages_own_model_trains(tmp_path):
         record, _ = run(module, [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1", "--model", model, *more],
                         tmp_path / module.__name__)
         assert record["args"]["model"] == model and "mymodels.py" in record["environment"]["sources"]
+
+
+def test_the_pages_own_split_is_taken(toy, tmp_path):
+    """10,000 images in the ratio 1 : 2 : 3 : 4. The record names the file; another version of it does not go on."""
+    file = tmp_path / "mysplits.py"
+    file.write_text(readme_lines("import numpy as np"))
+    argv = [*QUICK, "--limit", "10000", "--clients", "4", "--client-test", "0", "--rounds", "1", "--split", f"{file}:by_size", "--epochs", "1"]
+    fed = federation(argv)
+    assert [len(index) for index in fed.whole.train] == [1000, 2000, 3000, 4000] and fed.K == 4
+    assert len(np.unique(np.concatenate(fed.whole.train))) == 10_000
+    assert federation([*argv, "--split-seed", "1"]).whole.fingerprint() != fed.whole.fingerprint() == federation(argv).whole.fingerprint()
+    record, _ = run(fedavg, [*argv, "--limit", "500"], tmp_path / "run")
+    assert record["split"]["sizes"] == [50, 100, 150, 200] and "mysplits.py" in record["environment"]["sources"]
+
+
+@pytest.mark.parametrize("words, said", [
+    ("[[0, 1], [2, 1.5]]", "client 1 no array of image numbers from 0 to 399"), ("[[0], []]", "client 1 no array"), ("[[0], [400]]", "client 1 no array"),
+    ("[[-1], [2]]", "client 0 no array"), ("[[0, 0], [2]]", "client 0 an image twice"), ("[3, 4]", "client 0 no array")])
+def test_a_split_that_gives_no_image_numbers_is_refused(words, said, tmp_path, capsys):
+    (tmp_path / "s.py").write_text(f"def mine(labels, classes, rng, args): return {words}\n")
+    refused(capsys, said, fedavg.main, [*QUICK, "--client-test", "0", "--split", f"{tmp_path}/s.py:mine"])
+    refused(capsys, "has no function other", fedavg.main, [*QUICK, "--split", f"{tmp_path}/s.py:other"])
 
 
 OTHERS_MODELS = """
