@@ -48,7 +48,7 @@ V = federation.per_client(x) keeps a row x for every client. V[S] are the rows o
 V.all has all rows.
 
 federation.mean(x) is the plain mean of the rows of x, one for each client of S_t; mean(x, n_k) weighs them by n_k; sum(x) adds
-them up. run.rounds(state) yields t and S = S_t, and saves `state` after a round. run.log records what run.evaluates() asks for.
+them up. run.rounds(state) yields t and S = S_t. run.log records what run.evaluates() asks for.
 
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
@@ -457,8 +457,8 @@ def fedrep(federation, run, args):
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Personal is (w, v_k); there is no global model. Only w is sent.
-    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, officially for CIFAR-10 with two classes a client; else 10 and 5.
-        The paper's listing, from memory, has one step in line 5.
+    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, the official numbers for CIFAR-10 with two classes a client; for
+        other data 10 and 5. The paper's listing, from memory, has one step in line 5.
     D2  After the last round nothing is trained. Officially all clients then train their heads for ten epochs.
     D3  Line 6: weighted by n_k. In the paper, from memory, and officially for CIFAR and MNIST the mean is plain.
     D4  Line 1: v_k is the client's own. Officially a client that was never sampled has the mean of the sampled heads.
@@ -497,8 +497,8 @@ def lg_fedavg(federation, run, args):
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1. The official code for
         CIFAR-10 has the convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
-    D3  Personal is of the last round, with the current w. Officially each client keeps its best round on test images, their w
-        are averaged, and the best round of the result counts.
+    D3  Personal is of the last round, with the current w. Officially the w of each client's best round, by its test images, are
+        averaged, and the best round of this average counts.
     D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
     D5  Line 4: the paper, from memory, has further losses for v_k. They are left out.
     """
@@ -939,7 +939,7 @@ BY_DATASET = {
     "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    theta_lr=0.02, transform="normalize", eval_every=3),
 }
-PLAIN = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge or learn less (docs/run.md)
+PLAIN = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge (docs/shapes.md)
 
 
 def arguments(argv):

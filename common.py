@@ -252,7 +252,8 @@ def split_clients(data, args):
     """
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]
-    if args.clients > data.train and args.split not in OWN_CLIENTS:
+    elsewhere = ":" in args.split  # a user's own: path/to/file.py:function
+    if args.clients > data.train and args.split not in OWN_CLIENTS and not elsewhere:
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
@@ -261,8 +262,8 @@ def split_clients(data, args):
     tests_of = data.test_owner if args.split == "natural" else None
     test_share = args.client_test if tests_of is None else 0
     owned = split_natural(data) if args.split == "natural" else find("split", args.split, SPLITS)(labels, data.classes, rng, args)
-    if ":" in args.split:
-        check_split(args.split, owned, len(labels))
+    if elsewhere:
+        owned = checked_split(args.split, owned, len(labels))
     split = Split([], [], [])
     for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
@@ -271,7 +272,7 @@ def split_clients(data, args):
         train, val, test = np.split(index, [n_train, n - n_test])
         if not len(train) or (args.client_val and not len(val)) or (test_share and not len(test)):
             hints = []
-            if args.split == "natural":
+            if args.split == "natural" or elsewhere:
                 hints += ["--client-test 0"] if test_share else []
                 hints += ["--client-val 0"] if args.client_val else []
             else:
@@ -286,8 +287,8 @@ def split_clients(data, args):
         elif not test_share:
             test = matched_test(labels[index], data, rng)
         if not len(test):
-            refuse(f"no central test image has the classes of client {k}, or each has less than a hundredth of its images; use "
-                   f"{'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
+            refuse(f"client {k} gets no central test images: none has its classes, or each of its classes has less than a hundredth "
+                   f"of its images; use {'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
         for part, numbers in zip(split, (train, val, test)):
             part.append(numbers)
     return split
@@ -491,14 +492,19 @@ def split_fedslr(labels, classes, rng, args):
     return owned
 
 
-def check_split(name, owned, images):
-    """Refuses what a split from elsewhere gives, if it is not an array of image numbers for each client."""
+def checked_split(name, owned, images):
+    """What a split from elsewhere gives, as a list of arrays. Refuses what is no array of image numbers for each client."""
+    owned = [np.asarray(index) for index in owned] if isinstance(owned, (list, tuple, np.ndarray)) else []
+    if not owned:
+        refuse(f"--split {name} gives no list with an array of image numbers for each client")
     for k, index in enumerate(owned):
-        index = np.asarray(index)
-        if index.ndim != 1 or index.dtype.kind not in "iu" or not len(index) or index.min() < 0 or index.max() >= images:
-            refuse(f"--split {name} gives client {k} no array of image numbers from 0 to {images - 1}")
+        if not index.size:
+            refuse(f"--split {name} gives client {k} no images")
+        if index.ndim != 1 or index.dtype.kind not in "iu" or index.min() < 0 or index.max() >= images:
+            refuse(f"--split {name} gives client {k} something else than an array of image numbers from 0 to {images - 1}")
         if len(np.unique(index)) < len(index):
-            refuse(f"--split {name} gives client {k} an image twice: one could train it, and one test it")
+            refuse(f"--split {name} gives client {k} an image twice: it could be trained on and tested on")
+    return [index.astype(np.int64) for index in owned]
 
 
 def split_natural(data):
@@ -546,14 +552,15 @@ class Weights:
     def take(self, name, shape, init):
         """A tensor of the model. name: "LAYER.weight" or "LAYER.bias". init: how its first values are drawn: ("uniform", bound)
         in +-bound; ("normal", deviation); ("truncated", deviation), a normal without draws beyond two; ("constant", value).
-        Of conv and linear: a pair of such, for the weight and the bias."""
+        conv and linear take two such pairs, the weight's and the bias's."""
         if self.parts is not None:
             known, part = next(self.parts, ("nothing more", None))
             if known != name:
                 refuse(f"the model asks for {name}, where it asked for {known} when it was built; its layers may not depend on x")
             return part.view(shape)
         if not (isinstance(init, tuple) and len(init) == 2 and init[0] in INITS):
-            raise RuntimeError(f"the init of {name} is {init!r}, not a pair of {', '.join(INITS)} and a number")
+            raise RuntimeError(f"the init of {name} is {init!r}; it must be (KIND, number), KIND one of {', '.join(INITS)}; of conv "
+                               "and linear two such pairs, (weight's, bias's)")
         if min(shape) < 1:
             raise RuntimeError(f"{name} would be empty")
         layer, layers = name.rsplit(".", 1)[0], [known.rsplit(".", 1)[0] for known, _, _ in self.table]
@@ -1088,7 +1095,7 @@ class Federation:
             print(note)
 
     def sample(self, t, among=None):
-        """S_t, the clients of round t: max(int(C*K), 1) of all K, without replacement; or of those with the numbers `among`.
+        """S_t, the clients of round t: max(int(C*N), 1) of N, without replacement. N: all K, or those with the numbers `among`.
         Every process draws the same S_t, and gets the rows of those that are its own."""
         numbers = np.arange(self.K) if among is None else np.sort(among)
         m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)  # 1e-9: .29 * 100 is 28.999999999999996

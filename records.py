@@ -55,7 +55,7 @@ class Run:
 
     state: any object whose attributes are what survives a round: tensors, numbers, Rows, and nothing else. `rounds` ends the
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk. Do not
-    leave the loop by `break`: its round would be lost. `run.last = t + 1`, before run.evaluates(), makes this round the last.
+    leave the loop by `break`: its round would be lost.
     """
 
     def __init__(self, file, federation, fixed_rounds=""):
@@ -74,6 +74,9 @@ class Run:
         self.state_file = self.out / ("state.pt" if processes == 1 else f"state-{rank}-of-{processes}.pt")
         sources = [pathlib.Path(file), *(pathlib.Path(__file__).parent / name for name in SHARED)]
         sources += [pathlib.Path(name.rpartition(":")[0]) for name in (args.model, args.split) if ":" in name]  # of a user's own
+        for path in sources:
+            if any(path.name == other.name and path.resolve() != other.resolve() for other in sources):
+                refuse(f"two files of this run are called {path.name}: the record names files by their names; rename yours")
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**{name: str(z) if isinstance(z, os.PathLike) else z for name, z in vars(args).items()},
                      "device": str(federation.device)},
@@ -107,7 +110,7 @@ class Run:
     @contextlib.contextmanager
     def open(self, state):
         """Begins, or goes on after --resume. All that can be refused is, before anything is printed."""
-        self.state = state
+        self.state, self.names = state, set(vars(state))
         with locked(self.out, self.federation):
             saved = self.saved() if self.args.resume else None
             self.federation.describe()
@@ -151,7 +154,9 @@ class Run:
         self.kept, self.saving = Kept(dict(vars(self.state)), history, per_client), False
 
     def check_kept(self):
-        """Refuses a method that changes a tensor of its state in place: what the last complete round left would be lost."""
+        """Refuses a method that --resume would not serve: that changes a tensor of its state in place, or adds to the state."""
+        if late := vars(self.state).keys() - self.names:
+            refuse(f"the loop adds {', '.join(late)} to `state`; set every name before run.rounds(state)")
         for name, version in self.versions.items():
             if self.kept.state[name]._version != version:
                 refuse(f"state.{name} was changed in place; write state.{name} = state.{name} + ... instead of +=, and begin anew")
@@ -168,7 +173,7 @@ class Run:
         """Stops the round's clock. Says whether this round is evaluated: each --eval-every rounds, and the last one.
         w [d]: the global model. With --target it is measured here; when it has reached all targets, this round is the last."""
         self.stop_clock()
-        self.last = self.measure(w) if self.targets else self.last
+        self.last = self.measure(w) if self.targets else self.args.rounds
         return self.row["round"] % self.args.eval_every == 0 or self.row["round"] == self.last
 
     def measure(self, w):
@@ -176,7 +181,7 @@ class Run:
         top1 = torch.tensor([self.federation.evaluate(w)["top1"]], dtype=torch.double, device=self.federation.device)
         self.row["top1"] = self.federation.mean(top1).item()  # one number for all processes
         self.row["evaluation_seconds"] = self.evaluation_seconds()
-        return self.row["round"] if self.on_target([self.row]) else self.last
+        return self.row["round"] if self.on_target([self.row]) else self.args.rounds
 
     def on_target(self, history):
         """Whether the accuracy has reached all of --target."""
@@ -234,7 +239,7 @@ class Run:
 
     def save(self, failed=(), end=False):
         """Writes the record. Writes the state at the end of the run; before, only while writing states has taken less than a
-        second and a twentieth of the run's time. failed: the row of a round that diverged."""
+        second plus a twentieth of the run's time. failed: the row of a round that diverged."""
         if self.pending:
             self.interrupt(self.pending, None)
         self.saving = True  # so that an interruption waits
@@ -333,9 +338,6 @@ class Run:
         for name, digest in self.identity["sources"].items():
             if then["sources"].get(name) != digest:
                 refuse(f"{path} was made by another version of {name}; use that version or another --out")
-        if saved["state"].keys() != vars(self.state).keys():
-            refuse(f"{path} has {', '.join(saved['state'])}, and before the loop `state` has {', '.join(vars(self.state))}; give it all "
-                   "its names before the loop")
         for name in ("data", "split"):
             if then[name] != self.identity[name]:
                 refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")
