@@ -519,6 +519,11 @@ def records(folder):
     return [json.loads(path.read_text()) for path in sorted((HERE / folder).rglob("result.json"))]
 
 
+def by_seed(folder):
+    """{seed: mean personal accuracy} of a folder's records."""
+    return {record["args"]["seed"]: record["final"]["personal"]["mean"] for record in records(folder)}
+
+
 def percent(values):
     return f"{100 * np.mean(values):.1f}"
 
@@ -564,10 +569,22 @@ def test_the_page_compares_persfl_with_fine_tuning_and_its_t_and_lambda_with_the
 
 def test_the_page_compares_persfl_with_fedper_and_with_the_last_teacher():
     for split, runs, other, _, mine, _, ahead, link in lines_of("| split | runs | FedPer"):
-        theirs = {record["args"]["seed"]: np.mean(record["final"]["personal"]["per_client"]) for record in records(link.split("../")[1].rstrip(")"))}
-        ours = {record["args"]["seed"]: record["final"]["personal"]["mean"] for record in records(FOLDERS[split])}
+        theirs, ours = by_seed(link.split("../")[1].rstrip(")")), by_seed(FOLDERS[split])
         assert (int(runs), other, mine) == (len(theirs), percent([*theirs.values()]), percent([ours[seed] for seed in theirs])), split
         assert ahead == f"{sum(ours[seed] > theirs[seed] for seed in theirs)} of {runs}", split
-    for split, last, _, optimal, _, link in lines_of("| split | the last G"):
-        means = [[record["final"]["personal"]["mean"] for record in records(folder)] for folder in (link.split("../")[1].rstrip(")"), FOLDERS[split])]
-        assert [last, optimal] == [*map(percent, means)]
+    for split, runs, last, _, optimal, _, link in lines_of("| split | runs | the last G"):
+        ours, theirs = by_seed(FOLDERS[split]), by_seed(link.split("../")[1].rstrip(")"))
+        assert [runs, last, optimal] == [str(len(theirs)), percent([*theirs.values()]), percent([ours[seed] for seed in theirs])], split
+
+
+def test_the_page_compares_persfl_with_training_alone():
+    for split, runs, alone, tuned, mine, ahead, link in lines_of("| split | runs | Local"):
+        folder = link.split("../")[1].rstrip(")")
+        local, ours = by_seed(folder), by_seed(FOLDERS[split])
+        fine = {record["args"]["seed"]: np.mean(record["final"]["users"]["fine-tuned"]) for record in records(FOLDERS[split])}
+        means = [percent([found[seed] for seed in local]) for found in (local, fine, ours)]
+        assert [runs, alone, tuned, mine] == [str(len(local)), *means], split
+        assert ahead == f"{sum(ours[seed] > local[seed] for seed in local)} of {runs}", split
+        for record in records(folder):
+            twin = next(r for r in records(FOLDERS[split]) if r["args"]["seed"] == record["args"]["seed"])
+            assert record["split"] == twin["split"] and record["args"]["rounds"] == twin["args"]["rounds"] + twin["args"]["distill_epochs"]
