@@ -176,7 +176,8 @@ def arguments(argv):
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")
-    if args.export and not os.access(pathlib.Path(args.export).parent, os.W_OK):
+    folder = pathlib.Path(args.export or "").parent
+    if args.export and not (folder.is_dir() and os.access(folder, os.W_OK)):
         common.refuse(f"--export {args.export} can't be written: no such folder, or not ours")
     return args
 
