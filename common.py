@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 import engine
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import Run, drawing, setting, without_clients, without_nan  # noqa: F401
+from records import USED_BY, Run, drawing, setting, without_clients, without_nan  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments and random streams
@@ -147,15 +147,18 @@ def parse(p, by_dataset, argv=None):
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
-    first.add_argument("--clients")
+    for flag in ("--clients", "--per-client", "--alpha"):
+        first.add_argument(flag)
     given = first.parse_known_args(argv)[0]
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
     args = p.parse_args(argv)
     find("model", args.model, MODELS)  # refuses a name that nothing has
     find("split", args.split, SPLITS)
-    if given.clients and args.split in OWN_CLIENTS:
-        p.error(f"--split {args.split} finds its own clients; leave out --clients")
+    for name in unused(args.split):
+        if getattr(given, name):
+            instead = f", or take --split {' or '.join(USED_BY[name])}" if name in USED_BY else ""
+            p.error(f"--split {args.split} has no use for --{name.replace('_', '-')}; leave it out{instead}")
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
     if args.precision is None:
@@ -253,7 +256,7 @@ def split_clients(data, args):
     rng = stream(args.split_seed, "split")
     labels = data.labels[: data.train]
     elsewhere = ":" in args.split  # a user's own: path/to/file.py:function
-    if args.clients > data.train and args.split not in OWN_CLIENTS and not elsewhere:
+    if args.clients > data.train and "clients" not in unused(args.split) and not elsewhere:
         refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
@@ -523,7 +526,12 @@ SPLITS = {
     "fedma": functools.partial(split_dirichlet_classes, balance=True),  # FedMA's hetero-dir
     "natural": split_natural,  # the only one that takes the Data
 }
-OWN_CLIENTS = "semantic", "natural"  # splits that find their own clients
+
+
+def unused(split):
+    """The arguments that a split has no use for."""
+    own_clients = ["clients"] if split in ("semantic", "natural") else []  # these two find their own
+    return own_clients + [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

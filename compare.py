@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import baselines
 import common
-from records import BY_ALPHA, BY_NUMBER, FREE
+from records import FREE
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -152,9 +152,7 @@ def plan(args, shared):
             common.refuse(f"--set {word}: say METHOD.PARAMETER=VALUE")
         method, _, parameter = word.partition(".")
         sets.append((method, dashed(parameter)))
-    found_by_split = ["clients"] if shared.split in common.OWN_CLIENTS else []
-    settings = {name: value for name, value in vars(shared).items()
-                if name not in (*OURS, *found_by_split)}
+    settings = {name: value for name, value in vars(shared).items() if name not in (*OURS, *common.unused(shared.split))}
     if not names:
         common.refuse("--methods is empty")
     for name in names:
@@ -233,7 +231,7 @@ def record(method, folder):
     except (OSError, ValueError, KeyError, TypeError) as problem:
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); move it elsewhere")
     for name, value in method.args.items():
-        if name not in (*FREE, "seed", "device") and then.get(name) != value:
+        if name not in (*FREE, *common.unused(method.args["split"]), "seed", "device") and then.get(name) != value:
             flag = "--" + name.strip("_").replace("_", "-")
             common.refuse(f"{folder} has a record with {flag} {then.get(name)}, now it is {value}; use another --out")
     return found
@@ -350,9 +348,7 @@ def lines(rows):
 def write_table(rows, records, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
-    unused = ["clients"] * (shared.split in common.OWN_CLIENTS)
-    if ":" not in shared.split:
-        unused += ["per_client"] * (shared.split not in BY_NUMBER) + ["alpha"] * (shared.split not in BY_ALPHA)
+    unused = common.unused(shared.split)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
     chosen = [f"- `--set {word}`" for word in args.set]

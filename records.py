@@ -530,15 +530,16 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         pyplot.close(figure)
 
 
-BY_NUMBER = "shards", "classes", "lognormal"  # splits that --per-client is for
-BY_ALPHA = "dirichlet", "dirichlet-classes", "fedslr", "fedma"  # splits that --alpha is for
+USED_BY = {  # arguments and the splits that they are for
+    "per_client": ("shards", "classes", "lognormal"), "alpha": ("dirichlet", "dirichlet-classes", "fedslr", "fedma"),
+}
 
 
 def setting(record):
     """The data set and the split of a record, for titles."""
     args, split = record["args"], record["args"]["split"]
-    size = f", {args['per_client']} each" if split in BY_NUMBER else ""
-    size = rf", $\alpha$ = {args['alpha']:g}" if split in BY_ALPHA else size
+    size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
+    size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
     return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
 
 

@@ -15,7 +15,7 @@ import records  # noqa: E402
 
 torch.set_num_threads(1)  # a product with another number of threads is rounded otherwise, and some tests compare bits
 
-QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--per-client", "2", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
+QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
          "--lr", "0.01", "--lr-decay", "1", "--batch-size", "20", "--transform", "scale", "--device", "cpu"]
 
 

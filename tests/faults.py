@@ -8,6 +8,7 @@ in training, in evaluation, while the state is written, while the record is writ
 that of a run that nothing happened to, bit for bit.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -43,6 +44,7 @@ INPUTS = {"Numbers": [], "Names": [
     "--split dirichlet-classes --alpha 0.0001", "--split dirichlet-classes --clients 41", "--split classes --per-client 11",
     "--split classes --clients 100 --per-client 10", "--split lognormal --per-client 11", "--split lognormal --clients 100",
     "--split fedslr --client-test 0 --alpha 0", "--split fedslr", "--split fedslr --client-test 0 --client-val 0.1", "--split semantic --limit 500", "--split natural", "--split semantic --clients 5",
+    "--split iid --alpha 0.1", "--split dirichlet --per-client 2",
     "--limit 5", "--limit 10001", "--limit 9",
 ], "Models": ["--model cnn --transform tensorflow", "--model cnn --dataset small.npz", "--model vgg16 --dataset small.npz",
               "--transform tensorflow --dataset small.npz", "--model tfcnn --dataset tiny.npz"],
@@ -337,12 +339,15 @@ def kill_table(rows):
 def main(argv):
     if argv[:1] == ["--child"]:
         return child(argv[1], int(argv[2]), argv[3])
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--inputs", action="store_true", help="only bad input")
+    args = p.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name).resolve()
         rows = try_inputs(folder)
         old = PAGE.read_text() if PAGE.exists() else ""
-        kills = [] if "--inputs" in argv else try_kills(folder)
+        kills = [] if args.inputs else try_kills(folder)
         wrong = [row[:-1] for row in (*rows, *kills) if not row[-1]]
         table = kill_table(kills) if kills else old[old.index("## Signals and kills") :] if "## Signals" in old else ""
         PAGE.write_text(tables(rows, table))

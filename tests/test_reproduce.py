@@ -153,7 +153,7 @@ def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
     """One of each file and method, and 20 by a seeded draw: two rounds, everything made small."""
     images = datasets.shapes(200, 100)
     monkeypatch.setattr(datasets, "shapes", lambda: images)
-    smaller = ["--dataset", "shapes", "--limit", "200", "--clients", "10", "--per-client", "2", "--rounds", "2", "--epochs",
+    smaller = ["--dataset", "shapes", "--limit", "200", "--clients", "10", "--rounds", "2", "--epochs",
                "1", "--batch-size", "5", "--eval-every", "2", "--device", "cpu"]
     drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))
     kinds = {(c.split()[0], (re.search(r"--method \S+", c) or [""])[0]): c for c in drawn}
@@ -162,6 +162,9 @@ def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
         out.mkdir()
         file, *flags = reproduce.expand(command, out)
         flags = [re.sub("resnet18|vgg16|vgg9", "cnn", word) for word in flags] + smaller
+        if "--alpha" in flags and "--split" not in flags:
+            flags += ["--split", "dirichlet"]  # fedavgm.py's default for cifar10
+        flags += ["--per-client", "2"] * ("--per-client" in flags)
         flags += ["--distill-epochs", "1"] * (file == "persfl.py")
         if "--groups" in flags and "0" != flags[flags.index("--groups") + 1]:
             flags += ["--groups", "5"]  # of 10 classes

@@ -7,6 +7,7 @@ place of the data set. So the accuracies below are on validation images, whateve
 personal on those that each client held out. Prints the table of docs/shapes.md. Records: runs/tune/.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -57,7 +58,13 @@ def accuracy(row, measure):
     return row[measure]["top1" if measure == GLOBAL else "mean"]
 
 
-def main(names):
+def main(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("names", nargs="*", metavar="NAME", help=f"{'; '.join(METHODS)}")
+    names = p.parse_args(argv).names
+    for name in names:
+        if name not in METHODS:
+            p.error(f"no {name!r}; names are {'; '.join(METHODS)}")
     RUNS.mkdir(parents=True, exist_ok=True)
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
     np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
