@@ -3,9 +3,10 @@ rate are also the same. docs/compare.md lists the exceptions.
 
     python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
     python compare.py --methods all --jobs 2                        (make compare: the embedded images)
-    python compare.py --methods fedavg,fedprox --set fedprox.mu=0.1 --dataset cifar10 --split dirichlet --alpha 0.3
+    python compare.py --methods fedavg,weak=fedprox,strong=fedprox --set weak.mu=0.01 --set strong.mu=1
 
-A method is a name (see --methods), or a file of your own with main(argv): docs/extend.md. Every seed of every method is a run,
+A method is one of this repository (see --methods), or a file of your own with main(argv): docs/extend.md. NAME=METHOD gives it
+another name, so that it can take part with several settings. Every seed of every method is a run,
 in the folder OUT/METHOD/SEED. A run that is finished is not trained again. A run that was interrupted goes on. A run whose
 source files have changed since then is trained anew, and its record stays as result.previous.json.
 
@@ -107,7 +108,7 @@ def arguments(argv):
                              f"also {' '.join(flags(BY_DATASET['shapes']))}. These are flags, as are the "
                              "others of the groups data, training and running in python fedavg.py --help.")
     p.add_argument("--methods", required=True, metavar="A,B,...",
-                   help=f"names and files of your own (docs/extend.md). Names: {', '.join(METHODS)}; all stands for all of these")
+                   help=f"{', '.join(METHODS)}, all (of these), or a file of your own (docs/extend.md); NAME=METHOD names it otherwise")
     p.add_argument("--seeds", type=common.positive_int, default=3, help="how many: 0, 1, 2, ... (default: 3); the split is one")
     p.add_argument("--set", action="append", default=[], metavar="METHOD.PARAMETER=VALUE", help="as fedprox.mu=0.1")
     p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each")
@@ -142,36 +143,42 @@ def parsed(main, argv, what, file):
     return args
 
 
+def named(args):
+    """(name, method) for each of --methods: fedprox, strong=fedprox, path/to/mine.py, ..."""
+    words = [word for some in filter(None, args.methods.split(",")) for word in (METHODS if some == "all" else [some])]
+    for word in words:
+        name, sign, method = word.rpartition("=")
+        if sign and not re.fullmatch(r"[\w-]+", name):
+            common.refuse(f"--methods {word}: say NAME=METHOD; a name has letters, digits, - and _")
+        yield name or (method if method in METHODS else pathlib.Path(method).stem), method
+
+
 def plan(args, shared):
     """The Methods that --methods and --set name."""
-    names, sets, found = [], [], {}
-    for name in filter(None, args.methods.split(",")):
-        names += METHODS if name == "all" else [name]
+    sets, found = [], {}
     for word in args.set:
         if not re.fullmatch(r"[^.=]+\.[^.=]+(=.*)?", word, re.S):
             common.refuse(f"--set {word}: say METHOD.PARAMETER=VALUE")
-        method, _, parameter = word.partition(".")
-        sets.append((method, dashed(parameter)))
+        name, _, parameter = word.partition(".")
+        sets.append((name, dashed(parameter)))
     settings = {name: value for name, value in vars(shared).items() if name not in (*OURS, *common.unused(shared.split))}
-    if not names:
-        common.refuse("--methods is empty")
-    for name in names:
-        if name in METHODS:
-            file, *words = METHODS[name].split()
+    for name, method in named(args):
+        if method in METHODS:
+            file, *words = METHODS[method].split()
             file = HERE / file
-        elif name.endswith(".py"):
-            file, words, name = pathlib.Path(name).resolve(), [], pathlib.Path(name).stem
+        elif method.endswith(".py"):
+            file, words = pathlib.Path(method).resolve(), []
         else:
-            common.refuse(f"--methods: there is no method {name}; use all, a file.py, or some of {', '.join(METHODS)}")
-        if name in found or name in METHODS and file.parent != HERE:
-            common.refuse(f"--methods: two methods are called {name}, one of them {file}")
+            common.refuse(f"--methods: there is no method {method}; use all, a file.py, or some of {', '.join(METHODS)}")
+        if name in found or name in METHODS and name != method:
+            common.refuse(f"--methods: two methods are called {name}; give one another name: NAME={method}")
         main = getattr(common.load_file(file), "main", None)
         if not inspect.isfunction(main) or not inspect.signature(main).parameters:
             common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
-        wanted = settings | (OWN[name][0](shared) if name in OWN else {})
-        mine = [word for method, word in sets if method == name]
+        wanted = settings | (OWN[method][0](shared) if method in OWN else {})
+        mine = [word for whose, word in sets if whose == name]
         for word in mine:
-            refuse_foreign(name, word, words, settings)
+            refuse_foreign(name, method, word, words, settings)
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
         made = parsed(main, argv, f"--methods: {name}" + f", --set {name}.{', '.join(mine)}" * bool(mine), file)
         own = {word.partition("=")[0].replace("-", "_") for word in mine}  # of the shared settings RATES alone: refuse_foreign
@@ -182,9 +189,11 @@ def plan(args, shared):
         if made.get("target"):
             common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}), others don't; use --set {name}.target")
         found[name] = Method(name, file, argv, made)
-    for method, word in sets:
-        if method not in found:
-            common.refuse(f"--set {method}.{word}: --methods has no {method}")
+    if not found:
+        common.refuse("--methods is empty")
+    for name, word in sets:
+        if name not in found:
+            common.refuse(f"--set {name}.{word}: --methods has no {name}")
     return list(found.values())
 
 
@@ -194,7 +203,7 @@ def dashed(word):
     return name.replace("_", "-") + sign + value
 
 
-def refuse_foreign(name, word, words, settings):
+def refuse_foreign(name, method, word, words, settings):
     """Refuses --set NAME.WORD if the parameter is not the method's own; words: the flags that make the method."""
     key = word.partition("=")[0]
     if f"--{key}" in words:
@@ -205,8 +214,8 @@ def refuse_foreign(name, word, words, settings):
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
     # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
     about = re.search(rf'"--{re.escape(key)}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
-    if name in baselines.METHODS and about and not re.search(rf"(?<![\w-]){name}(?![\w-])", about.group(1)):
-        common.refuse(f"--set {name}.{word}: {name} has no {key}; it is for {about.group(1).partition(':')[0]}")
+    if method in baselines.METHODS and about and not re.search(rf"(?<![\w-]){method}(?![\w-])", about.group(1)):
+        common.refuse(f"--set {name}.{word}: {method} has no {key}; it is for {about.group(1).partition(':')[0]}")
 
 
 def check_folder(out):
@@ -350,7 +359,8 @@ def write_table(rows, records, shared, args, out):
     some = next(iter(records.values()))[0]
     unused = common.unused(shared.split)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
-    notes = [f"- {name}: {OWN[name][1]}: `{' '.join(flags(OWN[name][0](shared)))}`." for name in records if name in OWN]
+    notes = [f"- {name} is {method}." for name, method in named(args) if f"{name}={method}" in args.methods.split(",")]
+    notes += [f"- {name}: {OWN[method][1]}: `{' '.join(flags(OWN[method][0](shared)))}`." for name, method in named(args) if method in OWN]
     chosen = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
 

@@ -131,7 +131,11 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg", ["--set", "fedavg"], "--set fedavg: say METHOD.PARAMETER=VALUE"),
     ("fedprox", ["--set", "fedprox.mu(=1"], "unrecognized arguments: --mu(=1"),
     ("fedavgm", ["--set", "fedavgm.target=0.8"], "stops at an accuracy (target=[0.8]), others don't"),
-    ("fedavg,fedavg", [], "two methods are called fedavg"),
+    ("fedavg,fedavg", [], "two methods are called fedavg; give one another name: NAME=fedavg"),
+    ("local=fedprox", [], "two methods are called local"),
+    ("../a=fedavg", [], "say NAME=METHOD; a name has"),
+    ("a=superfed-mm", ["--set", "a.mix=layer"], "mix is what makes the method a"),
+    ("a=fedprox", ["--set", "a.density=.5"], "fedprox has no density; it is for fedspa"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),
     ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
     ("fedavg", ["--set", "fedavg.mu=1"], "--set fedavg.mu=1: unrecognized arguments: --mu=1"),
@@ -261,6 +265,15 @@ def test_a_method_without_personal_measures_has_empty_cells(go, tmp_path):
     go(f"fedavg,{mine}", "--seeds", "1")
     row = next(line for line in (go.out / "compare.md").read_text().splitlines() if line.startswith("| mine |"))
     assert [not cell.strip() for cell in row.split("|")[2:5]] == [False, True, True]
+
+
+def test_one_method_with_several_settings(go):
+    records = go(f"fedprox,strong=fedprox,own={OWN}", "--seeds", "1", "--set", "strong.mu=1", "--set", "own.mix=0.25")
+    assert {name: r["args"].get("mu") for name, r in records.items()} == {"fedprox/0": 0.01, "strong/0": 1, "own/0": None}
+    page = (go.out / "compare.md").read_text()
+    assert "- strong is fedprox." in page and f"- own is {OWN}." in page and "- fedprox is" not in page
+    records = go("slow=scaffold", "--seeds", "1", "--lr", "0.1", "--momentum", "0.9")
+    assert records["slow/0"]["args"]["lr"] == 0.25  # what it has of its own, as under its own name
 
 
 def test_ways_to_misspell_an_own_parameter(go, capsys):
