@@ -198,7 +198,7 @@ def centralised(federation, run, args):
     step = sgd_step(federation.net, args)
     epochs = max(1, round(args.fraction * args.epochs))  # D1
     state = State(w=federation.initial_weights())  # l.1: [d]
-    P = np.concatenate(federation.whole.train)  # l.1: numbers of images
+    P = np.concatenate(federation.whole_split.train)  # l.1: numbers of images
     centre = federation.rows([0])  # client 0 trains on P, in its process; in the other processes nobody trains
     for t, _ in run.rounds(state):  # l.2
         w = state.w.expand(len(centre), -1)  # [1, d], or [0, d]

@@ -1041,7 +1041,7 @@ class Federation:
     processes trains the clients k with k mod P = r, on a device of its own. A client's row is its place among these. S are
     rows everywhere, `among` are numbers.
     clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images each of them has. split: the
-    Split by rows; whole: that of all clients, by numbers. net: the model.
+    Split by rows; whole_split: that of all clients, by numbers. net: the model.
     """
 
     def __init__(self, args, make_net=None):
@@ -1052,14 +1052,14 @@ class Federation:
         self.data = images_for(args)
         if self.processes > 1 and not int(os.environ["LOCAL_RANK"]):
             dist.barrier()
-        self.whole = split_clients(self.data, args)
-        if len(self.whole.train) < self.processes:
-            refuse(f"{self.processes} processes for {len(self.whole.train)} clients; start at most one per client")
+        self.whole_split = split_clients(self.data, args)
+        if len(self.whole_split.train) < self.processes:
+            refuse(f"{self.processes} processes for {len(self.whole_split.train)} clients; start at most one per client")
         self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
-        self.K = len(self.whole.train)
+        self.K = len(self.whole_split.train)
         self.clients = np.arange(self.rank, self.K, self.processes)
-        self.split = Split(*([part[k] for k in self.clients] for part in self.whole))
+        self.split = Split(*([part[k] for k in self.clients] for part in self.whole_split))
         self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
         self.transform = TRANSFORMS[args.transform](self.data)
         try:
@@ -1071,9 +1071,9 @@ class Federation:
         self.notes = []  # lines that `describe` prints below its own
         if args.split == "natural" and self.data.test_owner is not None:
             self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
-        dealt = np.unique(np.concatenate([index for part in self.whole for index in part]))
-        if unused := self.data.train - (dealt < self.data.train).sum():
-            self.notes.append(f"note    {unused} of {self.data.train} training images go to no client")
+        dealt = np.unique(np.concatenate([index for part in self.whole_split for index in part]))
+        if nobodys := self.data.train - (dealt < self.data.train).sum():
+            self.notes.append(f"note    {nobodys} of {self.data.train} training images go to no client")
         if self.data.classes == 1:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
@@ -1086,16 +1086,16 @@ class Federation:
         """Prints three lines on what is trained, images, split and model, and the notes."""
         K, C = self.K, self.args.fraction
         share = "all" if C == 1 else "one" if int(C * K + 1e-9) <= 1 else f"{C * 100:g} %"
-        data, sizes = self.data, [len(index) for index in self.whole.train]
-        held = [len(index) for index in self.whole.test]
+        data, sizes = self.data, [len(index) for index in self.whole_split.train]
+        held = [len(index) for index in self.whole_split.test]
         own = self.args.client_test or (self.args.split == "natural" and data.test_owner is not None)
-        kinds = [len(np.unique(data.labels[index])) for index in self.whole.train]
+        kinds = [len(np.unique(data.labels[index])) for index in self.whole_split.train]
         print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
               + (", with client_train (for --split natural)" if data.owner is not None else ""))
         print(f"split   {self.args.split}: {K} client{'s' * (K > 1)}, {share} in a round, training images {spread(sizes)}, "
               f"{'own' if own else 'central'} test images {spread(held)}, classes {spread(kinds)} (least/mean/most), fingerprint "
-              f"{self.whole.fingerprint()}")
+              f"{self.whole_split.fingerprint()}")
         print(f"model   {self.net.name}: {self.net.d:,} weights in {self.args.precision} on {engine.device_name(self.device)}"
               + (f", {self.processes} processes" if self.processes > 1 else "")
               + (f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""))

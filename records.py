@@ -81,7 +81,7 @@ class Run:
             "args": {**{name: str(z) if isinstance(z, os.PathLike) else z for name, z in vars(args).items()},
                      "device": str(federation.device)},
             "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
-            "data": federation.data.fingerprint(), "split": federation.whole.fingerprint(),
+            "data": federation.data.fingerprint(), "split": federation.whole_split.fingerprint(),
         }
         self.environment = {
             "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
@@ -393,8 +393,8 @@ class Run:
             "algorithm": self.algorithm, "status": self.status, "diverged": self.status == "diverged",
             "args": self.identity["args"], "environment": self.environment,
             "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
-            "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole.train),
-                      "sizes": [len(index) for index in federation.whole.train]},
+            "split": {"fingerprint": self.identity["split"], "clients": len(federation.whole_split.train),
+                      "sizes": [len(index) for index in federation.whole_split.train]},
             "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
             **({"rounds_to": {f"{target:g}": rounds_to(target, history) for target in self.targets}} if self.targets else {}),
             "bytes_up": sum(row["bytes_up"] for row in history), "bytes_down": sum(row["bytes_down"] for row in history),
@@ -571,9 +571,9 @@ def plot(record, federation, out, marks):
 
     from matplotlib import colormaps
 
-    classes, labels, K = federation.data.classes, federation.data.labels, len(federation.whole.train)
+    classes, labels, K = federation.data.classes, federation.data.labels, len(federation.whole_split.train)
     shown = np.sort(np.random.default_rng(0).permutation(K)[:30])
-    counts = np.array([np.bincount(labels[federation.whole.train[k]], minlength=classes) for k in shown])
+    counts = np.array([np.bincount(labels[federation.whole_split.train[k]], minlength=classes) for k in shown])
     start = counts.cumsum(1) - counts
     some = f"\n30 of the {K} clients, drawn at random" if K > 30 else ""
     with drawing(out / "split.png", size=(6, 7), title=setting(record) + some) as axis:

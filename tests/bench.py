@@ -257,8 +257,8 @@ def growth(device, repetitions):
         one_round = ours(args)
         federation = one_round.federation
         own = [np.arange(100 * k, 100 * k + 100) % federation.data.train for k in range(K)]  # clients may share images
-        federation.whole = common.Split(own, own, own)
-        federation.K, federation.clients, federation.split = K, np.arange(K), federation.whole
+        federation.whole_split = common.Split(own, own, own)
+        federation.K, federation.clients, federation.split = K, np.arange(K), federation.whole_split
         federation.n = torch.full((K,), 100.0, device=federation.device)
         (every,), (memory,) = (list(part.values()) for part in interleaved({"": one_round}, device, repetitions))
         s = statistics.median(every)

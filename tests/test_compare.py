@@ -116,7 +116,7 @@ def test_a_run_of_another_version_is_trained_anew(go, tmp_path, capsys):
 def test_other_splits_are_refused(go, tmp_path, capsys):
     """A method that moves an image from one client to another."""
     mine = tmp_path / "mine.py"
-    mine.write_text(pathlib.Path(OWN).read_text().replace("    run = ", "    a, b = federation.whole.train[:2]\n    a[0], b[0] = b[0], a[0]\n    run = "))
+    mine.write_text(pathlib.Path(OWN).read_text().replace("    run = ", "    a, b = federation.whole_split.train[:2]\n    a[0], b[0] = b[0], a[0]\n    run = "))
     with pytest.raises(SystemExit):
         go(f"fedavg,{mine}", "--seeds", "1")
     assert "fedavg, seed 0 and mine, seed 0 do not have the same images or split" in capsys.readouterr().err

@@ -545,9 +545,9 @@ def test_the_pages_own_split_is_taken(toy, tmp_path):
     file.write_text(readme_lines("import numpy as np"))
     argv = [*QUICK, "--limit", "10000", "--clients", "4", "--client-test", "0", "--rounds", "1", "--split", f"{file}:by_size", "--epochs", "1"]
     fed = federation(argv)
-    assert [len(index) for index in fed.whole.train] == [1000, 2000, 3000, 4000] and fed.K == 4
-    assert len(np.unique(np.concatenate(fed.whole.train))) == 10_000
-    assert federation([*argv, "--split-seed", "1"]).whole.fingerprint() != fed.whole.fingerprint() == federation(argv).whole.fingerprint()
+    assert [len(index) for index in fed.whole_split.train] == [1000, 2000, 3000, 4000] and fed.K == 4
+    assert len(np.unique(np.concatenate(fed.whole_split.train))) == 10_000
+    assert federation([*argv, "--split-seed", "1"]).whole_split.fingerprint() != fed.whole_split.fingerprint() == federation(argv).whole_split.fingerprint()
     record, _ = run(fedavg, [*argv, "--limit", "500"], tmp_path / "run")
     assert record["split"]["sizes"] == [50, 100, 150, 200] and "mysplits.py" in record["environment"]["sources"]
 
