@@ -38,7 +38,7 @@ def test_the_record(tmp_path):
             "peak_memory_mb", "diverged"} <= set(record)
     assert record["algorithm"] == "fedavg" and record["diverged"] is False and record["args"]["fraction"] == 0.5
     assert record["parameters"] == 94_186 and record["bytes_up"] == record["bytes_down"] == 5 * 4 * 4 * 94_186  # 5 rounds, 4 clients, 4 bytes
-    assert record["split"]["clients"] == 8 and record["split"]["sizes"] == [40] * 8 and len(record["split"]["fingerprint"]) == 16
+    assert record["split"]["clients"] == 8 and record["split"]["sizes"] == [38] * 8 and len(record["split"]["fingerprint"]) == 16
     rounds = record["rounds"]
     assert [row["round"] for row in rounds] == [1, 2, 3, 4, 5] and all(row["seconds"] > 0 for row in rounds)
     assert [row["round"] for row in rounds if "global" in row] == [2, 4, 5]  # every second, and the last
