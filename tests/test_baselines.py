@@ -143,18 +143,19 @@ def test_the_lines_are_not_too_long_and_the_page_not_too_large():
 def test_every_method_sees_the_same_and_learns(method, tmp_path, seen):
     """Split, sampled clients and initial weights are FedAvg's; the record names the method, its measures and its bytes, in
     which d = 20,310 of two layers, of 19,300 and 1,010 numbers."""
-    theirs, _ = run(fedavg, SMALL, tmp_path / "fedavg")
+    argv = [*SMALL, "--per-client", "2"]
+    theirs, _ = run(fedavg, argv, tmp_path / "fedavg")
     sampled, start = [list(z) for z in (seen.sampled, seen.start)]
     seen.sampled.clear()
     seen.start.clear()
-    record, state = go(method, [*SMALL, "--theta-lr", "0.02", "--personal-epochs", "2"], tmp_path / method)
+    record, state = go(method, [*argv, "--theta-lr", "0.02", "--personal-epochs", "2"], tmp_path / method)
     assert record["status"] == "finished" and record["args"]["method"] == record["algorithm"] == method
     assert record["split"] == theirs["split"] and seen.sampled == sampled and len(record["rounds"]) == 3
     assert torch.equal(seen.start[0], start[0]) and len(start[0]) == record["parameters"] == 20_310
     assert ("global" in record["final"]) == (method not in ("local", "fedper", "fedrep", "lg-fedavg"))
     assert all(z.isfinite().all() for z in state.values())
     assert seen.models[-3].shape[-1] == 20_310 and not torch.equal(seen.models[-3], seen.models[-1])
-    before = federation(method, SMALL).evaluate_clients(start[0])["loss"]
+    before = federation(method, argv).evaluate_clients(start[0])["loss"]
     assert record["final"]["personal"]["loss"] < before - 0.02
     sent = {"local": 0, "centralised": 0, "scaffold": 2 * 20_310, "fedper": 19_300, "fedrep": 19_300, "lg-fedavg": 1010,
             "fedspa": 20_310 / 2}.get(method, 20_310)

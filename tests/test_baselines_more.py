@@ -285,7 +285,7 @@ def test_fedma_averages_permuted_copies_of_a_network_to_that_network(model, tmp_
     size = 16 if model == "vgg9" else 32
     arrays = {f"x_{part}": rng.integers(0, 256, (20, size, size, 3), dtype=np.uint8) for part in ("train", "test")}
     np.savez(tmp_path / "few.npz", **arrays, y_train=np.arange(20) % 10, y_test=np.arange(20) % 10)
-    argv = ["--dataset", str(tmp_path / "few.npz"), "--model", model, "--clients", "2", "--per-client", "5",
+    argv = ["--dataset", str(tmp_path / "few.npz"), "--model", model, "--clients", "2",
             "--fraction", "1", "--rounds", "1", "--device", "cpu"]
     fed = federation("fedma", argv)
     w = fed.net.init(rng)
@@ -403,7 +403,7 @@ def test_fedmas_last_layer_and_own_starts_by_hand(toy, tmp_path):
 
 def test_the_split_fedma_gives_nothing_to_a_client_that_has_its_share():
     """Classes are dealt one after the other. Who has N/K images gets nothing of a class but, as the last client, one by rounding."""
-    labels, args = np.repeat(np.arange(10), 500), baselines.arguments(["--method", "fedma", "--clients", "16", "--alpha", "0.5"])
+    labels, args = np.repeat(np.arange(10), 500), baselines.arguments(["--method", "fedma", "--clients", "16", "--split", "fedma", "--alpha", "0.5"])
     most, spread = {}, {}
     for name in ("fedma", "dirichlet-classes"):
         owned = [common.SPLITS[name](labels, 10, np.random.default_rng(seed), args) for seed in range(20)]

@@ -549,7 +549,7 @@ def test_a_run_that_diverges_exports_nothing(tmp_path):
 
 
 def test_gpgd_without_any_penalty_is_fedavg(tmp_path):
-    same = [*SMALL, "--momentum", "0", "--weight-decay", "0.001", "--lr-decay", "0.9", "--client-test", "0.2", "--alpha", "1"]
+    same = [*SMALL, "--momentum", "0", "--weight-decay", "0.001", "--lr-decay", "0.9", "--client-test", "0.2", "--split", "dirichlet", "--alpha", "1"]
     _, a = run(fedavg, same, tmp_path / "a")
     _, b = run(fedslr, [*same, "--variant", "gpgd", "--lambda", "0"], tmp_path / "b")
     torch.testing.assert_close(a["w"], b["w"], atol=1e-5, rtol=0)

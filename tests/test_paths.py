@@ -173,7 +173,7 @@ def test_only_the_clients_with_minibatches_left_go_on():
 
 
 def test_a_graph_is_made_once_for_each_set_of_shapes_and_step(monkeypatch):
-    fed = federation([*UNEQUAL, "--split", "iid"])
+    fed = federation([*QUICK, "--split", "iid", "--fraction", "1", "--model", "mnistnet"])
     fed.vmap = fed.graphs = True
     fed.checked = Seen()
     fed.parallel = None

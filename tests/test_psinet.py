@@ -14,9 +14,10 @@ import psinet
 from conftest import QUICK, federation, killed, paths, refused, run, same
 from tables import psinet_softmax
 
-# all nodes take part, with 2 classes each
-SMALL = [*QUICK, "--split", "classes", "--clients", "5", "--per-client", "2", "--fraction", "1", "--model", "tiny",
-         "--transform", "scale", "--momentum", "0.9", "--lr", "0.05", "--groups", "5", "--depth", "conv2"]
+# all nodes take part
+TINY = [*QUICK, "--clients", "5", "--fraction", "1", "--model", "tiny", "--transform", "scale", "--momentum", "0.9", "--lr", "0.05",
+        "--groups", "5", "--depth", "conv2"]
+SMALL = [*TINY, "--split", "classes", "--per-client", "2"]
 
 
 def tiny(m, x, classes):
@@ -368,7 +369,7 @@ def test_the_order_of_a_nodes_groups_does_not_matter(norm):
 @pytest.mark.parametrize("norm", ["gn", "bn"])
 def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm):
     """Real training of three nodes, the second pruned and with its groups in another order; then the average by the map."""
-    args = psinet.arguments([*SMALL, "--clients", "3", "--split", "dirichlet-classes", "--alpha", "5", "--batch-size", "40"])
+    args = psinet.arguments([*TINY, "--clients", "3", "--split", "dirichlet-classes", "--alpha", "5", "--batch-size", "40"])
     fed = common.Federation(args)
     fed.transform = lambda x, u=None: common.scale(x).double()
     net, other, name_w, name_b = permuted(norm)
@@ -429,7 +430,7 @@ def test_with_all_owners_the_average_is_fedavgs():
 @pytest.mark.parametrize("enter", ["all", "slice"])
 def test_all_paths_agree(enter, norm):
     """Pruned nodes with other groups and of other sizes, in float64; nodes that finish early keep their state."""
-    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--clients", "4", "--epochs", "1", "--batch-size", "20"]
+    argv = [*TINY, "--split", "dirichlet-classes", "--alpha", "1", "--clients", "4", "--epochs", "1", "--batch-size", "20"]
     fed = common.Federation(psinet.arguments(argv))
     fed.transform = lambda x, u=None: common.scale(x).double()
     assert len({len(index) // 20 for index in fed.split.train}) > 1
@@ -449,7 +450,7 @@ def test_all_paths_agree(enter, norm):
 def test_multiplications_are_added_up_over_rounds_epochs_and_nodes(tmp_path, monkeypatch):
     """3 of 5 nodes of different sizes in a round, two epochs; the first round isn't evaluated."""
     spy(monkeypatch, lambda start, S: start)
-    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "5", "--fraction", "0.6", "--rounds", "3", "--epochs", "2", "--eval-every", "2",
+    argv = [*TINY, "--split", "dirichlet-classes", "--alpha", "5", "--fraction", "0.6", "--rounds", "3", "--epochs", "2", "--eval-every", "2",
             "--no-prune"]
     record, state = run(psinet, argv, tmp_path)
     fed, n = common.Federation(psinet.arguments(argv)), np.array(record["split"]["sizes"])
@@ -459,7 +460,7 @@ def test_multiplications_are_added_up_over_rounds_epochs_and_nodes(tmp_path, mon
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
-    argv = [*SMALL, "--rounds", "4", "--eval-every", "2", "--split", "dirichlet", "--alpha", "3"]
+    argv = [*TINY, "--rounds", "4", "--eval-every", "2", "--split", "dirichlet", "--alpha", "3"]
     whole, a = run(psinet, argv, tmp_path / "whole")
     killed(psinet, argv, tmp_path / "cut", lambda t, _: t == 3)
     again, b = run(psinet, [*argv, "--resume"], tmp_path / "cut")
