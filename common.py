@@ -89,9 +89,9 @@ def parser(doc, **defaults):
                         "the test images)")
     g.add_argument("--alpha", type=nonnegative, default=1.0,
                    help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
-                        "per client for dirichlet-classes and fedma, alpha per class for fedslr")
+                        "per client for dirichlet-classes and fedma, alpha per class for fedslr; other splits refuse it")
     g.add_argument("--per-client", type=positive_int, default=2,
-                   help="s, shards (--split shards) or classes (classes, lognormal) of a client")
+                   help="s, shards (--split shards) or classes (classes, lognormal) of a client; other splits refuse it")
     g.add_argument("--clients", type=positive_int, default=100,
                    help="K, clients in all (--split semantic and natural find their own)")
     g.add_argument("--client-test", type=fraction, default=0.2,
@@ -147,8 +147,8 @@ def parse(p, by_dataset, argv=None):
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
-    for flag in ("--clients", "--per-client", "--alpha"):
-        first.add_argument(flag)
+    for name in USED_BY:
+        first.add_argument(f"--{name}".replace("_", "-"))
     given = first.parse_known_args(argv)[0]
     p.set_defaults(**by_dataset.get(given.dataset, {}))
     p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
@@ -157,8 +157,9 @@ def parse(p, by_dataset, argv=None):
     find("split", args.split, SPLITS)
     for name in unused(args.split):
         if getattr(given, name):
-            instead = f", or take --split {' or '.join(USED_BY[name])}" if name in USED_BY else ""
-            p.error(f"--split {args.split} has no use for --{name.replace('_', '-')}; leave it out{instead}")
+            default = "" if given.split else " (the default here)"
+            p.error(f"--split {args.split}{default} has no use for --{name.replace('_', '-')}; leave it out, or take "
+                    f"--split {' or '.join(USED_BY[name])}")
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
     if args.precision is None:
@@ -530,8 +531,7 @@ SPLITS = {
 
 def unused(split):
     """The arguments that a split has no use for."""
-    own_clients = ["clients"] if split in ("semantic", "natural") else []  # these two find their own
-    return own_clients + [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
+    return [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

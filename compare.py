@@ -6,9 +6,9 @@ rate are also the same. docs/compare.md lists the exceptions.
     python compare.py --methods fedavg,weak=fedprox,strong=fedprox --set weak.mu=0.01 --set strong.mu=1
 
 A method is one of this repository (see --methods), or a file of your own with main(argv): docs/extend.md. NAME=METHOD gives it
-another name, so that it can take part with several settings. Every seed of every method is a run,
-in the folder OUT/METHOD/SEED. A run that is finished is not trained again. A run that was interrupted goes on. A run whose
-source files have changed since then is trained anew, and its record stays as result.previous.json.
+another name, so that it can take part with several settings. Every seed of every method is a run, in the folder OUT/NAME/SEED.
+A run that is finished is not trained again. A run that was interrupted goes on. A run whose source files have changed since then
+is trained anew, and its record stays as result.previous.json.
 
 OUT then has the table as compare.md and compare.csv, and two figures as .png and .svg: the learning curves, and the clients'
 accuracies.
@@ -92,6 +92,7 @@ OURS = ("seed", "out", "resume", "plot")  # what this program says to each run
 
 class Method(NamedTuple):
     name: str
+    method: str  # one of METHODS, or a file as it was given
     file: pathlib.Path
     argv: list  # its flags but --seed and --out
     args: dict  # what the file makes of them
@@ -108,9 +109,10 @@ def arguments(argv):
                              f"also {' '.join(flags(BY_DATASET['shapes']))}. These are flags, as are the "
                              "others of the groups data, training and running in python fedavg.py --help.")
     p.add_argument("--methods", required=True, metavar="A,B,...",
-                   help=f"{', '.join(METHODS)}, all (of these), or a file of your own (docs/extend.md); NAME=METHOD names it otherwise")
+                   help=f"{', '.join(METHODS)}, all (of these), or a file of your own (docs/extend.md); NAME=METHOD: under another "
+                        "name, to take part with several settings")
     p.add_argument("--seeds", type=common.positive_int, default=3, help="how many: 0, 1, 2, ... (default: 3); the split is one")
-    p.add_argument("--set", action="append", default=[], metavar="METHOD.PARAMETER=VALUE", help="as fedprox.mu=0.1")
+    p.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", help="as fedprox.mu=0.1")
     p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each")
     p.add_argument("--out", default="runs/compare", help="folder of all that is written (default: runs/compare)")
     args, rest = p.parse_known_args(argv)
@@ -118,7 +120,8 @@ def arguments(argv):
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and figures are drawn")
     shared = common.parser(__doc__, **SHARED)
-    shared.error = lambda message: common.refuse(f"{message}; a method's own parameter is --set METHOD.PARAMETER=VALUE")
+    hint = "; a method's own parameter is --set NAME.PARAMETER=VALUE"
+    shared.error = lambda message: common.refuse(message + hint * message.startswith("unrecognized"))
     return args, common.parse(shared, BY_DATASET, rest)
 
 
@@ -145,12 +148,10 @@ def parsed(main, argv, what, file):
 
 def named(args):
     """(name, method) for each of --methods: fedprox, strong=fedprox, path/to/mine.py, ..."""
-    words = [word for some in filter(None, args.methods.split(",")) for word in (METHODS if some == "all" else [some])]
-    for word in words:
-        name, sign, method = word.rpartition("=")
-        if sign and not re.fullmatch(r"[\w-]+", name):
-            common.refuse(f"--methods {word}: say NAME=METHOD; a name has letters, digits, - and _")
-        yield name or (method if method in METHODS else pathlib.Path(method).stem), method
+    for word in filter(None, map(str.strip, args.methods.split(","))):
+        given = re.fullmatch(r"([^\W_][\w-]*)=(.+)", word)  # a name can be a folder's, and stand in a figure
+        name, method = given.groups() if given else (word if word in METHODS else pathlib.Path(word).stem, word)
+        yield from zip(METHODS, METHODS) if word == "all" else [(name, method)]
 
 
 def plan(args, shared):
@@ -158,7 +159,7 @@ def plan(args, shared):
     sets, found = [], {}
     for word in args.set:
         if not re.fullmatch(r"[^.=]+\.[^.=]+(=.*)?", word, re.S):
-            common.refuse(f"--set {word}: say METHOD.PARAMETER=VALUE")
+            common.refuse(f"--set {word}: say NAME.PARAMETER=VALUE")
         name, _, parameter = word.partition(".")
         sets.append((name, dashed(parameter)))
     settings = {name: value for name, value in vars(shared).items() if name not in (*OURS, *common.unused(shared.split))}
@@ -169,9 +170,9 @@ def plan(args, shared):
         elif method.endswith(".py"):
             file, words = pathlib.Path(method).resolve(), []
         else:
-            common.refuse(f"--methods: there is no method {method}; use all, a file.py, or some of {', '.join(METHODS)}")
+            common.refuse(f"--methods: there is no method {method}; use a file.py, or one of {', '.join(METHODS)}")
         if name in found or name in METHODS and name != method:
-            common.refuse(f"--methods: two methods are called {name}; give one another name: NAME={method}")
+            common.refuse(f"--methods: the name {name} is taken; give {method} another one: NAME={method}")
         main = getattr(common.load_file(file), "main", None)
         if not inspect.isfunction(main) or not inspect.signature(main).parameters:
             common.refuse(f"--methods: {file} has no main(argv); see docs/extend.md")
@@ -188,12 +189,14 @@ def plan(args, shared):
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
         if made.get("target"):
             common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}), others don't; use --set {name}.target")
-        found[name] = Method(name, file, argv, made)
+        found[name] = Method(name, method, file, argv, made)
     if not found:
         common.refuse("--methods is empty")
     for name, word in sets:
         if name not in found:
-            common.refuse(f"--set {name}.{word}: --methods has no {name}")
+            common.refuse(f"--set {name}.{word}: --methods has no {name}; its names are {', '.join(found)}")
+        if [one == name and other.partition("=")[0] == word.partition("=")[0] for one, other in sets].count(True) > 1:
+            common.refuse(f"--set {name}.{word}: it is set twice")
     return list(found.values())
 
 
@@ -207,7 +210,7 @@ def refuse_foreign(name, method, word, words, settings):
     """Refuses --set NAME.WORD if the parameter is not the method's own; words: the flags that make the method."""
     key = word.partition("=")[0]
     if f"--{key}" in words:
-        common.refuse(f"--set {name}.{word}: {key} is what makes the method {name}")
+        common.refuse(f"--set {name}.{word}: {key} is what makes the method {method}")
     if key in OURS:
         common.refuse(f"--set {name}.{word}: --{key} is this program's own; see python compare.py --help")
     if key.replace("-", "_") in settings and key not in RATES:
@@ -239,10 +242,12 @@ def record(method, folder):
         return None
     except (OSError, ValueError, KeyError, TypeError) as problem:
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); move it elsewhere")
-    for name, value in method.args.items():
-        if name not in (*FREE, *common.unused(method.args["split"]), "seed", "device") and then.get(name) != value:
+    no_part = (*FREE, *common.unused(method.args["split"]), "seed", "device")
+    for name in {**method.args, **then}:  # the record can be another method's
+        now = method.args.get(name)
+        if name not in no_part and then.get(name) != now:
             flag = "--" + name.strip("_").replace("_", "-")
-            common.refuse(f"{folder} has a record with {flag} {then.get(name)}, now it is {value}; use another --out")
+            common.refuse(f"{folder} has a record with {flag} {then.get(name)}, now it is {now}; use another NAME, or another --out")
     return found
 
 
@@ -354,13 +359,13 @@ def lines(rows):
         yield f"| {' | '.join(cells)} |"
 
 
-def write_table(rows, records, shared, args, out):
+def write_table(rows, records, methods, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
     unused = common.unused(shared.split)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
-    notes = [f"- {name} is {method}." for name, method in named(args) if f"{name}={method}" in args.methods.split(",")]
-    notes += [f"- {name}: {OWN[method][1]}: `{' '.join(flags(OWN[method][0](shared)))}`." for name, method in named(args) if method in OWN]
+    notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
+    notes += [f"- {m.name}: {OWN[m.method][1]}: `{' '.join(flags(OWN[m.method][0](shared)))}`." for m in methods if m.method in OWN]
     chosen = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
@@ -407,7 +412,7 @@ def draw(rows, records, shared, out):
                 style = styles[name]
                 x, mean, std = curve(records[name], part, key)
                 x = x * shared.rounds / records[name][0]["args"]["rounds"]  # fewer rounds, each with more work
-                axis.plot(x, mean, label=name, **style)
+                axis.plot(x, mean, label=name, marker="o" if len(x) == 1 else None, **style)  # a line through one point can't be seen
                 band = (mean - std).clip(0), (mean + std).clip(max=1)
                 axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
@@ -434,7 +439,7 @@ def main(argv=None):
         one, other = list(splits.values())[:2]
         common.refuse(f"{one} and {other} do not have the same images or split: they can't be compared")
     rows = table(records)
-    write_table(rows, records, shared, args, out)
+    write_table(rows, records, methods, shared, args, out)
     if any(row["personal"] for row in rows):
         draw(rows, records, shared, out)
     print("\n".join(lines(rows)))

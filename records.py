@@ -530,7 +530,8 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         pyplot.close(figure)
 
 
-USED_BY = {  # arguments and the splits that they are for
+USED_BY = {  # arguments and the splits that they are for; semantic and natural find their own clients
+    "clients": ("iid", "shards", "dirichlet", "dirichlet-classes", "classes", "lognormal", "fedslr", "fedma"),
     "per_client": ("shards", "classes", "lognormal"), "alpha": ("dirichlet", "dirichlet-classes", "fedslr", "fedma"),
 }
 

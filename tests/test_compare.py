@@ -97,7 +97,7 @@ def test_what_is_done_is_kept_and_what_was_interrupted_goes_on(go, tmp_path, cap
     record.write_text(record.read_text().replace('"status": "finished"', '"status": "interrupted"'))
     go("fedavg", "--seeds", "2")
     assert go.trained == ["fedavg/1+"]
-    refused(capsys, "has a record with --lr 0.02, now it is 0.1; use another --out", go, "fedavg", "--lr", "0.1")
+    refused(capsys, "has a record with --lr 0.02, now it is 0.1; use another NAME, or another --out", go, "fedavg", "--lr", "0.1")
     refused(capsys, "has a record with --rounds 2, now it is 3", go, "fedavg", "--rounds", "3")
     assert not go.trained
 
@@ -127,14 +127,19 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg,fedfoo", [], "there is no method fedfoo"),
     ("fedavg,nosuch.py", [], "there is no file"),
     ("", [], "--methods is empty"),
-    ("fedavg", ["--set", "mu=0.1"], "--set mu=0.1: say METHOD.PARAMETER=VALUE"),
-    ("fedavg", ["--set", "fedavg"], "--set fedavg: say METHOD.PARAMETER=VALUE"),
+    ("fedavg", ["--set", "mu=0.1"], "--set mu=0.1: say NAME.PARAMETER=VALUE"),
+    ("fedavg", ["--set", "fedavg"], "--set fedavg: say NAME.PARAMETER=VALUE"),
     ("fedprox", ["--set", "fedprox.mu(=1"], "unrecognized arguments: --mu(=1"),
     ("fedavgm", ["--set", "fedavgm.target=0.8"], "stops at an accuracy (target=[0.8]), others don't"),
-    ("fedavg,fedavg", [], "two methods are called fedavg; give one another name: NAME=fedavg"),
-    ("local=fedprox", [], "two methods are called local"),
-    ("../a=fedavg", [], "say NAME=METHOD; a name has"),
-    ("a=superfed-mm", ["--set", "a.mix=layer"], "mix is what makes the method a"),
+    ("fedavg,fedavg", [], "the name fedavg is taken; give fedavg another one: NAME=fedavg"),
+    ("local=fedprox", [], "the name local is taken; give fedprox another one: NAME=fedprox"),
+    ("../a=fedavg", [], "there is no method ../a=fedavg"),
+    ("_a=fedavg", [], "there is no method _a=fedavg"),
+    ("a=", [], "there is no method a="),
+    ("a=superfed-mm", ["--set", "a.mix=layer"], "mix is what makes the method superfed-mm"),
+    ("a=fedprox", ["--set", "fedprox.mu=1"], "--methods has no fedprox; its names are a"),
+    ("a=fedprox", ["--set", "a.mu=1", "--set", "a.mu=.1"], "it is set twice"),
+    ("fedavg", ["--alpha", "0.1"], "--split iid has no use for --alpha; leave it out, or take --split dirichlet or "),
     ("a=fedprox", ["--set", "a.density=.5"], "fedprox has no density; it is for fedspa"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),
     ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
@@ -147,7 +152,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg", ["--seed", "5"], "--seeds says how many"),
     ("fedavg", ["--seeds", "0"], "must be at least 1"),
     ("fedavg", ["--set", "fedavg.seed=5"], "--seed is this program's own"),
-    ("fedavg,all", [], "two methods are called fedavg"),
+    ("fedavg,all", [], "the name fedavg is taken"),
     ("fedavg", ["--out", str(HERE / "docs")], "holds files of this repository"),
     ("fedavg", ["--out", str(HERE)], "holds files of this repository"),
     ("fedavg,persfl", ["--client-val", "0"], "--methods: persfl: users choose their teachers on validation images"),
@@ -165,7 +170,7 @@ def test_a_file_that_changes_what_is_shared_is_refused(go, tmp_path, capsys):
     common.load_file.cache_clear()
     refused(capsys, "mine.py stops at an accuracy (target=[0.5])", go, str(mine))
     mine.with_name("fedavg.py").write_text("main = print")
-    refused(capsys, "two methods are called fedavg", go, str(mine.with_name("fedavg.py")))
+    refused(capsys, "the name fedavg is taken", go, str(mine.with_name("fedavg.py")))
     mine.with_name("bare.py").write_text("def main(): pass")
     refused(capsys, "bare.py has no main(argv); see docs/extend.md", go, str(mine.with_name("bare.py")))
     mine.with_name("broken.py").write_text("def main(argv:")
@@ -214,10 +219,10 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     out, page = HERE / "results" / folder, (HERE / "docs" / "compare.md").read_text().replace("\\\n", " ")
     command = re.search(rf"python compare.py (.* --out) runs/{folder}$", page, re.M)[1]
     args, shared = compare.arguments([*command.split(), f"results/{folder}"])
-    records = {method.name: [compare.record(method, out / method.name / str(seed)) for seed in range(args.seeds)]
-               for method in compare.plan(args, shared)}
+    methods = compare.plan(args, shared)
+    records = {method.name: [compare.record(method, out / method.name / str(seed)) for seed in range(args.seeds)] for method in methods}
     assert len({(r["data"]["fingerprint"], r["split"]["fingerprint"]) for runs in records.values() for r in runs}) == 1
-    compare.write_table(compare.table(records), records, shared, args, tmp_path)
+    compare.write_table(compare.table(records), records, methods, shared, args, tmp_path)
     for name in ("compare.md", "compare.csv"):
         assert (tmp_path / name).read_text() == (out / name).read_text()
     assert "\n".join(compare.lines(compare.table(records))) in page
@@ -267,17 +272,21 @@ def test_a_method_without_personal_measures_has_empty_cells(go, tmp_path):
     assert [not cell.strip() for cell in row.split("|")[2:5]] == [False, True, True]
 
 
-def test_one_method_with_several_settings(go):
-    records = go(f"fedprox,strong=fedprox,own={OWN}", "--seeds", "1", "--set", "strong.mu=1", "--set", "own.mix=0.25")
+def test_one_method_with_several_settings(go, tmp_path, capsys):
+    bare = tmp_path / "bare.py"  # without the parameter
+    bare.write_text(re.sub("    parser.add_argument.*", "", pathlib.Path(OWN).read_text()).replace("args.mix", "0.5"))
+    records = go(f"fedprox, strong=fedprox,own={OWN}", "--seeds", "1", "--set", "strong.mu=1", "--set", "own.mix=0.25")
     assert {name: r["args"].get("mu") for name, r in records.items()} == {"fedprox/0": 0.01, "strong/0": 1, "own/0": None}
     page = (go.out / "compare.md").read_text()
     assert "- strong is fedprox." in page and f"- own is {OWN}." in page and "- fedprox is" not in page
+    refused(capsys, "has a record with --mix None, now it is 0.5; use another NAME", go, f"strong={OWN}", "--seeds", "1")
+    refused(capsys, "has a record with --mix 0.25, now it is None; use another NAME", go, f"own={bare}", "--seeds", "1")
     records = go("slow=scaffold", "--seeds", "1", "--lr", "0.1", "--momentum", "0.9")
     assert records["slow/0"]["args"]["lr"] == 0.25  # what it has of its own, as under its own name
 
 
 def test_ways_to_misspell_an_own_parameter(go, capsys):
-    refused(capsys, "a method's own parameter is --set METHOD.PARAMETER=VALUE", go, "fedprox", "--mu", "1")
+    refused(capsys, "a method's own parameter is --set NAME.PARAMETER=VALUE", go, "fedprox", "--mu", "1")
     refused(capsys, "baselines.py --help", go, "fedprox", "--set", "fedprox.moo=1")
     go("fedprox-ft", "--seeds", "1", "--set", "fedprox-ft.finetune_epochs=2")
     assert json.loads((go.out / "fedprox-ft/0/result.json").read_text())["args"]["finetune_epochs"] == 2
