@@ -192,10 +192,11 @@ def plan(args, shared):
         found[name] = Method(name, method, file, argv, made)
     if not found:
         common.refuse("--methods is empty")
-    for name, word in sets:
+    parameters = [(name, word.partition("=")[0]) for name, word in sets]
+    for (name, word), parameter in zip(sets, parameters):
         if name not in found:
             common.refuse(f"--set {name}.{word}: --methods has no {name}; its names are {', '.join(found)}")
-        if [one == name and other.partition("=")[0] == word.partition("=")[0] for one, other in sets].count(True) > 1:
+        if parameters.count(parameter) > 1:
             common.refuse(f"--set {name}.{word}: it is set twice")
     return list(found.values())
 
