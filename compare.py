@@ -149,9 +149,12 @@ def parsed(main, argv, what, file):
 def named(args):
     """(name, method) for each of --methods: fedprox, strong=fedprox, path/to/mine.py, ..."""
     for word in filter(None, map(str.strip, args.methods.split(","))):
-        given = re.fullmatch(r"([^\W_][\w-]*)=(.+)", word)  # a name can be a folder's, and stand in a figure
-        name, method = given.groups() if given else (word if word in METHODS else pathlib.Path(word).stem, word)
-        yield from zip(METHODS, METHODS) if word == "all" else [(name, method)]
+        if given := re.fullmatch(r"([^\W_][\w-]*)=(.+)", word):  # a name is a folder's, too, and stands in figures
+            yield given.groups()
+        elif word == "all":
+            yield from ((method, method) for method in METHODS)
+        else:
+            yield word if word in METHODS else pathlib.Path(word).stem, word
 
 
 def plan(args, shared):
