@@ -6,7 +6,7 @@
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
 "global": accuracy of w on the central test images. On each client's own: "gkr" of w, "personal" of w + p_i, the mixed model.
-Algorithm 2. Lines 7, 14, 20 have Algorithm 1's numbers (its 14: our 9 to 14). (4) to (7): the paper's equations. M clients;
+Algorithm 2. Lines 7, 14, 20 are numbered as in Algorithm 1, whose 14 is our 9 to 14. (4) to (7): its equations. M clients;
 f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
@@ -33,7 +33,7 @@ f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its
 
 Choices that change a number, in full in docs/fedslr.md. How to read the code: fedavg.py.
     D1  Line 1: p_i is a copy of w^0's kernels and matrices (authors' code: and biases) with resnet18 and mobilenet; else 0.
-    D2  Line 3: C*M is rounded down. In the authors' code each client takes part with probability C.
+    D2  Line 3: C*M is rounded down; authors' code: each client takes part with probability C. Line 7: no weights n_i.
     D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
     D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
     D5  Line 7's argmin shrinks kernels and matrices alone; biases and GroupNorm stay as in v. Line 20 shrinks all of p_i.
@@ -134,7 +134,7 @@ def main(argv=None):
         for j, i in enumerate(S):  # one by one, to save memory
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[j])  # l.6, l.16
         gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
-        v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: [d]
+        v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: not weighted (D2): [d]
         del w_i  # frees memory
         state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
         # Phase II is a part of line 5. It stands behind line 7 here. It uses w^t, not w^{t+1}, so the result is the same.
@@ -311,11 +311,11 @@ def finish(run, state):
     rows = [row for row in history if "gkr" in row]
     full = full_ranks(net).tolist()
     columns = ("mean", "std", "worst_decile", "loss")
-    print(f"\n{'model':<8}{'round':>8}" + "".join(f"{name:>14}" for name in (*columns, "10^6 numbers")))
+    print(f"\n{'model':<12}{'round':>8}" + "".join(f"{name:>14}" for name in (*columns, "10^6 numbers")))
     for name, part, model in (("GKR", "gkr", "gkr"), ("mixed", "personal", "mixed")):
-        for row in (rows[-1], max(rows, key=lambda row: row[part]["mean"])):
+        for when, row in (("last", rows[-1]), ("best", max(rows, key=lambda row: row[part]["mean"]))):
             values = [*(row[part][key] for key in columns), row["numbers"][model] / 1e6]
-            print(f"{name:<8}{row['round']:>8}" + "".join(f"{value:>14.4f}" for value in values))
+            print(f"{name + ', ' + when:<12}{row['round']:>8}" + "".join(f"{value:>14.4f}" for value in values))
     print("ranks   " + ", ".join(f"{name} {rank}/{most}" for (name, rank), most in zip(rows[-1]["ranks"].items(), full)))
     if times := rows[-1].get("latency"):
         print(f"export  {run.args.export}; {times['dense_ms']} ms dense, {times['factorised_ms']} ms factorised, 20 images")

@@ -17,8 +17,8 @@ G is FedAvg's global model. User k's teacher O_k is the G that suits user k best
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words. Its listing lacks "choose G_1", line 13's loop and lines 9 to 11. K users have n_k
-training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad.
+The paper's Algorithm 1, in our words. "choose G_1", line 13's loop and lines 9 to 11 (ends of loops there) are ours. K users
+have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -48,9 +48,9 @@ Choices that change a number. docs/persfl.md has each in full.
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
     D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E (Algorithm 1's E_L) = 10, no momentum are our choice.
-    D4  Line 15: images are shuffled in every epoch, pixels in [0, 1]. Line 20: a sum over classes, a mean over images.
+    D4  Line 15: in every epoch, shuffled; the paper cuts once. Pixels in [0, 1]. Line 20: sum over classes, mean over images.
     D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
-    D6  Line 13: best on validation images; of equals the first. The paper's (3), least training loss, always gives lambda = 1.
+    D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, always gives lambda = 1.
     D7  Line 13: each pair starts at O_k. Grid: by Table 5. T has no effect with lambda 0 or 1: 11 pairs (records above: 15).
     D8  Line 11: the last G, G_{E_G+1}, is everybody's teacher, and the students' start.
     D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
@@ -125,7 +125,7 @@ def stage_2(federation, run, O, args):
     """Every user alone, with its teacher O_k: O [K, d] -> all its students [K, 11, d], and A_k, the one it keeps [K, d]."""
     users, eta = np.arange(len(O)), torch.tensor(args.distill_lr, device=federation.device)
     step = with_progress(student_step(federation.net, args), federation, run)
-    A = O[:, None].repeat(1, len(GRID), 1)  # l.13: every student starts at O_k
+    A = O[:, None].repeat(1, len(GRID), 1)  # l.13: every student starts at O_k; `step` takes all pairs' students at once
     # federation.train does for each user k, at once or one after the other:      l.14
     #     for epoch in range(E):                                                  l.16
     #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
@@ -192,7 +192,7 @@ BY_DATASET = {
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    group = parser.add_argument_group("PersFL (--rounds is E_G, --epochs E_L, --lr eta of Stage 1)")
+    group = parser.add_argument_group("PersFL (--rounds is E_G; --epochs E_L and --lr eta of Stage 1; --momentum of both)")
     group.add_argument("--soft", choices=("kl", "ce"), default="kl", help="the soft loss: kl is PersFL, ce PersFL-GD")
     group.add_argument("--teacher", choices=("optimal", "final"), default="optimal",
                        help="O_k: each user's best G, or the last one for all (Table 4)")
