@@ -1174,7 +1174,7 @@ class Federation:
         if not plans or not plans[0].index.size:  # nobody, or no epochs
             return clients
         if self.vmap or self.device.type == "cuda":
-            return engine.train(self, step, clients, plans, shared, net or self.net)
+            return engine.train(self, step, clients, plans, shared, net or self.net, max(1, self.args.rounds - t))
         return self.one_by_one(step, clients, plans, shared)
 
     def one_by_one(self, step, clients, plans, shared):

@@ -113,7 +113,7 @@ def arguments(argv):
                         "name, to take part with several settings")
     p.add_argument("--seeds", type=common.positive_int, default=3, help="how many: 0, 1, 2, ... (default: 3); the split is one")
     p.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", help="as fedprox.mu=0.1")
-    p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time, with one thread each")
+    p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time; on a CPU with one thread each")
     p.add_argument("--out", default="runs/compare", help="folder of all that is written (default: runs/compare)")
     args, rest = p.parse_known_args(argv)
     for word in rest:
@@ -264,11 +264,11 @@ def changed(method, record):
             if not files[name].exists() or hashlib.sha256(files[name].read_bytes()).hexdigest() != digest]
 
 
-def train(argv, jobs, children):
+def train(argv, one_thread, children):
     """A run in a process of its own: its exit code and the last line of what it complained of."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    one = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
-    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * (jobs > 1)], stdout=subprocess.DEVNULL,
+    one = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * one_thread], stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **one})
     children.append(child)
     said = child.communicate()[1].strip().splitlines() or [f"exit code {child.returncode}"]
@@ -303,7 +303,8 @@ def train_all(methods, args, shared):
         signal.signal(number, stop)
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            runs = {pool.submit(train, argv, args.jobs, children): run for run, argv in todo.items()}
+            one_thread = args.jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
+            runs = {pool.submit(train, argv, one_thread, children): run for run, argv in todo.items()}
             for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
                 (name, seed), (code, said) = runs[done], done.result()
                 if code not in (0, 3):  # 3: diverged, which is a result

@@ -7,7 +7,7 @@ below, and tests compare the two for every algorithm.
     2. Many clients in one step         prepare, train, check, train_together, tune, logits_together
     3. CUDA graphs                      Replay
     4. Convolutions as products         conv_by_patches
-    5. Gradients                        vmapped, grad
+    5. Gradients                        vmapped, outside_of_steps, grad
     6. What clients keep                Rows
 
 fed is common.py's Federation.
@@ -179,16 +179,19 @@ def prepare(fed):
     fed.all_rows = []  # every Rows
     fed.peak = 0  # bytes, the most that a GPU held before ways were tried
     fed.at_once = 4000  # images in evaluation under vmap
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(fed.device)  # of an earlier run in this process
     keep_memory()
 
 
-def train(fed, step, state, plans, shared, net):
+def train(fed, step, state, plans, shared, net, left):
     """Federation.train where many clients go through a step at once: as many as fit, in the fastest way that is known. If this
-    fails, or does not give what the plain loop gives, the plain loop does it. plans: the Plan of each client."""
+    fails, or does not give what the plain loop gives, the plain loop does it. plans: the Plan of each client. left: how often
+    this step will be trained, this time with it."""
     fed.training, plain = net, functools.partial(fed.one_by_one, step, state, plans, shared)
     try:
         with fast_kernels(tf32=fed.args.precision == "tf32"):
-            return guarded(fed, step, lambda: fast(fed, step, state, plans, shared), plain) if fed.vmap else plain()
+            return guarded(fed, step, lambda: fast(fed, step, state, plans, shared, left), plain) if fed.vmap else plain()
     except RuntimeError as problem:
         if not out_of_memory(problem):
             raise
@@ -209,7 +212,7 @@ def guarded(fed, key, fast_way, plain_way):
     return plain_way()
 
 
-def fast(fed, step, state, plans, shared):
+def fast(fed, step, state, plans, shared, left):
     """The clients with most minibatches first, so that those who go together end together. A way is a route, how convolutions
     are computed ("conv" or "patches"), and how many clients go at once (None: all)."""
     order = sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index)))
@@ -233,7 +236,7 @@ def fast(fed, step, state, plans, shared):
     steps = sum(len(plan.index) for plan in plans)
     prove = functools.partial(check, fed, step, state, plans, shared, work, order)
     if fed.tunes:
-        tune(fed, step, tuning, work, places, steps, prove)
+        tune(fed, step, tuning, work, places, steps, prove, left)
     way = fed.ways.get(step, (fed.training.route, fed.parallel))
     fed.training.route, start = way[0], now(fed.device)
     prove(way)
@@ -388,14 +391,14 @@ def run_steps(function, state, inputs, shared):
     return state
 
 
-def tune(fed, step, tuning, work, places, steps, prove):
-    """Tries one more way for a step, if all trying takes at most a tenth of the time that the step trains for, this call with it;
-    the fastest is taken: together or one by one (unless --parallel says), convolutions as such or as products with patches."""
+def tune(fed, step, tuning, work, places, steps, prove, left):
+    """Tries one more way for a step, if all trying takes at most a tenth of the time that the step takes in the whole run, at its pace
+    so far. The fastest is taken: together or one by one (unless --parallel says), convolutions as such or as products with patches."""
     ways = [("conv", fed.parallel), ("patches", fed.parallel)] + [("conv", 1)] * (fed.parallel is None and len(places) > 1)
     way = next((way for way in ways if way not in tuning.found), None)
     each, few = tuning.seconds / max(1, tuning.minibatches), min(steps, TIMED * len(places))
     # three times, and it may be three times slower than the one that is used
-    if way is None or not each or tuning.spent + 9 * few * each > 0.1 * (tuning.seconds + steps * each):
+    if way is None or not each or tuning.spent + 9 * few * each > 0.1 * (tuning.seconds + left * steps * each):
         return
     begin, seconds = now(fed.device), float("inf")
     if fed.device.type == "cuda":
@@ -586,6 +589,11 @@ class Patches(torch.autograd.Function):
 def vmapped():
     """Whether many clients' steps run at once (or this is inside another grad)."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def outside_of_steps():
+    """In here no step is vmapped, also where an interruption comes in the midst of one: its tensors can be saved."""
+    return torch._C._DisableFuncTorch()
 
 
 def grad(function, argnums=0, has_aux=False):

@@ -232,7 +232,8 @@ class Run:
             self.pending = number
             return
         self.federation.stop = True  # the workers give up at their next minibatch
-        self.finish("interrupted")
+        with engine.outside_of_steps():
+            self.finish("interrupted")
         raise SystemExit(128 + number)
 
     # The record and the state

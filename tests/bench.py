@@ -165,13 +165,13 @@ def memory_of(work, device):
 def interleaved(entrants, device, repetitions):
     """Seconds of each entrant's rounds, and the MiB that its first two took at most."""
     seconds, memory = {name: [] for name in entrants}, dict.fromkeys(entrants, 0)
-    for t in range(-3, repetitions):  # the first three warm up: graphs are captured in the second
+    for t in range(-4, repetitions):  # the first four warm up: graphs are captured in the second, ways are tried up to the fourth
         for name, one_round in entrants.items():
-            if t < -1:
-                memory[name] = max(memory[name], memory_of(lambda: one_round(t + 3), device))
+            if t < -2:
+                memory[name] = max(memory[name], memory_of(lambda: one_round(t + 4), device))
                 continue
             start = engine.now(torch.device(device))
-            one_round(t + 3)
+            one_round(t + 4)
             if t >= 0:
                 seconds[name].append(engine.now(torch.device(device)) - start)
     return seconds, memory

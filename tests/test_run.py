@@ -19,6 +19,7 @@ import torch
 
 import baselines
 import common
+import engine
 import fedavg
 import fedavgm
 import persfl
@@ -428,6 +429,39 @@ def test_interruption_writes_the_record_and_the_state(number, code, tmp_path):
     parts, state = run(fedavg, [*argv[:-2], "--resume"], tmp_path / "parts")
     whole, want = run(fedavg, argv[:-2], tmp_path / "whole")
     assert torch.equal(state["w"], want["w"]) and same(parts, whole)
+
+
+def test_an_interruption_in_the_midst_of_a_vmapped_step_writes_the_state(tmp_path, monkeypatch):
+    """The record and the state of the round before it, from which --resume goes on."""
+    prepare, cross_entropy, records_log = engine.prepare, common.cross_entropy, records.Run.log
+
+    def together(fed):
+        prepare(fed)
+        fed.vmap, fed.parallel, fed.map = True, None, map
+
+    def interrupted(logits, b):
+        if logged == [1, 2]:
+            logged.append("interrupted")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return cross_entropy(logits, b)
+
+    def log(self, *measures, **more):
+        logged.append(self.row["round"])
+        return records_log(self, *measures, **more)
+
+    logged = []
+    monkeypatch.setattr(engine, "prepare", together)
+    monkeypatch.setattr(common, "cross_entropy", interrupted)
+    monkeypatch.setattr(records.Run, "log", log)
+    argv = [*QUICK, "--rounds", "3", "--eval-every", "1"]
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*argv, "--out", str(tmp_path / "parts")])
+    assert stop.value.code == 143
+    record = json.loads((tmp_path / "parts" / "result.json").read_text())
+    assert record["status"] == "interrupted" and len(record["rounds"]) == 2
+    parts, state = run(fedavg, [*argv, "--resume"], tmp_path / "parts")
+    whole, want = run(fedavg, argv, tmp_path / "whole")
+    torch.testing.assert_close(state["w"], want["w"])
 
 
 def test_plots(tmp_path):
