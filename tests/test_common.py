@@ -502,7 +502,9 @@ def test_local_response_norm_is_tensorflows():
 
 
 @pytest.mark.parametrize("model, name, std", [
-    ("cnn", "conv2.weight", (2 / ((64 + 32) * 25)) ** 0.5), ("cnn", "fc1.weight", (2 / (512 + 32)) ** 0.5), ("cnn", "conv1.bias", 0.0),
+    ("cnn", "conv1.weight", (2 / ((32 + 3) * 25)) ** 0.5), ("cnn", "conv2.weight", (2 / ((64 + 32) * 25)) ** 0.5),
+    ("cnn", "conv3.weight", (2 / ((32 + 64) * 9)) ** 0.5), ("cnn", "fc2.weight", (2 / (10 + 512)) ** 0.5),
+    ("cnn", "fc1.weight", (2 / (512 + 32)) ** 0.5), ("cnn", "conv1.bias", 0.0),
     ("cifarnet", "fc1.weight", (1 / 400) ** 0.5 / 3**0.5), ("vgg16", "conv3-1.weight", (2 / (256 * 9)) ** 0.5), ("tfcnn", "fc3.weight", 0.04 * 0.8796),
 ])
 def test_initial_weights_have_their_distribution(model, name, std):

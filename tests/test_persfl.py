@@ -313,6 +313,11 @@ def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_pat
 def test_a_diverged_student_is_not_chosen():
     accuracy = np.array([[0.2, np.nan, 0.3], [np.nan, 0.0, 0.0], [0.5, 0.5, np.nan]])
     assert persfl.choose(accuracy).tolist() == [2, 1, 0]
+    fed = federation(SMALL)
+    students = fed.initial_weights().repeat(4, 2, 1)  # [4 users, 2 students, d]
+    students[1, 0, 7], students[2, 1, 7] = torch.inf, torch.nan
+    found = persfl.accuracies(fed, students, fed.split.test)
+    assert np.isnan(found).tolist() == [[False, False], [True, False], [False, True], [False, False]]
 
 
 def test_users_all_take_part(capsys):
