@@ -33,10 +33,11 @@ their options.
 
 Models. "global": the server's model, on the central test images. "personal": each client's model on its own test images, then
 the mean over all clients. (Most authors' code weighs clients by their test images: `weighted_mean` in the record.) The function
-says which model it is. A part that comes from the server is the server's newest. A part that a client keeps is from the last
-round in which the client was sampled.
+says which model it is. What comes from the server is the server's newest. What a client keeps is from the last round in which
+the client was sampled.
 
-Local SGD has momentum. It starts at 0 in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
+Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (the page says which). It starts at 0 in
+each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
 theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
 and gets.
 
@@ -193,7 +194,7 @@ def centralised(federation, run, args):
      3      for each minibatch b of C*E epochs of P:  w = w - eta * gradient of f(w; b)
 
     Personal is w. Images would be sent once and models are not sent: no bytes are counted.
-    D1  Line 3: C*E epochs are as much work as FedAvg's; rounded to whole epochs, at least one.
+    D1  Line 3: C*E epochs are as much work as FedAvg's. Rounded, and at least one: more work where C*E is below 1.
     """
     step = sgd_step(federation.net, args)
     epochs = max(1, round(args.fraction * args.epochs))  # D1
@@ -691,7 +692,7 @@ def fedspa(federation, run, args):
     those of the active weights alone.
     D1  Line 1: ERK's numbers of ones, as in DisPFL's code, and density .5, as FedSLR's table implies. A random mask per client;
         DisPFL's code gives all clients one, unless told otherwise.
-    D2  Line 4: with momentum the masked gradients are summed up.
+    D2  Line 4: the momentum sums M_k * g_k. So weights outside the mask stay 0.
     D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. The number dropped is rounded down, there up.
     D4  Line 7: g_k is that of the last minibatch, before its step; DisPFL's code takes one more, after training. Weights that
         line 6 dropped are among the others, so they can come back.
@@ -780,8 +781,8 @@ def fedma(federation, run, args):
     --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes up: each layer once.
     Down: w at the start of a round (not of the first, unless --common-start); then each averaged layer but the last, and Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
-    D2  Line 6: a unit is its incoming weights and its bias. Client after client is matched to the sum of the others, in up to 5
-        sweeps, by number (first sweep: to those before it). Officially in 1 + 5 sweeps, the 5 in random orders.
+    D2  Line 6: a unit is its incoming weights and its bias. First sweep: client k is matched to the sum of clients 0 to k-1. Up
+        to four more: to the sum of all others. Officially always five more, each in a random order.
     D3  Line 7: the plain mean. The paper's mean is pulled to the prior's.
     D4  Line 5: SGD, as officially. For l = L the rate is eta/10, the weight decay 1e-4, and there are 3*E epochs. To train it
         like the other layers: --last-lr 1 --last-decay 0 --last-epochs 1.
