@@ -255,7 +255,8 @@ def fedprox(federation, run, args):
 
 
 def scaffold(federation, run, args):
-    """Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", 2020.
+    """Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", 2020,
+    arXiv 1910.06378.
 
      1  x = w_0;  c = 0 and, for every client k, c_k = 0
      2  for each round t:  S_t
@@ -448,7 +449,7 @@ def fedper(federation, run, args):
 
 def fedrep(federation, run, args):
     """FedRep: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning",
-    ICML 2021.
+    ICML 2021, arXiv 2102.07078.
 
      1  body w and, for every client k, head v_k, its last N layers: those of w_0
      2  for each round t:  S_t
@@ -521,7 +522,7 @@ def lg_fedavg(federation, run, args):
 
 
 def ditto(federation, run, args):
-    """Ditto: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", 2021.
+    """Ditto: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", 2021, arXiv 2012.04221.
 
      1  w = w_0 and, for every client k, v_k = w_0
      2  for each round t:  S_t
@@ -765,7 +766,8 @@ def highest(score, sizes, counts):
 
 
 def fedma(federation, run, args):
-    """FedMA: Wang, Yurochkin, Sun, Papailiopoulos, Khazaeni, "Federated Learning with Matched Averaging", ICLR 2020.
+    """FedMA: Wang, Yurochkin, Sun, Papailiopoulos, Khazaeni, "Federated Learning with Matched Averaging", ICLR 2020, arXiv
+    2002.06440.
 
      1  w = w_0
      2  for each round t:  S_t
