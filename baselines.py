@@ -522,7 +522,8 @@ def lg_fedavg(federation, run, args):
 
 
 def ditto(federation, run, args):
-    """Ditto: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", 2021, arXiv 2012.04221.
+    """Ditto: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", 2021, arXiv
+    2012.04221.
 
      1  w = w_0 and, for every client k, v_k = w_0
      2  for each round t:  S_t
