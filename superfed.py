@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. These runs: 111 min on shared cores. Alone, elsewhere: 31 to 41 min.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Training: 111 min on shared cores; alone, elsewhere, 31 to 41 min.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -17,7 +17,7 @@ lambda that is best on the test images, as in the paper. fedavg.py says how to r
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
 Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Line numbers are the paper's (the
-missing: lost, or ends of loops), ClientUpdate's plus 10. Lines 12, 16 to 18: from text and slides; 7a: text; 18a: ours (D16).
+missing: lost, ends of loops, return), ClientUpdate's plus 10. Lines 12, 16 to 18: text and slides; 7a: text; 18a: ours (D16).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -107,8 +107,8 @@ def client_step(net, args):
 def client_update(federation, step, S, t, phase_two_from, w_f, w_l):
     """ClientUpdate in round t for the clients k of S. phase_two_from: Phase II's first round. w_f [d]: the server's w^f. w_l
     [K, d]: the w^l_k of all clients. Returns the trained w^f_k and w^l_k, [m, d] each."""
-    w_g = w_f  # l.12: `step` does not change it
     w_f_k, w_l_k = w_f.expand(len(S), -1), w_l[S]  # l.11: [m, d] each
+    w_g = w_f  # l.12: `step` does not change it
     u_f, u_l = torch.zeros_like(w_l_k), torch.zeros_like(w_l_k)  # momentum (D7)
     eta = learning_rate(federation, t)  # D4
     phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.16: 0 if t < L*R (D4)
