@@ -5,7 +5,7 @@ later published as Fed2 (KDD 2021). We had notes on the paper, and four of Fed2'
     python psinet.py --dataset cifar10 --groups 0 --norm gn     (FedAvg with GroupNorm: .8334; bn: .8546; none: .8413)
     python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817)
 
-What to expect on CIFAR-10, 10 nodes with 4 classes each, --rounds 25 (of 100; a minute each) --precision bf16, seed 0.
+What to expect on CIFAR-10, 10 nodes with 4 classes each, --rounds 25 (of 100; 1 to 2 min each) --precision bf16, seed 0.
 
     method                global, last   record
     Psi-Net               .7705          results/scale-0.25/psinet-norm/psinet-cifar10-prune/0
