@@ -5,21 +5,21 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
     python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
 
 What to expect: rounds until the test accuracy reaches 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist
---model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). Clients have random images (IID). A tenth of the clients is
-in a round (C=.1). Seed 0. B=all (`--batch-size 0`) is FedSGD. last: the last accuracy. min: minutes of training, one core.
+--model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). Rounds are interpolated, as in the paper. IID clients, C=.1,
+seed 0. E=1 with B=all (`--batch-size 0`) is FedSGD. last: the last accuracy. min: minutes of training, one core.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
     2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
     2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
-There is one model w. "global" is w on the central test images, as in the paper. "personal" is w on each client's test images,
-mean over clients. With --client-test above 0 these are the client's own images, else central ones, drawn with its class shares.
+There is one model w, measured after line 7. "global": on the central test images, as in the paper. "personal": on each client's
+test images, mean over clients: its own with --client-test above 0, else central ones, drawn with its class shares.
 
 How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
 gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. [m]: one number each.
 
-The paper's Algorithm 1, in our words. K clients; P_k are the training images of client k, n_k their number.
+The paper's Algorithm 1, in our words. K clients; P_k: client k's n_k training images; l: mean cross-entropy.
 
     Server
      1  choose w_0
@@ -41,7 +41,7 @@ Choices that change a number. docs/fedavg.md has each in full.
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: line 1, eta, padding, the augmentation's ranges, MNIST's pixels (-1/2 to 1/2: the 2NN's rounds fit).
+    D4  Not in the paper: w_0's values, eta, padding, augmentation's ranges, MNIST's pixels (-1/2 to 1/2: by the 2NN's rounds).
 """
 
 from types import SimpleNamespace as State
@@ -61,7 +61,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags add decay * w and momentum * u to g
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g, and u; our flags add decay * w, momentum * u
 
     return step
 

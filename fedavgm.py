@@ -4,7 +4,7 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1
 
 What to expect: global accuracy, C=.05, E=1, seed 0. FedAvg: --beta 0 --lr .03. alpha = .1: 500 rounds, two cores. alpha = 0
-(one class per client): 10,000, one core, bf16. The paper, in its most skewed setting: .769 (FedAvg: .301).
+(one class per client): 10,000 rounds, one core, bf16. Published, for the most skewed clients: .769 (FedAvg: .301).
 
     alpha  method   last   best   min  record (in results)
     .1     FedAvgM  .4021  .4068  11   scale-0.05/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0
@@ -12,7 +12,7 @@ What to expect: global accuracy, C=.05, E=1, seed 0. FedAvg: --beta 0 --lr .03. 
     0      FedAvgM  .7993  .8015  312  fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
     0      FedAvg   .5413  .6974  310  fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
-Section 4.2, in FedAvg's algorithm and its line numbers. K clients; P_k are the training images of client k, n_k their number.
+Section 4.2, in FedAvg's algorithm (fedavg.py's lines). K clients; P_k: client k's n_k training images; l: mean cross-entropy.
 There is one model w. "global", "personal" and how to read the code: see fedavg.py.
 
     Server
@@ -36,11 +36,11 @@ Choices that change a number. docs/fedavgm.md has each in full.
 
     D1  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  eta, beta: Flower's pair for alpha 0 and 1 (alpha as in D5). Flower's for .1 learns more slowly. The paper's are lost.
+    D3  B, eta, beta: the paper's are lost. Flower's are used: its pair for alpha 0 and 1 (its pair for .1 was behind it).
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
-    D5  alpha is the paper's: alpha/10 per class. Many libraries take alpha per class: their .01 is .1 here.
+    D5  A client's class shares: Dirichlet(alpha/10, ...), as in the paper. Many libraries take alpha: their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
-    D7  Lines 7 to 7b: the formulas are lost in our copy. Line 7b is PyTorch's form of Nesterov's momentum.
+    D7  Lines 7 to 7b: formulas lost in our copy. 7b: Nesterov's momentum as in PyTorch; the server's rate is 1 (the paper).
 """
 
 from types import SimpleNamespace as State
@@ -72,7 +72,7 @@ def main(argv=None):
     step = client_step(federation.net, args)
 
     w_0 = federation.initial_weights()  # l.1: [d]
-    state = State(w=w_0, v=torch.zeros_like(w_0))  # what the server keeps from round to round: [d] each
+    state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: v = 0. Kept from round to round: [d] each
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D6)
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]

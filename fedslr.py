@@ -5,9 +5,9 @@
     python fedslr.py --dataset cifar10 --model cnn --rounds 60   .5289  .8342  12 min  results/fedslr/cifar10-cnn-lambda-1e-4
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
-"global": accuracy of w on the central test images. On each client's own: "gkr" of w, "personal" of w + p_i, the mixed model.
-Algorithm 2. Lines 7, 14, 20 are numbered as in Algorithm 1, whose 14 is our 9 to 14. (4) to (7): its equations. M clients;
-f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
+Accuracies: "global" of w on all central test images; by clients (D7): "gkr" of w, "personal" of w + p_i, the mixed model.
+Algorithm 2, restored: its listing is lost. Lines 7, 20 are Algorithm 1's, whose 14 is our 9 to 14. (4) to (7): the paper's. M:
+clients; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
      2  for each round t = 0, 1, ..., T-1:
@@ -32,16 +32,16 @@ f_i: client i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its
     20              p_i = soft(p_i - eta * g, eta*mu)                                                        (7)
 
 Choices that change a number, in full in docs/fedslr.md. How to read the code: fedavg.py.
-    D1  Line 1: p_i is a copy of w^0's kernels and matrices (authors' code: and biases) with resnet18 and mobilenet; else 0.
+    D1  Line 1: p_i = 0, but with resnet18, mobilenet a copy of w^0's kernels and matrices (authors' code: and biases).
     D2  Line 3: C*M is rounded down; authors' code: each client takes part with probability C. Line 7: no weights n_i.
-    D3  Lines 13 and 20, and D8's steps, have weight decay: 1e-3 * w or p_i is added to g. eta is multiplied by .998 each round.
-    D4  Line 19: p_i trains beside w^t, the round's first model. "personal" adds p_i to w^{t+1}, for all clients.
+    D3  Lines 13, 20, D8: weight decay adds 1e-3 * w or p_i to g (value: authors' code). eta times .998 each round (the paper).
+    D4  Line 19: p_i trains beside w^t. "personal" is w^{t+1} + p_i, for all clients, also those not in S_t.
     D5  Line 7's argmin shrinks kernels and matrices alone; biases and GroupNorm stay as in v. Line 20 shrinks all of p_i.
-    D6  In w^t, which goes down, a pi(w_l) counts as min(rows*columns, rank*(rows+columns)) numbers. w_i, up, counts whole.
-    D7  A client's test images: of each class floor(100 * the class's share of its training images). The paper: 100 images.
-    D8  --variant lpgd: the argmin with lambda*eta after each step; gpgd: line 7's argmin of the plain mean. No gamma_i.
+    D6  Numbers sent: down w^t, each pi(w_l) as min(rows*columns, rank*(rows+columns)); up all numbers of w_i.
+    D7  A client's test images are central: of each class floor(100 * its share in the client's images). The paper: 100.
+    D8  --variant lpgd: the argmin, lambda*eta, after each step; gpgd: line 7's, of the mean. No gamma_i. Phase II as above.
     D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
-    D10  A client's class shares are Dirichlet(.1). A class that is used up is dealt out again. Images are moved and mirrored.
+    D10  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
 """
 
 import os

@@ -6,7 +6,7 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: each class is divided between 2 users in log-normal shares. CIFAR-10, mean over users, five runs (FedAvg: the last G):
+DS-3: each class is divided between 2 users in log-normal shares. CIFAR-10, users' mean accuracy, 5 runs (FedAvg: last G):
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes a run   records
     DS-1    50       .5068    .6846        .7186    8 to 14         results/persfl-2/persfl-cifar10-split-classes
@@ -17,7 +17,7 @@ G is FedAvg's global model. User k's teacher O_k is the G that suits user k best
 lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words. "choose G_1", line 13's loop and lines 9 to 11 (ends of loops there) are ours. K users
+The paper's Algorithm 1, in our words. Ours: "choose G_1", line 13's loop, lines 9 to 11 (there: ends of loops). K users
 have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad.
 
      1  Stage 1, users and server together: find the teachers
@@ -32,7 +32,7 @@ have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. f
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid:  A_k = O_k for every user k; then lines 14 to 22. Each user keeps its best A_k
+    13  for each pair (T, lambda) of the grid:  A_k = O_k for all k, lines 14 to 22. Then user k keeps its best A_k (D6)
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
@@ -47,12 +47,12 @@ Choices that change a number. docs/persfl.md has each in full.
 
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
-    D3  Lines 9 to 22: B = 20, eta = eta' = .05, E_L = 1, E (Algorithm 1's E_L) = 10, no momentum are our choice.
+    D3  Ours: B = 20, eta = eta' = .05, E_L = 1 (line 9), E = 10 (line 16; the paper: E_L), no momentum.
     D4  Line 15: in every epoch, shuffled; the paper cuts once. Pixels in [0, 1]. Line 20: sum over classes, mean over images.
-    D5  Line 20: the teacher is the target of the KL. PersFL and PersFL-GD then have the same gradients.
-    D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, always gives lambda = 1.
-    D7  Line 13: each pair starts at O_k. Grid: by Table 5. T has no effect with lambda 0 or 1: 11 pairs (records above: 15).
-    D8  Line 11: the last G, G_{E_G+1}, is everybody's teacher, and the students' start.
+    D5  Line 20: KL(teacher || student); (3) reverses it. PersFL and PersFL-GD then have the same gradients.
+    D6  Line 13: best on validation images; on a tie the first. By the paper's (3), least training loss: lambda = 1 (loss 0).
+    D7  Line 13: each pair starts at O_k. Grid: by Table 5. T has no effect with lambda 0 or 1: 15 pairs, 11 students.
+    D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
     D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
     D11  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
@@ -86,7 +86,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.9: u = momentum * u + g + decay * w, then w - eta * u
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.9: w - eta * u', u' = momentum * u + g + decay * w
 
     return step
 
@@ -96,7 +96,7 @@ def student_step(net, args, grid=GRID):
     T, lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11], [11]
 
     def step(user, b, eta):
-        A, u, O = user  # [11, d] the students' weights, [11, d] their momentum, [d] the teacher's weights
+        A, u, O = user  # [11, d] the students' weights, [11, d] momentum, [d] the teacher's; eta is eta'
         O_b = net(O, b.x)  # O_k(b): [B, classes]
 
         def loss(A, T, lam):  # of one student: A [d], and two numbers
@@ -147,7 +147,7 @@ def main(argv=None):
     step = client_step(federation.net, args)
 
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]
-    K = len(federation.clients)  # all users; with several processes those of this one
+    K = len(federation.clients)  # all users (of this process, if there are several)
     state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
                   round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: O [K, d], l' [K]
     for t, S in run.rounds(state, among=seen):  # l.1, l.3-4: Stage 1; S are all users that train, [m]

@@ -5,12 +5,12 @@ later published as Fed2 (KDD 2021). We had notes on the paper, and four of Fed2'
     python psinet.py --dataset cifar10 --groups 0 --norm gn     (FedAvg with GroupNorm: .8334; bn: .8546; none: .8413)
     python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817)
 
-What to expect on CIFAR-10, 10 nodes with 4 classes each, --rounds 25 (of 100; 1 to 2 min each) --precision bf16, seed 0.
+What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 1 to 2 min a round.
 
-    method                global, last   record
-    Psi-Net               .7705          results/scale-0.25/psinet-norm/psinet-cifar10-prune/0
-    Psi-Net, --no-prune   .6221          results/scale-0.25/psinet-norm/psinet-cifar10/0
-    FedAvg, GroupNorm     .6168          results/scale-0.25/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
+    method                rounds   global, last   record
+    Psi-Net               100      .8356          results/psinet-norm/psinet-cifar10-prune/0
+    FedAvg, GroupNorm     100      .8117          results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
+    Psi-Net, --no-prune   25       .6221          results/scale-0.25/psinet-norm/psinet-cifar10/0
 
 The method (sections 3 and 4), in our words. There is one model Omega; omega^i is the copy of it that node i trains. "global"
 is Omega on the central test images, "personal" on central test images in each node's class shares. Notation: see fedavg.py.
@@ -22,20 +22,20 @@ is Omega on the central test images, "personal" on central test images in each n
      4  fully connected layers are cut into G blocks: block g sees group g alone, and gives the logits of the classes M(g)
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
-     6  G_i = the groups of node i: all; in the extreme non-IID case those for which node i has images of a class in M(g)
+     6  G_i = set of node i's groups: all; in extreme non-IID cases those for which node i has images of a class in M(g)
      7  for each round t = 0, 1, ..., T-1, with the nodes S (D8: all):
      8      for each node i in S, in parallel:  omega^i = LocalUpdate(i, Omega_shared and Omega_g for g in G_i)
      9      Omega_shared = average of omega^i_shared over the nodes i in S, BatchNorm's running statistics included
     10      Omega_g = average of omega^i_g over the nodes i in S with g in G_i
     LocalUpdate(i, omega)
-    11  for each of E local epochs, for each minibatch of node i:
-    12      omega = omega - eta * gradient of the cross-entropy; running statistics move a tenth towards the minibatch's
+    11  for each of E local epochs, for each minibatch b:
+    12      omega = omega - eta * gradient of the cross-entropy; running statistics move .1 towards b's, PyTorch's default
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: the first layer with groups sees all shared channels, and starts as if ungrouped. With --enter slice: a slice.
-    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
-    D3  Line 1: G = 10, depth conv5 (VGG-9: FedMA's without dropout) or conv3-2 (VGG-16). M(g) are consecutive labels.
+    D1  Line 3: each group of the first grouped layer sees all shared channels (fan-in: all). --enter slice: only its slice.
+    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group is drawn with its own fan-in.
+    D3  Line 1: G = 10; depth: VGG-9 (FedMA's, no dropout) conv5, VGG-16 conv3-2. M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node of S has stays as it is.
     D6  Line 6: we take every split as extreme; --no-prune: G_i is all groups. Line 12: the softmax has only G_i's classes.
@@ -138,7 +138,7 @@ def client_step(net, args):
 
 
 def groups_of_nodes(federation, args):
-    """has [K, G]: whether node i, of K nodes, has group g."""
+    """has [K, G]: has[i, g] is True if g is in G_i. K nodes."""
     M, labels = federation.net.M, federation.labels
     has = torch.stack([torch.isin(M, labels[images]).any(1) for images in federation.split.train])  # l.6: G_i (D6)
     return has if args.prune else torch.ones_like(has)
@@ -193,7 +193,7 @@ def main(argv=None):
         n_i = federation.n[S]  # [m]
         state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]; all nodes have the shared numbers (l.9)
         state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_r]
-        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # multiplications so far, forward
+        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # for the record
         run.sent(up=int(has_w.sum() + has_r.sum()), down=int(has_w.sum() + has_r.sum()))
         if run.evaluates():
             Omega = torch.cat([state.w, state.r])

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Training: 111 min on shared cores; alone, elsewhere, 31 to 41 min.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Training: 111 min, beside other programs.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -16,8 +16,8 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
-Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Line numbers are the paper's (the
-missing: lost, ends of loops, return), ClientUpdate's plus 10. Lines 12, 16 to 18: text and slides; 7a: text; 18a: ours (D16).
+Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Line numbers: the paper's, with 10
+added in ClientUpdate. We skip lines that are lost or only end a loop. 12, 16 to 18: from text, slides; 7a: text; 18a: ours.
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -52,11 +52,11 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all: least training loss; with --client-val best validation accuracy.
+    D12  "personal": one lambda of 0, .1, ..., 1 for all clients and layers: least training loss; --client-val: its best.
     D13  Line 5: C*K is rounded down. With --unseen N it is C*(K-N).
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
-    D16  Line 18a is done for every minibatch. Its place, within or behind the loop, is lost in our copy.
+    D16  Line 18a: for every minibatch. In our copy lines 20 and 21, behind that loop, are empty: perhaps it stood there.
 """
 
 from math import ceil
@@ -128,7 +128,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     seen = clients_that_train(federation)  # all, but for --unseen (D14)
-    run = common.Run(__file__, federation, fixed_rounds="Phase II begins at L*R")  # why --resume refuses other --rounds
+    run = common.Run(__file__, federation, fixed_rounds="Phase II begins at L*R")  # so --resume refuses other --rounds
     step = client_step(federation.net, args)
     phase_two_from = first_round_of_phase_two(run)  # l.16: L*R (D4)
 
@@ -139,7 +139,7 @@ def main(argv=None):
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
         if t >= phase_two_from:
-            state.w_l[S] = w_l_k  # l.23: keep w^l_k. In Phase I only --weight-decay would change it
+            state.w_l[S] = w_l_k  # l.23: keep w^l_k. In Phase I its gradient is 0
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, phase_two_from))
@@ -250,7 +250,7 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
-    images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # of training, as many as there are for tests
+    images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # training images, as many as test images
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def W(S):
@@ -284,9 +284,9 @@ def clients_that_train(federation):
 def measure_unseen(federation, step, seen, state, phase_two_from):
     """The unseen clients do ClientUpdate once, in Phase II. Their new w^l_k are measured with the server's w^f (D14)."""
     unseen = np.setdiff1d(np.arange(federation.K), seen)
-    here = federation.rows(unseen)
-    _, w_l_k = client_update(federation, step, here, federation.args.rounds, phase_two_from, state.w_f, state.w_l)
-    return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(here, S)])  # S: some of here
+    rows = federation.rows(unseen)
+    _, w_l_k = client_update(federation, step, rows, federation.args.rounds, phase_two_from, state.w_f, state.w_l)
+    return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(rows, S)])  # S: some of rows
 
 
 def show(run):

@@ -44,8 +44,8 @@ TABLES = [
     """, norm, 1,
           "10x4 is 10 nodes with 4 classes each. A node has only the groups of its classes, with --no-prune all groups. Which of "
           "the two the paper's 88.26 is is lost (D6).", {
-        "All": "These runs have 8 to 55 of 100 rounds. With --no-prune a node has all groups, and its softmax all classes: the "
-               "two rows of Psi-Net are far apart. FedAvg without normalisation is last so far. In the paper it is not "
+        "All": "Psi-Net and FedAvg + GN have all 100 rounds, the others 8 to 25. With --no-prune a node has all groups, and its softmax all classes: the "
+               "two rows of Psi-Net are far apart. At equal rounds FedAvg without normalisation is last. In the paper it is not "
                "([its page](../docs/psinet.md)).",
     }, figures.rounds),
     table("psinet-groups", "Number of groups (VGG-16, CIFAR-100, 10x50)", "top-1", """
