@@ -29,7 +29,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import numpy as np
@@ -264,13 +265,32 @@ def changed(method, record):
             if not files[name].exists() or hashlib.sha256(files[name].read_bytes()).hexdigest() != digest]
 
 
+class Children:
+    """The processes that train. After stop() there are none, and none is started."""
+
+    def __init__(self):
+        self.all, self.stopped, self.lock = [], False, threading.Lock()
+
+    def start(self, command, **options):
+        with self.lock:  # so that no child is started unseen while stop() ends the others
+            if self.stopped:
+                raise CancelledError
+            self.all.append(subprocess.Popen(command, **options))
+            return self.all[-1]
+
+    def stop(self):
+        with self.lock:
+            self.stopped = True
+            for child in self.all:
+                child.terminate()
+
+
 def train(argv, one_thread, children):
     """A run in a process of its own: its exit code and the last line of what it complained of."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     one = {"OMP_NUM_THREADS": "1"} if one_thread else {}
-    child = subprocess.Popen([sys.executable, *argv, *["--parallel=1"] * one_thread], stdout=subprocess.DEVNULL,
-                             stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **one})
-    children.append(child)
+    child = children.start([sys.executable, *argv, *["--parallel=1"] * one_thread], stdout=subprocess.DEVNULL,
+                           stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **one})
     said = child.communicate()[1].strip().splitlines() or [f"exit code {child.returncode}"]
     return child.returncode, said[-1].rpartition("error: ")[2]
 
@@ -282,7 +302,7 @@ def stop(number, _):
 
 def train_all(methods, args, shared):
     """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
-    todo, children, images = {}, [], None
+    todo, children, images = {}, Children(), None
     places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
               for seed in range(args.seeds) for method in methods}
     for (name, seed), (method, folder) in places.items():
@@ -316,8 +336,7 @@ def train_all(methods, args, shared):
                 tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for child in children:
-                child.terminate()
+            children.stop()
             raise
     return {method.name: [record(*places[method.name, seed]) for seed in range(args.seeds)] for method in methods}
 

@@ -157,6 +157,9 @@ class Run:
         """Refuses a method that --resume would not serve: that changes a tensor of its state in place, or adds to the state."""
         if late := vars(self.state).keys() - self.names:
             refuse(f"the loop adds {', '.join(late)} to `state`; set every name before run.rounds(state)")
+        for name, z in vars(self.state).items():
+            if type(z).__module__ == "numpy":  # torch.load(weights_only=True) would not read it
+                refuse(f"state.{name} is numpy's {type(z).__name__}; keep tensors and Python's own numbers")
         for name, version in self.versions.items():
             if self.kept.state[name]._version != version:
                 refuse(f"state.{name} was changed in place; write state.{name} = state.{name} + ... instead of +=, and begin anew")

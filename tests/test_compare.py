@@ -4,8 +4,10 @@ import csv
 import json
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -290,3 +292,14 @@ def test_ways_to_misspell_an_own_parameter(go, capsys):
     refused(capsys, "baselines.py --help", go, "fedprox", "--set", "fedprox.moo=1")
     go("fedprox-ft", "--seeds", "1", "--set", "fedprox-ft.finetune_epochs=2")
     assert json.loads((go.out / "fedprox-ft/0/result.json").read_text())["args"]["finetune_epochs"] == 2
+
+
+def test_after_an_error_nothing_is_trained_on(tmp_path):
+    """The run that is being trained ends, and the next one is not begun."""
+    children = compare.Children()
+    child = children.start([sys.executable, "-c", "import time; time.sleep(60)"])
+    children.stop()
+    assert child.wait(30) == -signal.SIGTERM
+    with pytest.raises(CancelledError):
+        children.start([sys.executable, "-c", f"open({str(tmp_path / 'begun')!r}, 'w')"])
+    assert not (tmp_path / "begun").exists()

@@ -178,6 +178,23 @@ def test_a_state_whose_names_come_later_is_refused(tmp_path, capsys):
     assert "the loop adds late to `state`; set every name before run.rounds(state)" in capsys.readouterr().err
 
 
+def test_numpy_in_a_state_is_refused(tmp_path, capsys):
+    """It could be written, and not be read again."""
+    argv = [*QUICK, "--rounds", "2", "--eval-every", "1", "--out", str(tmp_path)]
+
+    def main(argv):
+        federation = common.Federation(common.parse(common.parser("mine"), {}, argv))
+        run, state = common.Run(__file__, federation), SimpleNamespace(w=federation.initial_weights(), h=0.0)
+        for _ in run.rounds(state):
+            state.h = np.float64(0.5)
+            run.log(federation.evaluate(state.w))
+
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert "state.h is numpy's float64; keep tensors and Python's own numbers" in capsys.readouterr().err
+    assert not (tmp_path / "state.pt").exists()
+
+
 def test_two_files_of_one_name_are_refused(tmp_path, capsys):
     (tmp_path / "fedavg.py").write_text("def mine(labels, classes, rng, args): return [[0, 1, 2], [3, 4, 5]]\n")
     argv = [*QUICK, "--split", f"{tmp_path}/fedavg.py:mine", "--client-test", "0", "--out", str(tmp_path / "out")]
