@@ -2,11 +2,12 @@
 
 Read from top to bottom, or jump:
 
-    1. Arguments and random streams     parser, parse, stream
-    2. Splits                           split_clients and one function per scheme
-    3. Models                           Net, MODELS: functions of one flat vector w of d numbers
-    4. Transforms                       TRANSFORMS: uint8 images -> what a model sees
-    5. Training and evaluation          Federation: its clients' minibatches, one step function, all measures
+    1. Random streams             stream
+    2. Splits                     split_clients and one function per scheme
+    3. Models                     Net, MODELS: functions of one flat vector w of d numbers
+    4. Transforms                 TRANSFORMS: uint8 images -> what a model sees
+    5. Training and evaluation    Federation: its clients' minibatches, one step function, all measures
+    6. Arguments                  parser, parse
 
 Images come from datasets.py, the loop over the rounds (common.Run) and the record from records.py, gradients (common.grad) and
 what makes training fast from engine.py. To follow an algorithm, read Run.rounds (records.py) and Federation.sample, train,
@@ -40,177 +41,7 @@ from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (th
 from records import USED_BY, Run, drawing, setting, without_clients, without_nan  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. Arguments and random streams
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse(f"{message} (see --help)")
-
-
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-
-def between(kind, low, high=float("inf"), without_low=False):
-    """An argparse type: a finite number in [low, high], or in (low, high]."""
-
-    def parse_number(text):
-        value = kind(text)
-        if not (low < value <= high if without_low else low <= value <= high) or value == float("inf"):
-            limits = f"{'above' if without_low else 'at least'} {low}" + (f" and at most {high}" if high < float("inf") else "")
-            limits = "finite" if value == float("inf") == high else limits
-            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
-        return value
-
-    parse_number.__name__ = "number" if kind is float else "whole number"
-    return parse_number
-
-
-positive_int, nonnegative_int = between(int, 1), between(int, 0)
-positive, nonnegative = between(float, 0, without_low=True), between(float, 0)
-fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without_low=True)
-
-
-def parser(doc, **defaults):
-    """The common flags, with an algorithm's defaults; the file adds its own flags in a group of its own."""
-    about, command, *_ = (doc or "").split("\n\n") + [""]
-    p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
-    g = p.add_argument_group("data (the same in every file)")
-    g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
-    g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
-    g.add_argument("--limit", type=positive_int, help="use only this many training images, equally many of each class")
-    g.add_argument("--augment-once", action="store_true",
-                   help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
-    g.add_argument("--split", default="shards", metavar="NAME",
-                   help=f"how the training images are given to the clients: {' '.join(SPLITS)}, or path/to/file.py:function "
-                        "(docs/extend.md); natural: as the .npz says (its array client_train; client_test, if it is there, gives out "
-                        "the test images)")
-    g.add_argument("--alpha", type=nonnegative, default=1.0,
-                   help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
-                        "per client for dirichlet-classes and fedma, alpha per class for fedslr; other splits refuse it")
-    g.add_argument("--per-client", type=positive_int, default=2,
-                   help="s, shards (--split shards) or classes (classes, lognormal) of a client; other splits refuse it")
-    g.add_argument("--clients", type=positive_int, default=100,
-                   help="K, clients in all (--split semantic and natural find their own)")
-    g.add_argument("--client-test", type=fraction, default=0.2,
-                   help="share of a client's images held out as its own test images; 0: it is tested on central test "
-                        "images instead, drawn with its class shares")
-    g.add_argument("--client-val", type=fraction, default=0.0,
-                   help="share of a client's images held out for validation: the record then has val_mean and val_loss; "
-                        "superfed.py and persfl.py also choose on these images")
-    g.add_argument("--transform", default="scale", choices=TRANSFORMS,
-                   help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; normalize: each channel to mean 0 and deviation 1; "
-                        "the others: a paper's")
-    g = p.add_argument_group("training (the same in every file)")
-    g.add_argument("--model", default="cnn", metavar="NAME",
-                   help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
-    g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
-    g.add_argument("--rounds", type=positive_int, default=100, help="T, R or E_G, rounds of communication")
-    g.add_argument("--epochs", type=positive_int, default=1, help="E (E_L in PersFL), local epochs")
-    g.add_argument("--batch-size", type=nonnegative_int, default=20, help="B, local minibatch; 0: all the client has")
-    g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
-    g.add_argument("--lr-decay", type=positive_fraction, default=1.0, help="eta is multiplied by this every round")
-    g.add_argument("--momentum", type=fraction, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
-    g.add_argument("--weight-decay", type=nonnegative, default=0.0,
-                   help="adds this times w to the gradient (of tfcnn: for the kernels of its two hidden fully connected layers)")
-    g = p.add_argument_group("running (the same in every file)")
-    seed = between(int, 0, 2**32 - 1)
-    g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
-    g.add_argument("--split-seed", type=seed, default=0,
-                   help="of the split; also of --augment-once, and of superfed.py's --unseen")
-    g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
-    g.add_argument("--parallel", type=positive_int,
-                   help="clients trained at once: threads on the CPU (default: its cores), one vmapped step on a GPU (default: "
-                        "what is fastest and fits)")
-    g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
-                   help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
-                        "the CPU, tf32 on a GPU)")
-    g.add_argument("--engine", choices=("auto", "loop"), default="auto",
-                   help="loop: every client by itself (on the CPU in threads, see --parallel); auto: on a GPU the fastest that gives "
-                        "what the loop gives, on the CPU the loop")
-    g.add_argument("--eval-every", type=positive_int, default=5,
-                   help="rounds between evaluations; the last is always evaluated")
-    if "target" in defaults:  # of files that hand their global model to run.evaluates
-        g.add_argument("--target", type=positive_fraction, nargs="*", metavar="TOP1",
-                       help="measure the global model after every round; stop when its accuracy has reached all these")
-    g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
-    g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
-    g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
-    p.set_defaults(**defaults)
-    return p
-
-
-def parse(p, by_dataset, argv=None):
-    """Parses argv; by_dataset[DATASET] and then by_dataset[DATASET, SPLIT], where there are such, replace the defaults."""
-    first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--dataset", default=p.get_default("dataset"))
-    first.add_argument("--split")
-    for name in USED_BY:
-        first.add_argument(f"--{name}".replace("_", "-"))
-    given = first.parse_known_args(argv)[0]
-    p.set_defaults(**by_dataset.get(given.dataset, {}))
-    p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
-    args = p.parse_args(argv)
-    find("model", args.model, MODELS)  # refuses a name that nothing has
-    find("split", args.split, SPLITS)
-    for name in unused(args.split):
-        if getattr(given, name):
-            default = "" if given.split else " (the default here)"
-            p.error(f"--split {args.split}{default} has no use for --{name.replace('_', '-')}; leave it out, or take "
-                    f"--split {' or '.join(USED_BY[name])}")
-    if args.out == "":
-        p.error("--out is empty; name a folder, or leave it out")
-    if args.precision is None:
-        args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
-    if args.precision == "tf32" and not args.device.startswith("cuda"):
-        p.error("--precision tf32 is for GPUs; use fp32 or bf16")
-    return args
-
-
-def arguments_of(main, argv):
-    """The arguments that an algorithm's main(argv) hands to Federation; nothing is trained."""
-    class Parsed(Exception):
-        pass
-
-    def stop(self, args, make_net=None):
-        raise Parsed(args)
-
-    with mock.patch.object(Federation, "__init__", stop):
-        try:
-            main(argv)
-        except Parsed as parsed:
-            return vars(parsed.args[0])
-
-
-@functools.cache
-def load_file(path):
-    """The module of a .py file anywhere, which may import what lies beside it; refuses what can't be loaded."""
-    path = pathlib.Path(path)
-    if path.suffix != ".py" or not path.is_file():
-        refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    sys.modules[str(path)] = module = importlib.util.module_from_spec(spec)  # dataclasses look for it there
-    sys.path.append(str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as problem:  # whatever the file does
-        refuse(f"{path} can't be loaded: {type(problem).__name__}: {engine.first_line(problem)}")
-    return module
-
-
-def find(flag, name, known):
-    """The function that --model NAME or --split NAME means: one of `known`, or one in a file, path/to/file.py:function."""
-    path, colon, function = name.rpartition(":")
-    if name in known:
-        return known[name]
-    if not colon:
-        refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}, or path/to/file.py:function")
-    if not hasattr(load_file(path), function):
-        refuse(f"--{flag} {name}: {path} has no function {function}")
-    return getattr(load_file(path), function)
-
+# 1. Random streams
 
 STREAMS = ("split", "initialisation", "sampling", "order", "augmentation", "algorithm")
 
@@ -1146,8 +977,10 @@ class Federation:
 
     def per_client(self, x):
         """What every client keeps between rounds (see engine.Rows): a row each, x [...] for all, or x(k) for client number k."""
-        rows = (lambda i: x(int(self.clients[i]))) if callable(x) else lambda i: x
-        return engine.Rows(self, rows)
+        def first(i):
+            return x(int(self.clients[i])) if callable(x) else x
+
+        return engine.Rows(self, first)
 
     # Training: the same step function, one client after the other or many at once
 
@@ -1302,3 +1135,176 @@ def score(logits, y, group, groups, bins=15):
 def spread(values):
     """least/mean/most, shortly."""
     return f"{min(values)}/{np.mean(values):.1f}/{max(values)}".replace(".0/", "/")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Arguments
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(f"{message} (see --help)")
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+def between(kind, low, high=float("inf"), without_low=False):
+    """An argparse type: a finite number in [low, high], or in (low, high]."""
+
+    def parse_number(text):
+        value = kind(text)
+        if not (low < value <= high if without_low else low <= value <= high) or value == float("inf"):
+            limits = f"{'above' if without_low else 'at least'} {low}" + (f" and at most {high}" if high < float("inf") else "")
+            limits = "finite" if value == float("inf") == high else limits
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return value
+
+    parse_number.__name__ = "number" if kind is float else "whole number"
+    return parse_number
+
+
+positive_int, nonnegative_int = between(int, 1), between(int, 0)
+positive, nonnegative = between(float, 0, without_low=True), between(float, 0)
+fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without_low=True)
+
+
+def parser(doc, **defaults):
+    """The common flags, with an algorithm's defaults; the file adds its own flags in a group of its own."""
+    about, command, *_ = (doc or "").split("\n\n") + [""]
+    p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
+    g = p.add_argument_group("data (the same in every file)")
+    g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
+    g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
+    g.add_argument("--limit", type=positive_int, help="use only this many training images, equally many of each class")
+    g.add_argument("--augment-once", action="store_true",
+                   help="move every image by up to 4 pixels each way and mirror half of them, once and for all")
+    g.add_argument("--split", default="shards", metavar="NAME",
+                   help=f"how the training images are given to the clients: {' '.join(SPLITS)}, or path/to/file.py:function "
+                        "(docs/extend.md); natural: as the .npz says (its array client_train; client_test, if it is there, gives out "
+                        "the test images)")
+    g.add_argument("--alpha", type=nonnegative, default=1.0,
+                   help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s convention), alpha "
+                        "per client for dirichlet-classes and fedma, alpha per class for fedslr; other splits refuse it")
+    g.add_argument("--per-client", type=positive_int, default=2,
+                   help="s, shards (--split shards) or classes (classes, lognormal) of a client; other splits refuse it")
+    g.add_argument("--clients", type=positive_int, default=100,
+                   help="K, clients in all (--split semantic and natural find their own)")
+    g.add_argument("--client-test", type=fraction, default=0.2,
+                   help="share of a client's images held out as its own test images; 0: it is tested on central test "
+                        "images instead, drawn with its class shares")
+    g.add_argument("--client-val", type=fraction, default=0.0,
+                   help="share of a client's images held out for validation: the record then has val_mean and val_loss; "
+                        "superfed.py and persfl.py also choose on these images")
+    g.add_argument("--transform", default="scale", choices=TRANSFORMS,
+                   help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; normalize: each channel to mean 0 and deviation 1; "
+                        "the others: a paper's")
+    g = p.add_argument_group("training (the same in every file)")
+    g.add_argument("--model", default="cnn", metavar="NAME",
+                   help=f"the network: {' '.join(MODELS)}, or path/to/file.py:function (docs/extend.md)")
+    g.add_argument("--fraction", type=fraction, default=0.1, help="C, share of the clients in a round; at least one is drawn")
+    g.add_argument("--rounds", type=positive_int, default=100, help="T, R or E_G, rounds of communication")
+    g.add_argument("--epochs", type=positive_int, default=1, help="E (E_L in PersFL), local epochs")
+    g.add_argument("--batch-size", type=nonnegative_int, default=20, help="B, local minibatch; 0: all the client has")
+    g.add_argument("--lr", type=positive, default=0.01, help="eta, local learning rate")
+    g.add_argument("--lr-decay", type=positive_fraction, default=1.0, help="eta is multiplied by this every round")
+    g.add_argument("--momentum", type=fraction, default=0.0, help="of local SGD; its buffer starts at 0 in every round")
+    g.add_argument("--weight-decay", type=nonnegative, default=0.0,
+                   help="adds this times w to the gradient (of tfcnn: for the kernels of its two hidden fully connected layers)")
+    g = p.add_argument_group("running (the same in every file)")
+    seed = between(int, 0, 2**32 - 1)
+    g.add_argument("--seed", type=seed, default=0, help="of initial weights, sampled clients, order of images, augmentation")
+    g.add_argument("--split-seed", type=seed, default=0,
+                   help="of the split; also of --augment-once, and of superfed.py's --unseen")
+    g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    g.add_argument("--parallel", type=positive_int,
+                   help="clients trained at once: threads on the CPU (default: its cores), one vmapped step on a GPU (default: "
+                        "what is fastest and fits)")
+    g.add_argument("--precision", choices=("fp32", "tf32", "bf16"),
+                   help="of the models' products in training; weights, sums and evaluation are always fp32 (default: fp32 on "
+                        "the CPU, tf32 on a GPU)")
+    g.add_argument("--engine", choices=("auto", "loop"), default="auto",
+                   help="loop: every client by itself (on the CPU in threads, see --parallel); auto: on a GPU the fastest that gives "
+                        "what the loop gives, on the CPU the loop")
+    g.add_argument("--eval-every", type=positive_int, default=5,
+                   help="rounds between evaluations; the last is always evaluated")
+    if "target" in defaults:  # of files that hand their global model to run.evaluates
+        g.add_argument("--target", type=positive_fraction, nargs="*", metavar="TOP1",
+                       help="measure the global model after every round; stop when its accuracy has reached all these")
+    g.add_argument("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
+    g.add_argument("--resume", action="store_true", help="continue the run whose state lies in the --out folder")
+    g.add_argument("--plot", action="store_true", help="draw learning curves, accuracy per client and the split into --out")
+    p.set_defaults(**defaults)
+    return p
+
+
+def parse(p, by_dataset, argv=None):
+    """Parses argv; by_dataset[DATASET] and then by_dataset[DATASET, SPLIT], where there are such, replace the defaults."""
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dataset", default=p.get_default("dataset"))
+    first.add_argument("--split")
+    for name in USED_BY:
+        first.add_argument(f"--{name}".replace("_", "-"))
+    given = first.parse_known_args(argv)[0]
+    p.set_defaults(**by_dataset.get(given.dataset, {}))
+    p.set_defaults(**by_dataset.get((given.dataset, given.split or p.get_default("split")), {}))
+    args = p.parse_args(argv)
+    find("model", args.model, MODELS)  # refuses a name that nothing has
+    find("split", args.split, SPLITS)
+    for name in unused(args.split):
+        if getattr(given, name):
+            default = "" if given.split else " (the default here)"
+            p.error(f"--split {args.split}{default} has no use for --{name.replace('_', '-')}; leave it out, or take "
+                    f"--split {' or '.join(USED_BY[name])}")
+    if args.out == "":
+        p.error("--out is empty; name a folder, or leave it out")
+    if args.precision is None:
+        args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
+    if args.precision == "tf32" and not args.device.startswith("cuda"):
+        p.error("--precision tf32 is for GPUs; use fp32 or bf16")
+    return args
+
+
+def arguments_of(main, argv):
+    """The arguments that an algorithm's main(argv) hands to Federation; nothing is trained."""
+    class Parsed(Exception):
+        pass
+
+    def stop(self, args, make_net=None):
+        raise Parsed(args)
+
+    with mock.patch.object(Federation, "__init__", stop):
+        try:
+            main(argv)
+        except Parsed as parsed:
+            return vars(parsed.args[0])
+
+
+@functools.cache
+def load_file(path):
+    """The module of a .py file anywhere, which may import what lies beside it; refuses what can't be loaded."""
+    path = pathlib.Path(path)
+    if path.suffix != ".py" or not path.is_file():
+        refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    sys.modules[str(path)] = module = importlib.util.module_from_spec(spec)  # dataclasses look for it there
+    sys.path.append(str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:  # whatever the file does
+        refuse(f"{path} can't be loaded: {type(problem).__name__}: {engine.first_line(problem)}")
+    return module
+
+
+def find(flag, name, known):
+    """The function that --model NAME or --split NAME means: one of `known`, or one in a file, path/to/file.py:function."""
+    path, colon, function = name.rpartition(":")
+    if name in known:
+        return known[name]
+    if not colon:
+        refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}, or path/to/file.py:function")
+    if not hasattr(load_file(path), function):
+        refuse(f"--{flag} {name}: {path} has no function {function}")
+    return getattr(load_file(path), function)
