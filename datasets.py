@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import zipfile
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +122,12 @@ def read_npz(path):
     except FileNotFoundError:
         refuse(f"there is no file {path}")
     except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file
-        refuse(f"{path} can't be read as a .npz: {problem!r}")
+        why = repr(problem)
+        if not zipfile.is_zipfile(path):
+            why = "it is none, or a part of one"
+        elif "Object arrays" in why:
+            why = "an array holds Python objects; all images must have one size"
+        refuse(f"{path} can't be read as a .npz: {why}")
 
 
 def read_torchvision(name, folder):

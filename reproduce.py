@@ -333,7 +333,7 @@ def by_value(found):
 
 
 def reproduce(found, budget):
-    """Runs what is missing. Returns an exit code: 1 if a run failed, 130 if the user stopped it."""
+    """Runs what is missing. Returns an exit code: 1 if a run failed."""
     deadline = budget and time.monotonic() + budget
     todo, failed = by_value([r for r in found if not r.sound]), []
     print(f"{len(found)} runs, {len(found) - len(todo)} of them done; time left here: {left(found)}")
@@ -341,11 +341,7 @@ def reproduce(found, budget):
         if deadline and time.monotonic() > deadline:
             break
         print(f"\n{i + 1}/{len(todo)}  {r.path.relative_to(RESULTS)}: {r.state}, {spell(estimate(r))}", flush=True)
-        try:
-            code = train(r, deadline)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on from here")
-            return 130
+        code = train(r, deadline)
         if code not in (None, 0, 3):
             failed.append(f"failed  {r.path.relative_to(RESULTS)}, exit code {code}")
     if deadline and time.monotonic() > deadline:
@@ -616,7 +612,7 @@ def chosen(only):
     return [command for command, read in runs().items() if fits(place(command)) or any(fits(cell.table) for cell in read)]
 
 
-def main(argv=None):
+def follow(argv):
     about, commands, details = __doc__.split("\n\n", 2)
     p = common.Parser(description=about, epilog=f"{commands}\n\n{details}",
                       formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -658,6 +654,14 @@ def main(argv=None):
     else:
         rebuild()
     return code
+
+
+def main(argv=None):
+    try:
+        return follow(argv)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here")
+        return 130
 
 
 if __name__ == "__main__":
