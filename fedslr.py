@@ -6,7 +6,7 @@
 
 w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
 Accuracies: "global" of w on all central test images; by clients (D7): "gkr" of w, "personal" of w + p_i, the mixed model.
-Algorithm 2, restored: its listing is lost. Lines 7, 20 are Algorithm 1's, whose 14 is our 9 to 14. (4) to (7): the paper's. M:
+Algorithm 2, restored: its listing is lost. Lines 7, 20 are Algorithm 1's, whose 14 is our 9 to 14. (4) to (7): the paper's. M
 clients; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0

@@ -32,7 +32,7 @@ have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. f
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid:  A_k = O_k for all k, lines 14 to 22. Then user k keeps its best A_k (D6)
+    13  for each pair (T, lambda) of the grid:  A_k = O_k for all k, lines 14 to 22. Then user k keeps its best A_k
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
