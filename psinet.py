@@ -138,7 +138,7 @@ def client_step(net, args):
 
 
 def groups_of_nodes(federation, args):
-    """has [K, G]: has[i, g] is True if g is in G_i. K nodes."""
+    """has [K, G]: has[i, g] is True if node i, of K, has group g."""
     M, labels = federation.net.M, federation.labels
     has = torch.stack([torch.isin(M, labels[images]).any(1) for images in federation.split.train])  # l.6: G_i (D6)
     return has if args.prune else torch.ones_like(has)
@@ -193,7 +193,7 @@ def main(argv=None):
         n_i = federation.n[S]  # [m]
         state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]; all nodes have the shared numbers (l.9)
         state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_r]
-        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # for the record
+        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # multiplications, for the record
         run.sent(up=int(has_w.sum() + has_r.sum()), down=int(has_w.sum() + has_r.sum()))
         if run.evaluates():
             Omega = torch.cat([state.w, state.r])

@@ -612,7 +612,7 @@ def chosen(only):
     return [command for command, read in runs().items() if fits(place(command)) or any(fits(cell.table) for cell in read)]
 
 
-def follow(argv):
+def run_command(argv):
     about, commands, details = __doc__.split("\n\n", 2)
     p = common.Parser(description=about, epilog=f"{commands}\n\n{details}",
                       formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -658,7 +658,7 @@ def follow(argv):
 
 def main(argv=None):
     try:
-        return follow(argv)
+        return run_command(argv)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here")
         return 130

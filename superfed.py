@@ -52,7 +52,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all clients and layers: least training loss; --client-val: its best.
+    D12  "personal": one lambda of 0, .1, ..., 1 for all clients and layers: least training loss, or best --client-val accuracy.
     D13  Line 5: C*K is rounded down. With --unseen N it is C*(K-N).
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
