@@ -5,8 +5,8 @@ Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
     python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
 
 What to expect: rounds until the test accuracy reaches 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist
---model 2nn --epochs 1 --target .97 --batch-size B --lr eta`). Rounds are interpolated, as in the paper. IID clients, C=.1,
-seed 0. E=1 with B=all (`--batch-size 0`) is FedSGD. last: the last accuracy. min: minutes of training, one core.
+--model 2nn --epochs 1 --target .97 --batch-size B --lr eta`), interpolated as in the paper. IID: a client's images are random.
+C=.1: a tenth of the clients is in a round. B=all with E=1 (`--batch-size 0`): FedSGD. Seed 0. last: accuracy. min: minutes.
 
          E  B    eta   paper  here    last  min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
@@ -41,7 +41,7 @@ Choices that change a number. docs/fedavg.md has each in full.
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: w_0's values, eta, padding, augmentation's ranges, MNIST's pixels (-1/2 to 1/2: by the 2NN's rounds).
+    D4  Not in the paper: w_0, eta, padding, augmentation's ranges, MNIST's pixels (-1/2 to 1/2: the 2NN's rounds then fit).
 """
 
 from types import SimpleNamespace as State
@@ -61,7 +61,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g, and u; our flags add decay * w, momentum * u
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags add decay * w + momentum * u to g
 
     return step
 

@@ -36,9 +36,9 @@ Choices that change a number. docs/fedavgm.md has each in full.
 
     D1  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  B, eta, beta: the paper's are lost. Flower's are used: its pair for alpha 0 and 1 (its pair for .1 was behind it).
+    D3  B, eta, beta are lost; Flower's: its pair for alpha 0 and 1 (as in D5). Here its pair for .1 learns more slowly.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
-    D5  A client's class shares: Dirichlet(alpha/10, ...), as in the paper. Many libraries take alpha: their .01 is .1 here.
+    D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class. Their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
     D7  Lines 7 to 7b: formulas lost in our copy. 7b: Nesterov's momentum as in PyTorch; the server's rate is 1 (the paper).
 """

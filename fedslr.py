@@ -4,8 +4,8 @@
     python fedslr.py --dataset cifar10                           .8752  .9530          published; not run here
     python fedslr.py --dataset cifar10 --model cnn --rounds 60   .5289  .8342  12 min  results/fedslr/cifar10-cnn-lambda-1e-4
 
-w, the "global knowledge representation" (GKR), has low rank and is one for all clients. p_i is sparse and client i's own.
-Accuracies: "global" of w on all central test images; by clients (D7): "gkr" of w, "personal" of w + p_i, the mixed model.
+w, the "global knowledge representation" (GKR), is for all; lambda lowers its rank. p_i is client i's; mu makes it sparse.
+Accuracies: "global" of w on all central test images; on clients' own (D7): "gkr" of w, "personal" of the mixed w + p_i.
 Algorithm 2, restored: its listing is lost. Lines 7, 20 are Algorithm 1's, whose 14 is our 9 to 14. (4) to (7): the paper's. M
 clients; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
 
@@ -33,13 +33,13 @@ clients; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of i
 
 Choices that change a number, in full in docs/fedslr.md. How to read the code: fedavg.py.
     D1  Line 1: p_i = 0, but with resnet18, mobilenet a copy of w^0's kernels and matrices (authors' code: and biases).
-    D2  Line 3: C*M is rounded down; authors' code: each client takes part with probability C. Line 7: no weights n_i.
+    D2  Line 3: C*M is rounded down; authors' code: each client takes part with probability C. Line 7: clients count alike.
     D3  Lines 13, 20, D8: weight decay adds 1e-3 * w or p_i to g (value: authors' code). eta times .998 each round (the paper).
     D4  Line 19: p_i trains beside w^t. "personal" is w^{t+1} + p_i, for all clients, also those not in S_t.
     D5  Line 7's argmin shrinks kernels and matrices alone; biases and GroupNorm stay as in v. Line 20 shrinks all of p_i.
     D6  Numbers sent: down w^t, each pi(w_l) as min(rows*columns, rank*(rows+columns)); up all numbers of w_i.
-    D7  A client's test images are central: of each class floor(100 * its share in the client's images). The paper: 100.
-    D8  --variant lpgd: the argmin, lambda*eta, after each step; gpgd: line 7's, of the mean. No gamma_i. Phase II as above.
+    D7  A client's test images are central: floor(100*s) of a class that is the share s of the client's images. Paper: 100.
+    D8  --variant lpgd: line 7's argmin, lambda*eta, after each step; gpgd: of the mean of w_i. No gamma_i. Phase II as above.
     D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
     D10  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
 """

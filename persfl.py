@@ -47,11 +47,11 @@ Choices that change a number. docs/persfl.md has each in full.
 
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
-    D3  Ours: B = 20, eta = eta' = .05, E_L = 1 (line 9), E = 10 (line 16; the paper: E_L), no momentum.
+    D3  Ours: B = 20, eta (line 9) = eta' (line 22) = .05, E_L = 1, E = 10 (line 16; the paper: E_L), no momentum.
     D4  Line 15: in every epoch, shuffled; the paper cuts once. Pixels in [0, 1]. Line 20: sum over classes, mean over images.
     D5  Line 20: KL(teacher || student); (3) reverses it. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; on a tie the first. By the paper's (3), least training loss: lambda = 1 (loss 0).
-    D7  Line 13: each pair starts at O_k. Grid: by Table 5. T has no effect with lambda 0 or 1: 15 pairs, 11 students.
+    D7  Line 13: each pair starts at O_k. 15 pairs, by Table 5; T does nothing with lambda 0 or 1: 11 students (records: 15).
     D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
     D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
@@ -110,7 +110,7 @@ def student_step(net, args, grid=GRID):
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
 
         g = vmap(common.grad(loss))(A, T, lam)  # l.22: of each student with its own T and lambda, [11, d]
-        A, u = common.sgd(args, A, u, g, eta, net.decayed)  # l.22: A - eta' * u
+        A, u = common.sgd(args, A, u, g, eta, net.decayed)  # l.22: A - eta' * u'
         return A, u, O
 
     return step

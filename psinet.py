@@ -5,7 +5,7 @@ later published as Fed2 (KDD 2021). We had notes on the paper, and four of Fed2'
     python psinet.py --dataset cifar10 --groups 0 --norm gn     (FedAvg with GroupNorm: .8334; bn: .8546; none: .8413)
     python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817)
 
-What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 1 to 2 min a round.
+What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 1 to 2.5 min a round.
 
     method                rounds   global, last   record
     Psi-Net               100      .8356          results/psinet-norm/psinet-cifar10-prune/0
@@ -33,8 +33,8 @@ is Omega on the central test images, "personal" on central test images in each n
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: each group of the first grouped layer sees all shared channels (fan-in: all). --enter slice: only its slice.
-    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group is drawn with its own fan-in.
+    D1  Line 3: groups of the first grouped layer see all shared channels, and start as ungrouped. --enter slice: a slice.
+    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
     D3  Line 1: G = 10; depth: VGG-9 (FedMA's, no dropout) conv5, VGG-16 conv3-2. M(g) are consecutive labels.
     D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
     D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node of S has stays as it is.
