@@ -210,12 +210,14 @@ def accepted():
 
 
 def accept(why, found):
-    """Lets stale results stand for today's files: an entry in accepted.json, to be reviewed like any change."""
+    """Lets stale results stand for today's files: an entry in accepted.json, to be reviewed like any change. Results that are gone
+    leave it."""
     stale = [r for r in found if r.state == "stale" and r.ended != "interrupted"]  # these can't be resumed by today's files
     marks = {str(r.path.relative_to(RESULTS)): r.mark for r in stale}
     sources = {name: digest(name) for r in stale for name in (*r.record["environment"]["sources"], *SHARED)}
     if marks:
-        kept = [{**e, "results": {k: v for k, v in e["results"].items() if k not in marks}} for e in accepted()]
+        kept = [{**e, "results": {k: v for k, v in e["results"].items() if k not in marks and (RESULTS / k / "result.json").exists()}}
+                for e in accepted()]
         entries = [e for e in kept if e["results"]] + [{"why": why, "sources": sources, "results": marks}]
         (RESULTS / "accepted.json").write_text(json.dumps(entries, indent=1) + "\n")
     print(f"accepted {len(marks)} stale results")

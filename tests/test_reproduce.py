@@ -312,6 +312,17 @@ def test_acceptance_is_of_one_record(small):
     assert "| A | 47.09 / 60.00 (1) [stale] |" in page(small) and page(small).count("| stale |") == 1
 
 
+def test_a_result_that_is_gone_is_no_longer_accepted(small):
+    go()
+    (small / "common.py").write_text("# changed\n")
+    go("--accept first --only t-1/stand_in")
+    (small / "results/t-1/stand_in-lr-0.5/0/result.json").unlink()
+    (small / "common.py").write_text("# changed again\n")
+    go("--accept second")
+    entries = json.loads((small / "results" / "accepted.json").read_text())
+    assert [(entry["why"], list(entry["results"])) for entry in entries] == [("second", ["t-1/stand_in/0"])]
+
+
 def test_a_record_of_other_arguments_does_not_count(small, capsys):
     go()
     path = next(small.glob("results/t-1/stand_in/0/result.json"))
