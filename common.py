@@ -86,10 +86,10 @@ def split_clients(data, args):
     validation and one test image where those are asked for; otherwise the split is refused.
     """
     rng = stream(args.split_seed, "split")
-    labels = data.labels[: data.train]
+    labels = data.labels[: data.n_train]
     elsewhere = ":" in args.split  # a user's own: path/to/file.py:function
-    if args.clients > data.train and "clients" not in unused(args.split) and not elsewhere:
-        refuse(f"{data.train} training images can't be split among {args.clients} clients; use fewer --clients")
+    if args.clients > data.n_train and "clients" not in unused(args.split) and not elsewhere:
+        refuse(f"{data.n_train} training images can't be split among {args.clients} clients; use fewer --clients")
     if args.client_test + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
     if args.split == "fedslr" and (args.client_test or args.client_val):  # a client's training and test images could share some
@@ -118,7 +118,7 @@ def split_clients(data, args):
             refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
                    f"{len(test)} to test; use {', '.join(hints)} or more images")
         if tests_of is not None:
-            test = data.train + np.flatnonzero(tests_of == k)
+            test = data.n_train + np.flatnonzero(tests_of == k)
         elif not test_share:
             test = matched_test(labels[index], data, rng)
         if not len(test):
@@ -134,8 +134,8 @@ def matched_test(labels, data, rng, size=100):
 
     Without replacement within a client; different clients' may overlap. Shares below 1/size add nothing.
     """
-    pools, counts = by_class(data.labels[data.train :], data.classes, rng), np.bincount(labels, minlength=data.classes)
-    return np.concatenate([pool[: int(n / len(labels) * size + 1e-9)] for pool, n in zip(pools, counts)]) + data.train
+    pools, counts = by_class(data.labels[data.n_train :], data.classes, rng), np.bincount(labels, minlength=data.classes)
+    return np.concatenate([pool[: int(n / len(labels) * size + 1e-9)] for pool, n in zip(pools, counts)]) + data.n_train
 
 
 def by_class(labels, classes, rng):
@@ -793,7 +793,7 @@ def tensorflow(x, u=None, size=24):
 def normalize(data):
     """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
     channels = range(data.images.shape[3])
-    counts = np.stack([np.bincount(data.images[: data.train, :, :, c].ravel(), minlength=256) for c in channels], 1)
+    counts = np.stack([np.bincount(data.images[: data.n_train, :, :, c].ravel(), minlength=256) for c in channels], 1)
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
     std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
@@ -903,8 +903,8 @@ class Federation:
         if args.split == "natural" and self.data.test_owner is not None:
             self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
         dealt = np.unique(np.concatenate([index for part in self.whole_split for index in part]))
-        if nobodys := self.data.train - (dealt < self.data.train).sum():
-            self.notes.append(f"note    {nobodys} of {self.data.train} training images go to no client")
+        if nobodys := self.data.n_train - (dealt < self.data.n_train).sum():
+            self.notes.append(f"note    {nobodys} of {self.data.n_train} training images go to no client")
         if self.data.classes == 1:
             self.notes.append("warning all images are of one class: every model is right")
         if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
@@ -921,7 +921,7 @@ class Federation:
         held = [len(index) for index in self.whole_split.test]
         own = self.args.client_test or (self.args.split == "natural" and data.test_owner is not None)
         kinds = [len(np.unique(data.labels[index])) for index in self.whole_split.train]
-        print(f"data    {data.name}: {data.train} training and {len(data.images) - data.train} central test images, "
+        print(f"data    {data.name}: {data.n_train} training and {len(data.images) - data.n_train} central test images, "
               f"{data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
               + (", with client_train (for --split natural)" if data.owner is not None else ""))
         print(f"split   {self.args.split}: {K} client{'s' * (K > 1)}, {share} in a round, training images {spread(sizes)}, "
@@ -1058,8 +1058,8 @@ class Federation:
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece, mce."""
-        labels = self.labels[self.data.train :]
-        logits = self.logits(w, np.arange(self.data.train, len(self.data.images)))
+        labels = self.labels[self.data.n_train :]
+        logits = self.logits(w, np.arange(self.data.n_train, len(self.data.images)))
         one = score(logits, labels, torch.zeros_like(labels), 1)
         return {name: float(value[0]) for name, value in one.items()}
 

@@ -15,16 +15,16 @@ from engine import first_line, refuse
 
 
 class Data(NamedTuple):
-    """images [N,H,W,C] uint8 and labels [N] int64; the first `train` are for training, the others the central test.
+    """images [N,H,W,C] uint8 and labels [N] int64; the first n_train are for training, the others the central test.
 
-    owner [train]: the client that each training image belongs to, where the data set says so. test_owner [N - train]: the
+    owner [n_train]: the client that each training image belongs to, where the data set says so. test_owner [N - n_train]: the
     client that each test image belongs to, where it says that, too.
     """
 
     name: str
     images: np.ndarray
     labels: np.ndarray
-    train: int
+    n_train: int
     classes: int
     owner: np.ndarray | None = None
     test_owner: np.ndarray | None = None
@@ -228,15 +228,15 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
 
 def limit_images(data, limit):
     """The data set with only `limit` training images, as many of each class as of the others while they last."""
-    if limit > data.train:
-        refuse(f"--limit {limit}: {data.name} has only {data.train} training images")
+    if limit > data.n_train:
+        refuse(f"--limit {limit}: {data.name} has only {data.n_train} training images")
     if limit < data.classes:
         refuse(f"--limit {limit} leaves some of the {data.classes} classes empty")
-    labels = data.labels[: data.train]
-    rank = np.empty(data.train, int)  # of an image among those of its class
+    labels = data.labels[: data.n_train]
+    rank = np.empty(data.n_train, int)  # of an image among those of its class
     for c in range(data.classes):
         own = np.flatnonzero(labels == c)
         rank[own] = np.arange(len(own))
-    keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.train, len(data.images))])
+    keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.n_train, len(data.images))])
     owner = None if data.owner is None else data.owner[keep[:limit]]
-    return data._replace(images=data.images[keep], labels=data.labels[keep], train=limit, owner=owner)
+    return data._replace(images=data.images[keep], labels=data.labels[keep], n_train=limit, owner=owner)

@@ -381,7 +381,7 @@ class Factorised(common.Weights):
 @torch.no_grad()
 def latency(federation, w, path, repeats=50):
     """Table 9's measure: median milliseconds for 20 test images, of w as it is and as exported."""
-    x = federation.transform(federation.images[federation.data.train :][:20])
+    x = federation.transform(federation.images[federation.data.n_train :][:20])
     models = {"dense_ms": lambda x: federation.net(w, x), "factorised_ms": Factorised(path, federation.device)}
     result = {}
     for name, model in models.items():

@@ -354,7 +354,7 @@ def preferences(federation, Omega, images=20):
     neurons = {name.removesuffix(".weight"): shape[0] for name, _, shape in net.tensors}
     w = Omega[: net.d].detach().requires_grad_()
     for c in range(net.classes):
-        index, seen = (federation.labels[: federation.data.train] == c).nonzero()[:images, 0], []
+        index, seen = (federation.labels[: federation.data.n_train] == c).nonzero()[:images, 0], []
         x = federation.transform(federation.images[index])
         Z, _ = net.forward(w, Omega[net.d :], x, torch.arange(net.s, device=w.device), seen=seen)
         activations = [A for _, A in seen[1:]]  # a layer's are what the next layer sees

@@ -24,8 +24,8 @@ THETA = np.sort(np.append(np.linspace(-0.2, 1.2, 50), 0.5))
 
 def losses(federation, W):
     """The loss on all training images between the weights W [2, d]: at theta the model theta*W[0] + (1-theta)*W[1]."""
-    index = np.arange(federation.data.train)
-    y = federation.labels[: federation.data.train]
+    index = np.arange(federation.data.n_train)
+    y = federation.labels[: federation.data.n_train]
     return [F.cross_entropy(federation.logits(theta * W[0] + (1 - theta) * W[1], index), y).item() for theta in THETA]
 
 

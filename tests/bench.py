@@ -256,7 +256,7 @@ def growth(device, repetitions):
         args = arguments("cnn", device, clients=K, fraction=m / K, client_test=0, batch_size=20)
         one_round = ours(args)
         federation = one_round.federation
-        own = [np.arange(100 * k, 100 * k + 100) % federation.data.train for k in range(K)]  # clients may share images
+        own = [np.arange(100 * k, 100 * k + 100) % federation.data.n_train for k in range(K)]  # clients may share images
         federation.whole_split = common.Split(own, own, own)
         federation.K, federation.clients, federation.split = K, np.arange(K), federation.whole_split
         federation.n = torch.full((K,), 100.0, device=federation.device)

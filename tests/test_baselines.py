@@ -355,7 +355,7 @@ def test_feddyn_by_hand(toy_argv, tmp_path):
     assert record["bytes_up"] == record["bytes_down"] == 3 * 2 * 4 * 15
     fed = federation("feddyn", toy_argv)
     for part, model in (("global", w), ("all", last.mean(0))):  # D2: the cloud model, and the mean of all clients' last models
-        x, y = pixels(fed, np.arange(fed.data.train, len(fed.data.images)))
+        x, y = pixels(fed, np.arange(fed.data.n_train, len(fed.data.images)))
         logits = x @ model[:12].reshape(3, 4).T + model[12:]
         loss = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y])
         assert record["final"][part]["loss"] == pytest.approx(loss, abs=1e-5)

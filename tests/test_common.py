@@ -45,7 +45,7 @@ def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
     np.savez(tmp_path / "cifar10.npz", **given)
     for name in (str(tmp_path / "mine.npz"), "cifar10"):
         data = datasets.load_data(name, tmp_path)
-        assert (data.train, data.classes, data.images.shape) == (40, 4, (60, 8, 8, 3))
+        assert (data.n_train, data.classes, data.images.shape) == (40, 4, (60, 8, 8, 3))
         assert np.array_equal(data.images[:40], given["x_train"]) and np.array_equal(data.labels[40:], given["y_test"])
     assert datasets.load_data(str(tmp_path / "mine.npz")).name == "mine"
 
@@ -77,9 +77,9 @@ def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classe
         write_idx(raw / pattern.format(short, "images", 3), x)
         write_idx(raw / pattern.format(short, "labels", 1), y)
     data = datasets.load_data(name, tmp_path)
-    assert (data.train, data.classes) == (4 * classes, classes)
-    assert np.array_equal(data.images[: data.train, :, :, 0], wanted["train"][0])  # as stored: EMNIST stays transposed
-    assert np.array_equal(data.labels[data.train :], wanted["test"][1])
+    assert (data.n_train, data.classes) == (4 * classes, classes)
+    assert np.array_equal(data.images[: data.n_train, :, :, 0], wanted["train"][0])  # as stored: EMNIST stays transposed
+    assert np.array_equal(data.labels[data.n_train :], wanted["test"][1])
 
 
 def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
         notes.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t62\t62")
     (root / "val" / "val_annotations.txt").write_text("\n".join(notes) + "\n")
     data = datasets.load_data("tinyimagenet", tmp_path)
-    assert data.images.shape == (9, 64, 64, 3) and data.train == 6 and data.classes == 3
+    assert data.images.shape == (9, 64, 64, 3) and data.n_train == 6 and data.classes == 3
     brightness = data.images.mean((1, 2, 3)).round()
     assert brightness.tolist() == [40, 50, 0, 10, 80, 90, 0, 40, 80]  # classes in the order of their names: n01, n02, n03
     assert data.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 0, 2]
@@ -127,7 +127,7 @@ def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
 def test_limit_takes_equally_many_of_each_class(tmp_path):
     data = datasets.Data("x", np.zeros((50, 2, 2, 1), np.uint8), np.array([0] * 30 + [1] * 8 + [2] * 2 + [0, 1] * 5), 40, 3)
     small = datasets.limit_images(data, 12)
-    assert small.train == 12 and np.bincount(small.labels[:12]).tolist() == [5, 5, 2] and len(small.images) == 22
+    assert small.n_train == 12 and np.bincount(small.labels[:12]).tolist() == [5, 5, 2] and len(small.images) == 22
 
 
 # Bad input: one line on stderr, exit code 2. Here is what docs/faults.md does not have (test_faults.py tries that)
@@ -393,7 +393,7 @@ def test_clients_hold_out_what_they_are_asked_to(scheme):
         n = len(train) + len(val) + len(test)
         assert len(test) == int(0.2 * n) and len(train) == int(0.6 * n + 1e-9)
         assert len(np.unique(np.concatenate([train, val, test]))) == n
-        assert max(np.concatenate([train, val, test])) < fed.data.train
+        assert max(np.concatenate([train, val, test])) < fed.data.n_train
     assert fed.n.tolist() == [len(index) for index in fed.split.train]
 
 
@@ -406,7 +406,7 @@ def test_fedslrs_clients_are_tested_on_central_images_alone(capsys):
     """It gives images out twice: test images cut from a client's own could be among its training images."""
     argv = ["--dataset", "shapes", "--split", "fedslr", "--clients", "20", "--alpha", "0.1", *CPU]
     fed = federation([*argv, "--client-test", "0"])
-    assert all(len(train) == 500 and test.min() >= fed.data.train for train, test in zip(fed.split.train, fed.split.test))
+    assert all(len(train) == 500 and test.min() >= fed.data.n_train for train, test in zip(fed.split.train, fed.split.test))
     for more in ["--client-test", "0.2"], ["--client-test", "0", "--client-val", "0.1"]:
         refused(capsys, "use --client-test 0 --client-val 0", federation, [*argv, *more])
 
@@ -414,7 +414,7 @@ def test_fedslrs_clients_are_tested_on_central_images_alone(capsys):
 def test_without_own_test_images_clients_get_central_ones_with_their_class_shares():
     fed = federation(["--dataset", "shapes", "--clients", "10", "--client-test", "0", "--split", "classes", "--per-client", "4", *CPU])
     for train, test in zip(fed.split.train, fed.split.test):
-        assert len(train) == 1000 and test.min() >= fed.data.train and len(np.unique(test)) == 100
+        assert len(train) == 1000 and test.min() >= fed.data.n_train and len(np.unique(test)) == 100
         assert np.array_equal(np.bincount(fed.data.labels[test], minlength=10) * 10, np.bincount(fed.data.labels[train], minlength=10))
 
 

@@ -292,7 +292,7 @@ def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_pat
 
     def poisoned(self, args):
         start(self, args)
-        spoilt = np.concatenate([*self.split.test, np.arange(self.data.train, len(self.data.images))])
+        spoilt = np.concatenate([*self.split.test, np.arange(self.data.n_train, len(self.data.images))])
         self.labels, self.images = self.labels.clone(), self.images.clone()
         self.labels[spoilt] = (self.labels[spoilt] + 1) % 10
         self.images[spoilt] = 255 - self.images[spoilt]

@@ -474,10 +474,10 @@ def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path):
     fed, net = common.Federation(psinet.arguments(argv)), psi()
     z = torch.cat([state["w"], state["r"]])
     with torch.no_grad():
-        logits = net(z, common.scale(fed.images[fed.data.train :]))
+        logits = net(z, common.scale(fed.images[fed.data.n_train :]))
         own = net(z, common.scale(fed.images[fed.split.test[1]]))
     right = (own.argmax(1) == fed.labels[fed.split.test[1]]).float()
-    labels = fed.labels[fed.data.train :]
+    labels = fed.labels[fed.data.n_train :]
     assert record["final"]["global"]["top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
     assert record["final"]["global"]["loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), abs=1e-4)
     assert record["final"]["personal"]["per_client"][1] == pytest.approx(float(right.mean()))

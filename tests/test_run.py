@@ -575,7 +575,7 @@ def test_the_pages_lines_load_a_trained_model(tmp_path):
     lines, names = readme_lines("import torch, types, common").replace("runs/fedavg-shapes-0", str(tmp_path)), {}
     exec(lines, names)
     assert names["logits"].shape == (5, 10)
-    exec(lines.replace("data.images[:5]", "data.images[data.train:]"), names)
+    exec(lines.replace("data.images[:5]", "data.images[data.n_train:]"), names)
     right = names["logits"].argmax(1).numpy() == names["data"].labels[1500:]
     assert right.mean() == pytest.approx(record["final"]["global"]["top1"]) and right.mean() > 0.15
 

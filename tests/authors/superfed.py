@@ -177,7 +177,7 @@ def compare_first_version(load, line):
 def compare_measures(load, line, run, they):
     """Loss, accuracy and ECE of a client's mixtures on 20 images, in minibatches of 4, at 11 lambdas."""
     client, fed = they.clients[0], run.fed
-    index = fed.data.train + np.argsort(fed.data.labels[fed.data.train :], kind="stable")  # a minibatch has one class or two
+    index = fed.data.n_train + np.argsort(fed.data.labels[fed.data.n_train :], kind="stable")  # a minibatch has one class or two
     five = list(index.reshape(5, 4))
     client.test_dataloader, client.test_data = check.Given(five * 11, run.batch, 5), index
     losses, accuracies, eces = client.client_evaluate()
