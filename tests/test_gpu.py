@@ -127,7 +127,10 @@ def test_the_gpus_way_gives_what_the_loop_gives(name, tmp_path, capsys, monkeypa
             few = measure in ("per_client", "worst_decile")  # 5 to 9 images each: on a GPU one or two may be decided otherwise
             atol = 0.4 if few and REAL else 0.1 if REAL or precision == "bf16" else 0.02
             assert np.allclose(value, record["final"][part][measure], atol=atol), (part, measure)
-    captured = "can't be captured" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    if not REAL and "querying is_contiguous inside of vmap" in printed:
+        pytest.skip("torch 2.11's GroupNorm, whose gradient asks this on a CPU alone (derivatives.yaml)")
+    captured = "can't be captured" not in printed
     assert captured == (name != "fedslr, lpgd")  # its eigenvalues wait for the GPU
     assert together
     if REAL:
