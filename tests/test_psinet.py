@@ -546,7 +546,7 @@ def test_preferences_and_total_variance_by_hand(monkeypatch):
     rng = np.random.default_rng(3)
     images, labels = rng.random((30, 6)), np.arange(30) % 3
     z = net.init(rng).double()
-    fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(train=24),
+    fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(n_train=24),
                           images=torch.from_numpy(images), transform=lambda x: x.view(-1, 1, 2, 3))
     U, u, V = z[:24].view(4, 6).numpy(), z[24:28].numpy(), z[28:40].view(3, 4).numpy()
     A = np.maximum(images @ U.T + u, 0)
@@ -575,7 +575,7 @@ def test_preferences_and_total_variance_with_groups_and_batchnorm_by_hand(monkey
     w, b = start(net, 4)
     rng = np.random.default_rng(3)
     images, labels = rng.random((20, 2, 2, 3)), np.arange(20) % 4
-    fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(train=16),
+    fed = SimpleNamespace(net=net, labels=torch.from_numpy(labels), data=SimpleNamespace(n_train=16),
                           images=torch.from_numpy(images), transform=lambda x: x)
     found = psinet.preferences(fed, torch.cat([w, b]))
     part = {name: w[where].view(shape).numpy() for name, where, shape in net.tensors}
@@ -606,7 +606,7 @@ def test_preferences_of_channels_sum_over_their_pixels():
     """tiny without groups: by a numerical derivative along each channel's own activations (Z is scaled along A)."""
     net = psi(groups=0, norm="none", classes=6)
     w, _ = start(net)
-    fed = SimpleNamespace(net=net, labels=torch.arange(6), data=SimpleNamespace(train=6), images=X, transform=lambda x: x)
+    fed = SimpleNamespace(net=net, labels=torch.arange(6), data=SimpleNamespace(n_train=6), images=X, transform=lambda x: x)
     found = psinet.preferences(fed, w)
     assert {name: p.shape for name, p in found.items()} == {"conv1": (6, 6), "conv2": (10, 6), "conv3": (10, 6), "fc1": (15, 6)}
     part = {name: w[s].view(shape) for name, s, shape in net.tensors}
