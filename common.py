@@ -848,9 +848,9 @@ def sgd(args, w, u, g, eta, decayed=None):
     """A step of SGD with momentum:  u' = momentum * u + g + decay * w,  w' = w - eta * u'.  Returns w', u'.
 
     w, u, g: [..., d] weights, momentum and gradient. decayed [d]: 1 where --weight-decay acts; None if g has it already.
-    Two or three passes through memory; written as one formula it has eight.
+    One to three passes through memory; written as one formula it has eight.
     """
-    u = torch.add(g, u, alpha=args.momentum)
+    u = torch.add(g, u, alpha=args.momentum) if args.momentum else g
     if args.weight_decay and decayed is not None:
         u = torch.addcmul(u, decayed, w, value=args.weight_decay)
     return torch.addcmul(w, eta, u, value=-1), u
