@@ -305,7 +305,7 @@ def split_fedslr(labels, classes, rng, args):
     """Equal sizes; class shares ~ Dir(alpha, ..., alpha) per client; a class that is used up is refilled (FedSLR's code).
 
     alpha is per class (the paper's 0.1). Refilling means that clients can share images and some images are never used. The
-    authors deal image by image to random clients, we deal client by client. So an image is less often twice with one client: 8
+    authors deal image by image to random clients, we deal client by client. So an image is less often twice with one client: 6
     to 29 images, all 100 clients together, and 128 to 213 there. Their sizes are 499 and once 599, not 500 (a rounded logarithm).
     """
     if args.alpha == 0:

@@ -5,11 +5,11 @@
     python fedslr.py --dataset cifar10 --model cnn --rounds 60   .5289  .8342  12 min  results/fedslr/cifar10-cnn-lambda-1e-4
 
 w, the "global knowledge representation" (GKR), is for all; lambda lowers its rank. p_i is client i's; mu makes it sparse.
-Accuracies: "global" of w on all central test images; on clients' own (D7): "gkr" of w, "personal" of the mixed w + p_i.
-Algorithm 2, restored: its listing is lost. Lines 7, 20 are Algorithm 1's, whose 14 is our 9 to 14. (4) to (7): the paper's. M
-clients; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of its singular values; eta_g: the server's step.
+Accuracies: "global" of w on all central test images; on each client's test images (D7): "gkr" of w, "personal" of w + p_i.
+Algorithm 2, restored. Lines 7, 20: as in Algorithm 1, whose line 14 is lines 9 to 14 here. (4) to (7): equations. M clients, a
+share C in a round; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of singular values; eta_g: server's step.
 
-     1  choose w^0; for each client i: gamma_i = 0, p_i = w^0 or 0
+     1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or w^0 (D1)
      2  for each round t = 0, 1, ..., T-1:
      3      S_t = max(C*M, 1) random clients
      4      for each client i in S_t, in parallel:
@@ -38,8 +38,8 @@ Choices that change a number, in full in docs/fedslr.md. How to read the code: f
     D4  Line 19: p_i trains beside w^t. "personal" is w^{t+1} + p_i, for all clients, also those not in S_t.
     D5  Line 7's argmin shrinks kernels and matrices alone; biases and GroupNorm stay as in v. Line 20 shrinks all of p_i.
     D6  Numbers sent: down w^t, each pi(w_l) as min(rows*columns, rank*(rows+columns)); up all numbers of w_i.
-    D7  A client's test images are central: floor(100*s) of a class that is the share s of the client's images. Paper: 100.
-    D8  --variant lpgd: line 7's argmin, lambda*eta, after each step; gpgd: of the mean of w_i. No gamma_i. Phase II as above.
+    D7  A client's test images: floor(100*share) central ones of each class; share: of the class in its images. Paper: 100.
+    D8  --variant lpgd: line 7's argmin (lambda*eta) after each local step; gpgd: of the mean of w_i. No gamma_i.
     D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
     D10  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
 """

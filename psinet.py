@@ -12,13 +12,13 @@ What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 
     FedAvg, GroupNorm     100      .8117          results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
     Psi-Net, --no-prune   25       .6221          results/scale-0.25/psinet-norm/psinet-cifar10/0
 
-The method (sections 3 and 4), in our words. There is one model Omega; omega^i is the copy of it that node i trains. "global"
-is Omega on the central test images, "personal" on central test images in each node's class shares. Notation: see fedavg.py.
+The method (sections 3 and 4), in our words. There is one model Omega. omega^i is what node i trains: a copy of it, or of its
+groups G_i. "global": Omega on the central test images; "personal": on central ones in a node's class shares. See fedavg.py.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each group g, and the depth: the layer where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
-     3  convolutions from the depth on are cut into G groups, each with GroupNorm
+     3  convolutions from the depth on are cut into G groups; behind each convolution is GroupNorm
      4  fully connected layers are cut into G blocks: block g sees group g alone, and gives the logits of the classes M(g)
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
@@ -33,11 +33,11 @@ is Omega on the central test images, "personal" on central test images in each n
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: groups of the first grouped layer see all shared channels, and start as ungrouped. --enter slice: a slice.
-    D2  Lines 3, 4: the ungrouped network's widths, rounded up to multiples of G. Line 5: a group starts as a layer of its size.
+    D1  Line 3: a group of the first grouped layer sees all shared channels (--enter slice: a slice). It starts as ungrouped.
+    D2  Lines 3, 4: the ungrouped widths, rounded up to multiples of G. Line 5: a group's initial weights fit its own size.
     D3  Line 1: G = 10; depth: VGG-9 (FedMA's, no dropout) conv5, VGG-16 conv3-2. M(g) are consecutive labels.
-    D4  Lines 2 and 3: GroupNorm has G groups. FedAvg (--groups 0) has GroupNorm with 2 groups behind every convolution.
-    D5  Lines 9 and 10: node i weighs n_i, its images; the notes show no weights. A group that no node of S has stays as it is.
+    D4  Line 3: GroupNorm has as many groups as the network. FedAvg (--groups 0): GroupNorm, 2 groups, behind all convolutions.
+    D5  Lines 9, 10: node i counts n_i times (n_i: its images); the notes don't say so. A group that no node of S has stays.
     D6  Line 6: we take every split as extreme; --no-prune: G_i is all groups. Line 12: the softmax has only G_i's classes.
     D7  Line 12: eta, B, momentum, decay: FedMA's code; flip, crop: FedSLR's. Momentum starts each round at 0. T, E: from Fed2.
     D8  Line 7: all nodes take part; --fraction samples some. Line 11: a node's images are shuffled in every epoch.
@@ -82,19 +82,19 @@ class Layers(common.Weights):
         self.first = None  # the first layer with groups, once the depth is reached
         self.new_running = {}  # the next running statistics of each BatchNorm: [2, its channels]
 
-    def grouped(self, name, x, out, groups, init):
+    def grouped(self, name, x, out, asked_groups, init):
         """(x, out, groups, init) of a layer: as the model asks for it below the depth, in s groups from there on. In the first
         layer with groups an output sees all shared channels, or a slice of them (D1)."""
-        net, depthwise = self.net, groups > 1  # depthwise: MobileNet's layers in which an output sees one channel
+        net, depthwise = self.net, asked_groups > 1  # depthwise: MobileNet's layers in which an output sees one channel
         if self.seen is not None:
             self.seen.append((name, x))
         if not depthwise and net.G and f"{name}.".startswith(f"{net.depth}."):  # `depth`, or a part of it: block6.pointwise
             self.first = self.first or name
         if not self.first or depthwise:
-            return x, out, groups, init  # l.2; depthwise: an output sees a channel of its own group
+            return x, out, asked_groups, init  # l.2; depthwise: an output sees a channel of its own group
         out = net.s * ceil(out / net.G)  # D2: s groups with out/G outputs each, rounded up
         if name == self.first and net.enter == "all":
-            return x, out, 1, init  # D1: every output sees the whole of x, and starts as ungrouped
+            return x, out, 1, init  # D1: every output sees the whole of x; initial weights as without groups
         if name == self.first:
             x = slices(x, self.G_i, net.G)  # D1
         return x, out, net.s, start_of_a_group(init, net.G) if init else None  # l.3-4
@@ -138,7 +138,7 @@ def client_step(net, args):
 
 
 def groups_of_nodes(federation, args):
-    """has [K, G]: has[i, g] is True if node i, of K, has group g."""
+    """has [K, G], for all K nodes: has[i, g] is True if node i has group g."""
     M, labels = federation.net.M, federation.labels
     has = torch.stack([torch.isin(M, labels[images]).any(1) for images in federation.split.train])  # l.6: G_i (D6)
     return has if args.prune else torch.ones_like(has)
@@ -178,7 +178,7 @@ def main(argv=None):
     args = arguments(argv)
 
     def make_net(_, shape, classes, device):
-        return PsiNet(args, shape, classes, device)  # l.1-4
+        return PsiNet(args, shape, classes, device)  # l.1-4: l.1 and l.4 in PsiNet, below; l.2-4 in Layers
 
     federation = common.Federation(args, make_net)
     run = common.Run(__file__, federation)
@@ -205,7 +205,7 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# N and c: "10 x 4" of the normalisation ablation, "10 x 50" of the ablation of G. The rest: D3, D7, D8.
+# Nodes and classes of each: "10 x 4" of the normalisation ablation, "10 x 50" of the ablation of G. The rest: D3, D7, D8.
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0, fraction=1.0, rounds=100, epochs=1,
                 batch_size=64, lr=0.01, momentum=0.9, weight_decay=1e-4, transform="fedslr")
 BY_DATASET = {
@@ -309,8 +309,8 @@ def start_of_a_group(init, G):
 def networks_of_nodes(federation, args, has):
     """{s: the network with s groups} for every s that occurs. Puts the table of layers into federation.notes."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of the nodes of all processes
-    images = tuple(federation.transform(federation.images[:1]).shape[1:]), net.classes, federation.device
-    networks = {s: net if s == net.s else PsiNet(args, *images, s) for s in set(counts)}
+    shape = tuple(federation.transform(federation.images[:1]).shape[1:])  # of an image: C, H, W
+    networks = {s: net if s == net.s else PsiNet(args, shape, net.classes, federation.device, s) for s in set(counts)}
     if net.G:
         federation.notes += [
             f"groups  {'layer':<20}{'groups':<8}{'group sees':>10}{'gives':>7}   {'norm':<11}{'weights':>10}",
