@@ -15,9 +15,8 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 "personal" is W_k(lambda) on client k's own test images, mean over the clients, with the lambda of D12. personal@test has the
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
-The paper's Algorithm 1, in our words. K clients, n_k training images of client k, CE: cross-entropy. Phase I trains w^f alone.
-Phase II begins with t = L*R. R, C, E, eta, L: --rounds, --fraction, --epochs, --lr, --start. Numbers: the paper's, plus 10 in
-ClientUpdate; without lost lines, ends of loops, and 10 (return w^f). 12, 16 to 18: from text, slides; 7a: text; 18a: ours.
+The paper's Algorithm 1, in our words; docs/superfed.md says which lines are restored. K clients, n_k training images of client
+k, CE: cross-entropy. Phase I trains w^f alone. Phase II begins with t = L*R (L: --start).
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds

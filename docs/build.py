@@ -19,6 +19,7 @@ from pygments.lexers import PythonLexer
 HERE = pathlib.Path(__file__).resolve().parent.parent
 PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psinet": "Psi-Net", "fedslr": "FedSLR",
           "persfl": "PersFL", "baselines": "Baselines"}
+TEXTS = ("claims", "compare", "extend", "run")  # pages without code beside them
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
 FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
@@ -139,7 +140,7 @@ def slug(title):
 def address(link):
     """Markdown pages that are HTML pages, too, are linked as these; a heading D6 has the name D6."""
     link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
-    return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in PAPERS else m[0], link)
+    return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS) else m[0], link)
 
 
 @functools.cache
@@ -356,18 +357,24 @@ def index_page():
     cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
                     for name, title in PAPERS.items() for paper, idea in [rows[name]])
     title, text = (HERE / "docs" / "first-hour.md").read_text().split("\n", 1)
-    others = [path.name for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
+    others = [address(path.name) for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
     body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "
             "the choices that change a number, what was measured, and exercises.</p></header>\n"
             f'<div class="cards">{cards}</div>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>\n'
-            "<p>More, as plain text: " + ", ".join(f'<a href="{name}">{name}</a>' for name in others) + "</p>")
+            "<p>More: " + ", ".join(f'<a href="{name}">{name.removesuffix(".html")}</a>' for name in others) + "</p>")
     return page("index", "Federated learning, one file per paper", body)
+
+
+def text_page(name):
+    text = (HERE / "docs" / f"{name}.md").read_text()
+    return page(name, text.split("\n", 1)[0].strip("# "), markdown(text))
 
 
 def pages():
     """{file name: text} of all pages."""
     made = {name: paper_page(name) for name in PAPERS if name != "baselines"}
     made |= {"baselines": baselines_page(), "index": index_page()}
+    made |= {name: text_page(name) for name in TEXTS}
     return {f"{name}.html": text for name, text in made.items()}
 
 

@@ -3,7 +3,7 @@ for (const sides of document.querySelectorAll(".sides")) {
   const rows = [...sides.querySelectorAll(".row[data-l]")];
   const left = row => !!row.closest(".paper");
   const labels = row => row.dataset.l.split(" ");
-  let pinned = null;
+  let pinned = null, by_key = false;  // by_key: the arrow keys walk, and a pointer that rests does not mark
 
   const partners = row => rows.filter(other => left(other) !== left(row) && labels(other).some(l => labels(row).includes(l)));
   function mark(row) {
@@ -21,8 +21,9 @@ for (const sides of document.querySelectorAll(".sides")) {
     }
   }
   const row_of = event => event.target.closest && event.target.closest(".row[data-l]");
-  sides.addEventListener("mouseover", event => mark(row_of(event) || pinned));
-  sides.addEventListener("mouseleave", () => mark(pinned));
+  sides.addEventListener("mousemove", event => { if (event.movementX || event.movementY) by_key = false; });
+  sides.addEventListener("mouseover", event => by_key || mark(row_of(event) || pinned));
+  sides.addEventListener("mouseleave", () => by_key || mark(pinned));
   sides.addEventListener("focusin", event => row_of(event) && event.target.matches(":focus-visible") && mark(row_of(event)));
   sides.addEventListener("click", event => {
     if (event.target.closest(".note") || event.target.closest("h3") || String(getSelection())) return;
@@ -41,7 +42,12 @@ for (const sides of document.querySelectorAll(".sides")) {
       const numbers = [...sides.querySelectorAll(".paper a.n")], next = numbers[numbers.indexOf(event.target) + step];
       event.preventDefault();
       if (next) {
-        next.focus();
+        by_key = true;
+        pinned = null;
+        rows.forEach(row => row.classList.remove("pin"));
+        next.focus({preventScroll: innerWidth > 800});
+        next.scrollIntoView({block: "nearest"});
+        mark(next.closest(".row"));
         const there = partners(next.closest(".row"))[0];
         if (there) there.scrollIntoView({block: "center"});
       }
