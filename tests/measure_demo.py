@@ -26,7 +26,8 @@ def measured(mix, seed, precision):
     record = json.loads((out / "result.json").read_text())
     assert record["status"] == "finished", f"{out} is not finished; remove it to run it again"
     return {"command": command, "personal": record["final"]["personal"]["mean"], "global": record["final"]["global"]["top1"],
-            "split": record["split"]["fingerprint"], "minutes": sum(row["seconds"] for row in record["rounds"]) / 60}
+            "split": record["split"]["fingerprint"], "environment": record["environment"],
+            "minutes": sum(row["seconds"] for row in record["rounds"]) / 60}
 
 
 def lines(result):
