@@ -14,10 +14,10 @@ DS-3: each class is divided between 2 users in log-normal shares. CIFAR-10, user
     DS-3    50       .3791    .8859        .8918    9 to 25         results/persfl-2/persfl-cifar10-split-lognormal
 
 G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
-lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": A_k with lambda = 0.
+lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": a student with lambda = 0.
 "global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
 
-The paper's Algorithm 1, in our words. Ours: "choose G_1", line 13's loop, lines 9 to 11 (there: ends of loops). K users
+The paper's Algorithm 1, in our words. Ours: "choose G_1", line 13's loop, 9 to 11 (the paper's are `end`s). K users
 have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. fedavg.py says how to read [d], net and grad.
 
      1  Stage 1, users and server together: find the teachers
@@ -32,7 +32,7 @@ have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. f
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid:  A_k = O_k for all k, lines 14 to 22. Then user k keeps its best A_k
+    13  for each pair (T, lambda) of the grid:  lines 14 to 22 with a new A_k = O_k. User k keeps the best of its A_k
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
@@ -77,7 +77,7 @@ GRID = [(1, 0), (1, 0.25), (1, 0.5), (1, 0.75), (1, 1), (5, 0.25), (5, 0.5), (5,
 
 
 def client_step(net, args):
-    """A step of FedAvg's SGD, for one user and one minibatch b."""
+    """Stage 1's step of SGD, for one user and one minibatch b. (Stage 1's loop is in `main`, below.)"""
 
     def step(user, b, eta):
         w, u = user  # [d] weights, [d] momentum
@@ -99,8 +99,8 @@ def student_step(net, args, grid=GRID):
         A, u, O = user  # [11, d] the students' weights, [11, d] momentum, [d] the teacher's; eta is eta'
         O_b = net(O, b.x)  # O_k(b): [B, classes]
 
-        def loss(A, T, lam):  # of one student: A [d], and two numbers
-            A_b = net(A, b.x)  # A_k(b): [B, classes]
+        def loss(a, T, lam):  # of one student: its weights a [d], and two numbers
+            A_b = net(a, b.x)  # A_k(b): [B, classes]
             log_s = (O_b / T).log_softmax(1)  # l.21: log s_b
             log_a = (A_b / T).log_softmax(1)
             difference = log_s - log_a if args.soft == "kl" else -log_a
@@ -130,11 +130,11 @@ def stage_2(federation, run, O, args):
     #     for epoch in range(E):                                                  l.16
     #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
     #             A, u, O = step((A, u, O), b, eta)                               l.18-22
-    t = args.rounds  # after the last round: its own t, so that the images come in another order
-    A, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, t, eta, epochs=args.distill_epochs)
-    accuracy = accuracies(federation, A, getattr(federation.split, args.select))  # on validation images (--select val): [K, 11]
+    t = args.rounds  # a t that no round has, for an order of images that no round has
+    students, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, t, eta, epochs=args.distill_epochs)
+    accuracy = accuracies(federation, students, getattr(federation.split, args.select))  # on validation images: [K, 11]
     best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K] (D6)
-    return A, A[torch.arange(len(O)), torch.from_numpy(best)]
+    return students, students[torch.arange(len(O)), torch.from_numpy(best)]
 
 
 def main(argv=None):
@@ -143,7 +143,7 @@ def main(argv=None):
         return repeat(args, argv)
     federation = common.Federation(args)
     seen, _ = seen_and_unseen(federation, args)  # the numbers of the users in Stage 1: all, but see D10
-    run = common.Run(__file__, federation, fixed_rounds="Stage 2 follows the last round")  # for --resume --rounds
+    run = common.Run(__file__, federation, fixed_rounds="Stage 2 follows the last round")  # so --resume refuses other --rounds
     step = client_step(federation.net, args)
 
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]
@@ -158,7 +158,7 @@ def main(argv=None):
         state.O = torch.where(better[:, None], state.G, state.O)  # l.8: [K, d]
         state.round_of_O = torch.where(better, e, state.round_of_O)  # l.8, for the record
         w = state.G.expand(len(S), -1)  # [m, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.9: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.9: E_L is --epochs: [m, d]
         state.G = federation.mean(w_k, federation.n[S])  # l.10: G_{e+1}, [d] (D2)
         run.sent(up=w_k.numel(), down=K * len(state.G))
         if e == args.rounds:  # e = E_G; in the record Stage 2 is a part of this round
@@ -276,7 +276,7 @@ def measure(federation, state, students, args):
     if students is None:
         return {"personal": federation.evaluate_clients(state.G, among=seen)}
     accuracy = {part: accuracies(federation, students, getattr(federation.split, part)) for part in ("val", "test")}  # [K, 11]
-    best = {part: choose(accuracy[part]) for part in accuracy}  # [K]
+    best = {part: choose(accuracy[part]) for part in accuracy}  # [K]; that of --select is line 13's choice again
     models = {"fedavg": state.G, "lambda=0": students[:, 0]}
     for part in best:
         models[part] = students[torch.arange(len(students)), torch.from_numpy(best[part][federation.clients])]

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Training: 111 min, beside other programs.
+What to expect: accuracies on CIFAR-10, 200 rounds, seed 0. Training: 111 min beside other programs, 31 to 41 alone.
 
     mixing   global   personal   personal@test   record
     model    .4785    .8586      .8691           results/superfed-1/superfed-cifar10-mix-model/0
@@ -16,11 +16,12 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words; docs/superfed.md says which lines are restored. K clients, n_k training images of client
-k, CE: cross-entropy. Phase I trains w^f alone. Phase II begins with t = L*R (L: --start).
+k, CE: cross-entropy. Phase I trains w^f alone. Phase II begins with t = L*R (L: --start). The numbers are the paper's, in
+ClientUpdate plus 10; some lines of the paper have nothing here.
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
-     2   give every client k a copy of both: w^l_k = w^l_0
+     2   give every client k a copy of w^l_0: w^l_k = w^l_0
      4   for each round t = 0, 1, ..., R-1:
      5       S_t = max(C*K, 1) random clients
      6       for each client k in S_t, in parallel:
@@ -50,8 +51,8 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D8  CIFAR's split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
-    D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all: least training loss; with --client-val best validation accuracy.
+    D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got or trained last.
+    D12  "personal" has one lambda of 0, .1, ..., 1 for all clients and layers, by training loss or --client-val's accuracy.
     D13  Line 5: C*K is rounded down. With --unseen N it is C*(K-N).
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
@@ -107,9 +108,9 @@ def client_update(federation, step, S, t, phase_two_from, w_f, w_l):
     """ClientUpdate in round t for the clients k of S. phase_two_from: Phase II's first round. w_f [d]: the server's w^f. w_l
     [K, d]: the w^l_k of all clients. Returns the trained w^f_k and w^l_k, [m, d] each."""
     w_f_k, w_l_k = w_f.expand(len(S), -1), w_l[S]  # l.11: [m, d] each
-    w_g = w_f  # l.12: `step` does not change it
+    w_g = w_f  # l.12: frozen, since `step` makes new tensors
     u_f, u_l = torch.zeros_like(w_l_k), torch.zeros_like(w_l_k)  # momentum (D7)
-    eta = learning_rate(federation, t)  # D4
+    eta = learning_rate(federation, t)  # D4: the decay
     phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.16: 0 if t < L*R (D4)
 
     def draw(rng, steps):
@@ -138,7 +139,7 @@ def main(argv=None):
         n_k = federation.n[S]  # [m]
         state.w_f = federation.mean(w_f_k, n_k)  # l.7a (D15): [d]
         if t >= phase_two_from:
-            state.w_l[S] = w_l_k  # l.23: keep w^l_k. In Phase I its gradient is 0
+            state.w_l[S] = w_l_k  # l.23: keep w^l_k. Phase I trains w^f alone
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w_f), **personal_measures(federation, step, seen, state, t, phase_two_from))
