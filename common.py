@@ -27,7 +27,6 @@ import pathlib
 import sys
 from math import ceil
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -37,8 +36,9 @@ from torch.utils._pytree import tree_map
 
 import engine
 from datasets import DATASETS, limit_images, load_data
-from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these two lines are also for algorithms' files)
-from records import USED_BY, Run, drawing, setting, without_clients, without_nan  # noqa: F401
+from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these three lines are also for algorithms' files)
+from plots import drawing, setting  # noqa: F401
+from records import USED_BY, Run, without_clients, without_nan  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Random streams
@@ -346,10 +346,7 @@ def split_natural(data):
     """Each image to the client that it belongs to (users, writers, hospitals): the data set's array client_train."""
     if data.owner is None:
         refuse(f"--split natural wants an array client_train in the .npz, each training image's client; {data.name} has none")
-    owned = [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]
-    if not all(map(len, owned)):
-        refuse("--limit leaves a client of --split natural without images; use a larger one")
-    return owned
+    return [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]  # images_for: no client without images
 
 
 SPLITS = {
@@ -766,7 +763,10 @@ def images_for(args):
     """The Data of args.dataset, with args.limit and args.augment_once."""
     data = load_data(args.dataset, args.data_dir)
     if args.limit:
+        clients = 0 if data.owner is None else data.owner.max() + 1
         data = limit_images(data, args.limit)
+        if args.split == "natural" and clients and len(np.unique(data.owner)) < clients:
+            refuse("--limit leaves a client of --split natural without images; use a larger one")
     return augment_once(data, stream(args.split_seed, "split", 1)) if args.augment_once else data
 
 
@@ -797,8 +797,15 @@ def normalize(data):
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
     std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
-    at = functools.cache(lambda device: torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device))
-    return lambda x, u=None: ((x.float() / 255 - at(x.device)[0]) / at(x.device)[1]).permute(0, 3, 1, 2)
+
+    @functools.cache
+    def on(device):
+        return torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device)
+
+    def transform(x, u=None):
+        return ((x.float() / 255 - on(x.device)[0]) / on(x.device)[1]).permute(0, 3, 1, 2)
+
+    return transform
 
 
 def fedslr(data):
@@ -875,7 +882,11 @@ class Federation:
     Split by rows; whole_split: that of all clients, by numbers. net: the model.
     """
 
+    only_arguments = False  # arguments_of sets it while it asks a file for its arguments
+
     def __init__(self, args, make_net=None):
+        if self.only_arguments:
+            raise Asked(args)
         self.args = args
         self.device, self.rank, self.processes = engine.find_device(args.device)
         if self.processes > 1 and int(os.environ["LOCAL_RANK"]):
@@ -899,19 +910,24 @@ class Federation:
             refuse(f"{problem}, but {self.data.name} has {self.data.images.shape[1]}x{self.data.images.shape[2]}")
         self.net = (make_net or Net)(args.model, tuple(seen.shape[1:]), self.data.classes, self.device)
         self.stop = False  # set when the run is interrupted: workers give up
-        self.notes = []  # lines that `describe` prints below its own
-        if args.split == "natural" and self.data.test_owner is not None:
-            self.notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
-        dealt = np.unique(np.concatenate([index for part in self.whole_split for index in part]))
-        if nobodys := self.data.n_train - (dealt < self.data.n_train).sum():
-            self.notes.append(f"note    {nobodys} of {self.data.n_train} training images go to no client")
-        if self.data.classes == 1:
-            self.notes.append("warning all images are of one class: every model is right")
-        if all(np.array_equal(x, self.data.images[0]) for x in self.data.images):
-            self.notes.append("warning all images are alike: nothing can be learnt from them")
+        self.notes = self.oddities()  # lines that `describe` prints below its own
         # sets vmap (all clients in one step?), map (Python's, or a thread pool's, which does several clients at once),
         # threads, and more, which engine.prepare lists
         engine.prepare(self)
+
+    def oddities(self):
+        """What a user should know of the images and their split: a line each."""
+        data, notes = self.data, []
+        if self.args.split == "natural" and data.test_owner is not None:
+            notes.append("note    the clients' own test images are those that client_test names; --client-test is not used")
+        dealt = np.unique(np.concatenate([index for part in self.whole_split for index in part]))
+        if nobodys := data.n_train - (dealt < data.n_train).sum():
+            notes.append(f"note    {nobodys} of {data.n_train} training images go to no client")
+        if data.classes == 1:
+            notes.append("warning all images are of one class: every model is right")
+        if all(np.array_equal(x, data.images[0]) for x in data.images):
+            notes.append("warning all images are alike: nothing can be learnt from them")
+        return notes
 
     def describe(self):
         """Prints three lines on what is trained, images, split and model, and the notes."""
@@ -1001,37 +1017,38 @@ class Federation:
         A client's images are shuffled in every epoch. The last, smaller minibatch is trained on, too. A client with fewer
         minibatches than others stops earlier. Results do not depend on how many clients go at once, up to rounding under vmap.
         """
-        images = images or [self.split.train[row] for row in S]
         epochs = self.args.epochs if epochs is None else epochs
-        plans = [self.plan(row, own, t, epochs, draw, order) for row, own in zip(S, images)]
-        if not plans or not plans[0].index.size:  # nobody, or no epochs
+        if not len(S) or not epochs:
             return clients
+        images = images or [self.split.train[row] for row in S]
+        plans = [self.plan(row, own, t, epochs, draw, order) for row, own in zip(S, images)]
         if self.vmap or self.device.type == "cuda":
             return engine.train(self, step, clients, plans, shared, net or self.net, max(1, self.args.rounds - t))
         return self.one_by_one(step, clients, plans, shared)
 
     def one_by_one(self, step, clients, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
+        def alone(i):
+            return self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared)
+
         # filled row by row: torch.stack would hold all of it twice
         result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), clients)
-        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared), range(len(plans)))
-        for i, client in enumerate(alone):
-            tree_map(lambda a, b: a[i].copy_(b), result, client)
+        for i, client in enumerate(self.map(alone, range(len(plans)))):
+            tree_map(lambda rows, row: rows[i].copy_(row), result, client)
         return result
 
     def plan(self, row, own, t, epochs, draw=None, order=0):
         """The Plan of the client in this row for round t, from its own random streams. own: the numbers of its images."""
         size = self.args.batch_size or len(own)
-        per_epoch = ceil(len(own) / size)
+        steps = epochs * ceil(len(own) / size)
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[row]), order)
                                        for purpose in ("order", "augmentation", "algorithm"))
-        steps = epochs * per_epoch
-        # [epochs, images]: every epoch is shuffled anew, and filled up to whole minibatches with image 0, which mask leaves out
-        index = np.array([np.pad(shuffle.permutation(own), (0, per_epoch * size - len(own))) for _ in range(epochs)], np.int64)
-        mask = np.tile(np.arange(per_epoch * size) < len(own), (epochs, 1))
+        shuffled = np.array([shuffle.permutation(own) for _ in range(epochs)], np.int64)  # [epochs, images]: anew in every epoch
+        fill = (0, 0), (0, -len(own) % size)  # up to whole minibatches, with image 0, which mask leaves out
+        index, mask = (np.pad(z, fill).reshape(steps, size) for z in (shuffled, np.ones_like(shuffled, bool)))
         uniform = augment.random((steps, size, DRAWS[self.args.transform]), np.float32)
         own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
-        return Plan(index.reshape(steps, size), mask.reshape(steps, size), uniform, own_draw.astype(np.float32))
+        return Plan(index, mask, uniform, own_draw.astype(np.float32))
 
     def batch(self, index, mask, uniform, draw):
         """The Batch of the images numbered index [B], transformed with the random numbers uniform [B,DRAWS]. Of m clients at once:
@@ -1267,19 +1284,19 @@ def parse(p, by_dataset, argv=None):
     return args
 
 
+class Asked(Exception):
+    """Federation's answer to arguments_of."""
+
+
 def arguments_of(main, argv):
-    """The arguments that an algorithm's main(argv) hands to Federation; nothing is trained."""
-    class Parsed(Exception):
-        pass
-
-    def stop(self, args, make_net=None):
-        raise Parsed(args)
-
-    with mock.patch.object(Federation, "__init__", stop):
-        try:
-            main(argv)
-        except Parsed as parsed:
-            return vars(parsed.args[0])
+    """The arguments that an algorithm's main(argv) hands to Federation, which then raises them: nothing is read or trained."""
+    Federation.only_arguments = True
+    try:
+        main(argv)
+    except Asked as asked:
+        return vars(asked.args[0])
+    finally:
+        Federation.only_arguments = False
 
 
 @functools.cache

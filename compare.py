@@ -51,8 +51,8 @@ BY_DATASET = {"shapes": dict(lr_decay=0.95)}  # for 30 rounds; after 200 nothing
 # A file, and the flags that make the method. --target without a number: FedAvg does not stop at an accuracy.
 METHODS = {"fedavg": "fedavg.py --target", "fedavgm": "fedavgm.py", "superfed-mm": "superfed.py --mix model",
            "superfed-lm": "superfed.py --mix layer", "psinet": "psinet.py", "fedslr": "fedslr.py",
-           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS}}
-METHODS["fedma"] += " --common-start"  # from the w_0 of all others
+           "persfl": "persfl.py", **{name: f"baselines.py --method {name}" for name in baselines.METHODS},
+           "fedma": "baselines.py --method fedma --common-start"}  # from the w_0 of all others
 
 
 def plain(shared):
@@ -121,8 +121,8 @@ def arguments(argv):
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and figures are drawn")
     shared = common.parser(__doc__, **SHARED)
-    hint = "; a method's own parameter is --set NAME.PARAMETER=VALUE"
-    shared.error = lambda message: common.refuse(message + hint * message.startswith("unrecognized"))
+    if unknown := shared.parse_known_args(rest)[1]:
+        p.error(f"unrecognized arguments: {' '.join(unknown)}; a method's own parameter is --set NAME.PARAMETER=VALUE")
     return args, common.parse(shared, BY_DATASET, rest)
 
 
@@ -138,10 +138,11 @@ def parsed(main, argv, what, file):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             args = common.arguments_of(main, argv)
-        except SystemExit:
-            why = said.getvalue().partition("error: ")[2].strip() or "its main ends"
+        except SystemExit as end:
+            own = end.code if isinstance(end.code, str) else "its main ends"
+            why = said.getvalue().partition("error: ")[2].strip() or own
         except Exception as problem:  # whatever the file does
-            why = f"its main fails: {type(problem).__name__}: {problem}"
+            why = f"its main fails: {type(problem).__name__}: {common.engine.first_line(problem)}"
     if args is None:
         common.refuse(f"{what}: {why}".replace("(see --help)", f"(see python {file} --help)"))
     return args
@@ -291,7 +292,9 @@ def train(argv, one_thread, children):
     one = {"OMP_NUM_THREADS": "1"} if one_thread else {}
     child = children.start([sys.executable, *argv, *["--parallel=1"] * one_thread], stdout=subprocess.DEVNULL,
                            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **one})
-    said = child.communicate()[1].strip().splitlines() or [f"exit code {child.returncode}"]
+    said = child.communicate()[1].strip().splitlines()
+    if child.returncode < 0 or not said:  # below 0: a signal ended it; then the last line says nothing of why
+        said = [f"exit code {child.returncode}"]
     return child.returncode, said[-1].rpartition("error: ")[2]
 
 
@@ -318,7 +321,7 @@ def train_all(methods, args, shared):
             argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
             todo[name, seed] = argv + ["--resume"] * (not stale)
     if todo:
-        common.images_for(shared)  # downloads them once, before several runs would
+        common.split_clients(common.images_for(shared), shared)  # once, before several runs would: downloads, and refusals
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -331,8 +334,12 @@ def train_all(methods, args, shared):
                     command = "" if code == 2 else f" (python {shlex.join(todo[name, seed])})"
                     common.refuse(f"{name}, seed {seed}: {said}{command}")
                 method, folder = places[name, seed]
-                if not record(method, folder):
+                found = record(method, folder)
+                if not found:
                     common.refuse(f'{method.file} has trained nothing; does it end with  if __name__ == "__main__": main()  ?')
+                if found["status"] not in ("finished", "diverged"):
+                    common.refuse(f"{name}, seed {seed}: {method.file} has left the loop over run.rounds before its end; see "
+                                  "docs/extend.md")
                 tqdm.write(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

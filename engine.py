@@ -50,13 +50,14 @@ def refuse(message, alone=False):
 
 def is_main_process():
     """Whether this is the only process, or the one among torchrun's that prints and writes the record."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"  # RANK alone is another program's
 
 
 def find_device(name):
     """(torch.device, rank, number of processes) of a device's name; joins the others where torchrun started this process. From
     here on the first process alone prints. Refuses a device that isn't there."""
-    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0)) if processes > 1 else 0
     if processes > 1 and name.startswith("cuda:"):
         refuse(f"--device {name} is one GPU for {processes} processes; use --device cuda, which gives each its own")
     try:
@@ -278,6 +279,7 @@ def check(fed, step, state, plans, shared, work, order, way):
         return
     rng, u = np.random.default_rng(0), ROUNDING[fed.args.precision]
     some = range(len(order))[: way[1] and max(2, way[1])]
+
     def ends(trained):
         return [copied(tree_map(lambda z: z[place], trained)) for place in (0, -1)]
 
@@ -295,8 +297,7 @@ def check(fed, step, state, plans, shared, work, order, way):
             start, fed.train_alone(step, start, plan, shared), trained,
             start_near, fed.train_alone(step, start_near, plan, shared_near))))
         for leaf in leaves:
-            size, change, wrong, near_change = norms(leaf, lambda old, want, got, old_near, want_near: (
-                old, want - old, got - want, want_near - old_near - want + old))
+            size, change, wrong, near_change = norms(*leaf)
             bound = torch.minimum(16 * near_change, change / 2) + 2**-22 * (size + change)
             if change.isfinite() and not wrong <= bound:
                 raise Different(f"a minibatch's change is off by {float(wrong / change):.2g} of it; "
@@ -304,10 +305,15 @@ def check(fed, step, state, plans, shared, work, order, way):
     fed.checked.add((step, way[0], way[1] == 1))
 
 
-def norms(tensors, function):
-    """The norms in fp64 of what function makes of tensors of one shape, piece by piece: such a copy would be twice as large."""
-    pieces = (function(*(z.double() for z in some)) for some in zip(*(z.flatten().split(FEW_ROWS // 32) for z in tensors)))
-    return sum(torch.stack([z.square().sum() for z in piece]) for piece in pieces).sqrt()
+def norms(*tensors):
+    """What check compares, for old, want, got, old_near, want_near of one shape: the norms of old, of its change, of what is wrong,
+    and of how the change differs nearby. In fp64 and piece by piece: a whole copy would be twice as large."""
+    squares = 0
+    for pieces in zip(*(z.flatten().split(FEW_ROWS // 32) for z in tensors)):
+        old, want, got, old_near, want_near = (z.double() for z in pieces)
+        differences = old, want - old, got - want, want_near - old_near - want + old
+        squares = squares + torch.stack([z.square().sum() for z in differences])
+    return squares.sqrt()
 
 
 def first_line(problem):

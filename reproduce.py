@@ -22,7 +22,6 @@ With --only, --scale or --budget a run is a trial: the pages stay as they are un
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -101,6 +100,11 @@ def place(command):
     return f"{runs()[command][0].table}/{short(command)}"
 
 
+def folder(command, scale=1.0):
+    """Where the seeds of a run are."""
+    return (RESULTS if scale == 1 else RESULTS / f"scale-{scale:g}") / place(command)
+
+
 def written_out(command):
     return re.sub(r"@([\w-]+)", lambda match: SETTINGS[match.group(1)], command)
 
@@ -173,17 +177,18 @@ def has_arguments(record, command):
 
 
 def result(command, seed, scale=1.0):
-    path = (RESULTS if scale == 1 else RESULTS / f"scale-{scale:g}") / place(command) / str(seed)
+    path = folder(command, scale) / str(seed)
     if not (path / "result.json").exists():
         return Result(command, seed, scale, path, "missing", None, "")
     record, mark = load(path / "result.json", (path / "result.json").stat().st_mtime_ns)
     r = Result(command, seed, scale, path, "", record, mark)
+    args, sources = record["args"], record["environment"]["sources"]
     own = {"seed": seed, "split_seed": seed, "rounds": r.wanted}
-    here = r.ended != "interrupted" or (record["args"].get("precision"), record["environment"]["device"]) == (
-        arguments(command).get("precision"), device())  # where it was interrupted, it can be resumed
-    if not here or not has_arguments(record, command) or any(record["args"].get(name, own[name]) != own[name] for name in own):
+    same = has_arguments(record, command) and all(args.get(name, value) == value for name, value in own.items())
+    if r.ended == "interrupted":  # it can be resumed only as and where it was begun
+        same = same and args.get("precision") == arguments(command).get("precision") and record["environment"]["device"] == device()
+    if not same:
         return r._replace(state="other arguments")
-    sources = record["environment"]["sources"]
     today, key = {name: digest(name) for name in (*sources, *SHARED)}, str(path.relative_to(RESULTS))
     stands = any(entry["results"].get(key) == mark and today.items() <= entry["sources"].items() for entry in accepted())
     return r._replace(state=r.ended if sources == today or stands else "stale")
@@ -195,8 +200,7 @@ def bf16(r):
 
 def results(command, scale):
     """Every seed that is there."""
-    folder = result(command, 0, scale).path.parent
-    seeds = [p.parent.name for p in folder.glob("*/result.json")]
+    seeds = [path.parent.name for path in folder(command, scale).glob("*/result.json")]
     return [result(command, seed, scale) for seed in sorted(int(name) for name in seeds if name.isdigit())]
 
 
@@ -283,14 +287,17 @@ def measure(commands):
     for i, (name, command) in enumerate(kinds.items()):
         with tempfile.TemporaryDirectory() as out:
             words = expand(command, out, rounds=3, eval_every=3)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, timeout=120)
+            try:
+                done = subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, text=True, timeout=120)
+                why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+            except subprocess.TimeoutExpired:
+                why = "none in time"
             path = pathlib.Path(out) / "result.json"
             rows = json.loads(path.read_text())["rounds"] if path.exists() else []
             every = arguments(command).get("eval_every", 1)  # rounds for one evaluation, here three
             every = 3 if arguments(command).get("target") else every  # each is measured
             one = rows and min(row["seconds"] for row in rows) + sum(row.get("evaluation_seconds", 0) for row in rows) / every
-        print(f"measure {i + 1}/{len(kinds)}  {f'{one:.2f} s a round' if one else 'none in time':<18}{name}", flush=True)
+        print(f"measure {i + 1}/{len(kinds)}  {f'{one:.2f} s a round' if one else why:<16}  {name}", flush=True)
         if one:
             known = timings()
             known.setdefault(device(), {})[name] = one
@@ -405,6 +412,7 @@ def view(command, measure, scale):
     return Shown(use, mean, std, n < of, ", ".join(notes))
 
 
+@functools.cache
 def shown(cell):
     """What a cell shows, or None. Of several commands: the best. Of several scales: the largest; interrupted runs come last."""
     options = []
@@ -483,14 +491,14 @@ def pages(paper):
     for t in (t for t in TABLES.values() if t.name.startswith(f"{paper}-")):
         found = {(cell.row, cell.column): (cell, shown(cell)) for cell in cells(t.name)}
         tables += table_lines(t, found)
-        made |= {s.results[0].path: run_line(s.results) for _, s in found.values() if s}
-    stale = sum(words.endswith("stale |") for words in made.values())
+        made |= {s.results[0].path: s.results for _, s in found.values() if s}
+    stale = sum(any(r.state == "stale" for r in seeds) for seeds in made.values())
     title, links = PAPERS[paper].TITLE, f"[The code](../{paper}.py). [About it](../docs/{paper}.md). [All papers](README.md)."
     ours_are = (f"[Our {len(made)} runs]({paper}-runs.md), {stale} of them stale (stale: source files have changed since the run, "
                 "and nobody has [shown](accepted.json) that this changes no number).")
     text = [f"# {title}", "", links, ours_are, "", HOW_TO_READ.strip(), *tables]
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
-                 line("python ...", "seeds", "rounds", "device", "minutes", ""), line(*["---"] * 6), *made.values()]
+                 line("python ...", "seeds", "rounds", "device", "minutes", ""), line(*["---"] * 6), *map(run_line, made.values())]
     return "\n".join(text) + "\n", "\n".join(runs_text) + "\n"
 
 

@@ -331,6 +331,8 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     fed = common.Federation(common.parser("a\n\nb").parse_args([*argv, "--limit", "38"]))
     assert fed.whole_split.train[1].max() < 38 and (fed.data.owner == np.delete(owner, [38, 39])).all()
     refused(capsys, "leaves a client of --split natural without images", fedavg.main, [*argv, "--limit", "35"])
+    np.savez(tmp_path / "hospitals.npz", **images(), client_train=np.repeat([0, 1, 2], [25, 10, 5]))  # the last one loses all
+    refused(capsys, "leaves a client of --split natural without images", fedavg.main, [*argv, "--limit", "35"])
     np.savez(tmp_path / "bytes.npz", **images(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert common.Federation(common.parser("a\n\nb").parse_args([*argv, "--client-test", "0"])).K == 256

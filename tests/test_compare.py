@@ -264,6 +264,22 @@ def test_a_file_that_trains_nothing_is_refused(go, tmp_path, monkeypatch, capsys
     refused(capsys, "has trained nothing; does it end with", go, str(mine), "--seeds", "1")
 
 
+def test_a_method_that_leaves_its_loop_is_refused(go, tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    text = pathlib.Path(OWN).read_text()
+    mine.write_text(text.replace("\n\n\nif __name__", "\n            if t == 1:\n                break\n\n\nif __name__"))
+    assert mine.read_text() != text
+    with pytest.raises(SystemExit) as stop:
+        go(str(mine), "--seeds", "1")
+    assert stop.value.code == 2 and "mine.py has left the loop over run.rounds before its end" in capsys.readouterr().err
+    assert json.loads((go.out / "mine" / "0" / "result.json").read_text())["status"] == "unfinished"
+
+
+def test_a_killed_run_is_not_explained_by_a_warning():
+    child = "import os, signal, sys; print('a harmless warning', file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    assert compare.train(["-c", child], False, compare.Children()) == (-9, "exit code -9")
+
+
 def test_a_method_without_personal_measures_has_empty_cells(go, tmp_path):
     mine = tmp_path / "mine.py"
     text = pathlib.Path(fedavg.__file__).read_text()

@@ -145,9 +145,17 @@ def test_more_processes_than_clients_are_refused(monkeypatch, capsys):
     assert "9 processes for 8 clients" in capsys.readouterr().err
 
 
+def test_a_rank_without_a_world_is_another_programs(monkeypatch):
+    """Some schedulers set RANK: this is one process with all clients."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert engine.is_main_process() and engine.find_device("cpu")[1:] == (0, 1)
+
+
 def test_the_process_that_says_why_ends_before_the_others(monkeypatch, capsys):
     """torchrun ends all processes when one has ended."""
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     waits = []
     monkeypatch.setattr(engine.time, "sleep", waits.append)
     with pytest.raises(SystemExit):

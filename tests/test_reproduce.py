@@ -234,7 +234,7 @@ def small(tmp_path, monkeypatch):
 
 def fresh():
     """As in a new process."""
-    for cached in (reproduce.runs, reproduce.digest, reproduce.load, reproduce.seconds_per_round):
+    for cached in (reproduce.runs, reproduce.digest, reproduce.load, reproduce.seconds_per_round, reproduce.shown):
         cached.cache_clear()
 
 
