@@ -558,10 +558,10 @@ def rebuild():
         found = [(cell, s, f" [{s.note}]" * bool(s.note)) for cell, s in found if s and s.mean is not None]
         if found:
             t.draw(RESULTS / f"{t.name}.png", f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}", found)
-    (RESULTS / "README.md").write_text(overview())
+    (RESULTS / "README.md").write_text(overview(), encoding="utf-8")
     for paper in PAPERS:
         for name, text in zip((paper, f"{paper}-runs"), pages(paper)):
-            (RESULTS / f"{name}.md").write_text(text)
+            (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"pages   {RESULTS / 'README.md'} and two for each paper")
 
 

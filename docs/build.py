@@ -210,7 +210,7 @@ def coloured(text):
 
 def code_side(file, lines, key):
     """The lines (numbers from 1) of a file, each with the lines of the pseudocode that it carries out."""
-    text = (HERE / file).read_text()
+    text = (HERE / file).read_text(encoding="utf-8")
     source, together, seen, out = text.splitlines(), statements(ast.parse(text)), set(), []
 
     def to_pseudocode(match):
@@ -266,7 +266,7 @@ def page(name, title, body):
 
 def figures(name):
     tables, out = HERE / "results" / f"{name}.md", []
-    drawn = re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(), re.M) if tables.exists() else ()
+    drawn = re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M) if tables.exists() else ()
     for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn), *FIGURES.get(name, ())]:
         there = [f"../results/{picture}.{kind}" for kind in ("svg", "png") if (HERE / "results" / f"{picture}.{kind}").exists()]
         out += [f'<figure><img src="{path}" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
@@ -280,7 +280,7 @@ def below(name, parts):
     out = [(title, fold(title, markdown(text), title in opened)) for title, text in parts]
     tables = HERE / "results" / f"{name}.md"
     if tables.exists():
-        text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", re.sub(r"^!\[.*\n", "", tables.read_text(), flags=re.M))
+        text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M))
         (_, about), *rest = sections(text.replace("](../docs/", "]("), 2)
         rest = "\n".join(fold(title, markdown(body)) for title, body in rest)
         out.append(("", fold("Ours beside the paper's: all tables", markdown(about.split("\n", 1)[1]) + rest)))
@@ -289,7 +289,7 @@ def below(name, parts):
 
 
 def paper_page(name):
-    text, page_text = (HERE / f"{name}.py").read_text(), (HERE / "docs" / f"{name}.md").read_text()
+    text, page_text = (HERE / f"{name}.py").read_text(encoding="utf-8"), (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8")
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
     imports = max(node.end_lineno for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
     rule = text[: text.index("\n# -----")].rstrip().count("\n") + 1
@@ -318,14 +318,14 @@ def paper_page(name):
 
 
 def baselines_page():
-    text = (HERE / "baselines.py").read_text()
+    text = (HERE / "baselines.py").read_text(encoding="utf-8")
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "METHODS")
     methods, told, about, rest, out = {}, {}, {}, [], []
     for flag, function in zip(table.keys, table.values):
         methods.setdefault(function.id, []).append(flag.value)
-    for title, part in sections((HERE / "docs" / "baselines.md").read_text(), 2)[1:]:
+    for title, part in sections((HERE / "docs" / "baselines.md").read_text(encoding="utf-8"), 2)[1:]:
         flags = re.findall(r"`([\w-]+)`", title)
         told |= {tuple(heading.split(":")[0].split()): body for heading, body in sections(part, 3)}
         about |= dict.fromkeys(flags, sections(part, 3)[0][1])
@@ -352,11 +352,11 @@ def baselines_page():
 
 
 def index_page():
-    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|", (HERE / "README.md").read_text(), re.M)
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|", (HERE / "README.md").read_text(encoding="utf-8"), re.M)
     rows = {name: (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", paper), idea) for name, paper, idea in rows}  # a card is a link already
     cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
                     for name, title in PAPERS.items() for paper, idea in [rows[name]])
-    title, text = (HERE / "docs" / "first-hour.md").read_text().split("\n", 1)
+    title, text = (HERE / "docs" / "first-hour.md").read_text(encoding="utf-8").split("\n", 1)
     others = [address(path.name) for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
     body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "
             "the choices that change a number, what was measured, and exercises.</p></header>\n"
@@ -366,7 +366,7 @@ def index_page():
 
 
 def text_page(name):
-    text = (HERE / "docs" / f"{name}.md").read_text()
+    text = (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8")
     return page(name, text.split("\n", 1)[0].strip("# "), markdown(text))
 
 
@@ -380,5 +380,5 @@ def pages():
 
 if __name__ == "__main__":
     for name, text in pages().items():
-        (HERE / "docs" / name).write_text(text)
+        (HERE / "docs" / name).write_text(text, encoding="utf-8")
         print(f"page    docs/{name}")
