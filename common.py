@@ -1028,12 +1028,10 @@ class Federation:
 
     def one_by_one(self, step, clients, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
-        def alone(i):
-            return self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared)
-
         # filled row by row: torch.stack would hold all of it twice
         result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), clients)
-        for i, client in enumerate(self.map(alone, range(len(plans)))):
+        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared), range(len(plans)))
+        for i, client in enumerate(alone):
             tree_map(lambda rows, row: rows[i].copy_(row), result, client)
         return result
 
