@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 import engine
+import plots
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these three lines are also for algorithms' files)
 from plots import drawing, setting  # noqa: F401
@@ -202,8 +203,8 @@ def whole_numbers(values):
 
 
 def split_dirichlet_classes(labels, classes, rng, args, balance=False):
-    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2. (PersFL's
-    code takes from every class as many images as the shares of class 0 are.)
+    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2. (The
+    generator that PersFL names takes from every class as many images as the shares of class 0 are.)
 
     balance: a client that already holds N/K images gets nothing of the classes still to be dealt.
     Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
@@ -948,6 +949,10 @@ class Federation:
               + (f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""))
         for note in self.notes:
             print(note)
+
+    def plot(self, record, out, marks):
+        """Draws the figures of --plot."""
+        plots.plot(record, self, out, marks)
 
     def sample(self, t, among=None):
         """S_t, the clients of round t: max(int(C*N), 1) of N, without replacement. N: all K, or those with the numbers `among`.

@@ -2,13 +2,13 @@
 Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
     python fedavg.py --dataset mnist              Table 2: CNN, E=5, B=10, IID (published: 99 % after 20 rounds)
-    python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds)
+    python fedavg.py --dataset cifar10            Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds; hours)
 
 What to expect: rounds until the test accuracy reaches 99 % (CNN, the first command) or 97 % (2NN, Table 1: `--dataset mnist
---model 2nn --epochs 1 --target .97 --batch-size B --lr eta`), interpolated as in the paper. IID: a client's images are random.
-C=.1: a tenth of the clients is in a round. B=all with E=1 (`--batch-size 0`): FedSGD. Seed 0. last: accuracy. min: minutes.
+--model 2nn --epochs 1 --target .97 --rounds 2948 --batch-size B --lr eta`), interpolated as in the paper. IID: a client's
+images are random. C=.1: a tenth of the clients is in a round. B=all, E=1 (`--batch-size 0`): FedSGD. Seed 0. min: minutes.
 
-         E  B    eta   paper  here    last  min record
+         E  B    eta   paper  here    top-1 min record
     CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
     2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
     2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
@@ -16,10 +16,10 @@ C=.1: a tenth of the clients is in a round. B=all with E=1 (`--batch-size 0`): F
 There is one model w, measured after line 7. "global": on the central test images, as in the paper. "personal": on each client's
 test images, mean over clients: its own with --client-test above 0, else central ones, drawn with its class shares.
 
-How to read the code. net(w, x): the logits of the network with the weights w. grad(loss): the function that gives loss's
-gradient. [d]: d numbers, a model. [m, d]: a row of d numbers for each of the m clients in S_t. [m]: one number each.
+How to read the code. "l.7": line 7. net(w, x): the logits with the weights w. grad(loss): the function that gives loss's
+gradient. b: a minibatch, images b.x, labels b.y. [d]: d numbers, a model. [m, d]: d numbers for each of the m clients in S_t.
 
-The paper's Algorithm 1, in our words. K clients; P_k: client k's n_k training images; l: mean cross-entropy.
+The paper's Algorithm 1, in our words, with our line numbers. K clients; P_k: client k's n_k training images; l: cross-entropy.
 
     Server
      1  choose w_0
@@ -41,7 +41,7 @@ Choices that change a number. docs/fedavg.md has each in full.
     D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
     D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: w_0, eta, padding, augmentation's ranges, MNIST's pixels (-1/2 to 1/2: the 2NN's rounds then fit).
+    D4  Not in the paper: w_0, eta, padding, augmentation's ranges, MNIST's pixels (-1/2 to 1/2: FedAvg's 2NN then fits).
 """
 
 from types import SimpleNamespace as State
@@ -60,7 +60,7 @@ def client_step(net, args):
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
+        g = common.grad(loss)(w)  # l.11: its gradient, [d]
         return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags add decay * w + momentum * u to g
 
     return step

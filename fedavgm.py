@@ -1,10 +1,10 @@
 """FedAvgM: Federated Averaging with Server Momentum. Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution
 for Federated Visual Classification", 2019, arXiv 1909.06335.
 
-    python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1
+    python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1, 10,000 rounds
 
-What to expect: global accuracy, C=.05, E=1, seed 0. FedAvg: --beta 0 --lr .03. alpha = .1: 500 rounds, two cores. alpha = 0
-(one class per client): 10,000 rounds, one core, bf16. Published, for the most skewed clients: .769 (FedAvg: .301).
+What to expect: global accuracy, C=.05, E=1, seed 0. FedAvg: --beta 0 --lr .03. alpha = .1: --rounds 500 on two cores. alpha = 0
+(one class per client): all 10,000 rounds on one core, with --precision bf16. Published there: .769 (FedAvg: .301).
 
     alpha  method   last   best   min  record (in results)
     .1     FedAvgM  .4021  .4068  11   scale-0.05/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0
@@ -29,14 +29,14 @@ There is one model w. "global", "personal" and how to read the code: see fedavg.
      8  cut P_k into minibatches of size B
      9  for each of E local epochs:
     10      for each minibatch b:
-    11          w = w - eta * gradient of l(w; b)
+    11          w = w - eta * (gradient of l(w; b) + decay * w)
     12  return w to the server
 
 Choices that change a number. docs/fedavgm.md has each in full.
 
     D1  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  B, eta, beta are lost; Flower's: its pair for alpha 0 and 1 (as in D5). Here its pair for .1 learns more slowly.
+    D3  E, B, alpha, eta, beta: lost in our copy. Here those of Flower's reproduction; eta and beta are its pair for alpha 0, 1.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
     D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class. Their .01 is .1 here.
     D6  Line 3: C*K is rounded down.
@@ -59,7 +59,7 @@ def client_step(net, args):
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        g = common.grad(loss)(w)  # l.11: gradient of l(w; b), [d]
+        g = common.grad(loss)(w)  # l.11: its gradient, [d]
         return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * (g + decay * w) (D2); our --momentum adds u
 
     return step
@@ -91,7 +91,7 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. B, eta, beta: Flower's (D3)
+# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. E, B, alpha, eta, beta: Flower's (D3)
 DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05, rounds=10_000, epochs=1,  # D5
                 batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0, beta=0.99, weight_decay=0.004, model="tfcnn",  # D2, D3
                 transform="tensorflow", eval_every=50, target=[])  # D4

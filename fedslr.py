@@ -4,12 +4,13 @@
     python fedslr.py --dataset cifar10                           .8752  .9530          published; not run here
     python fedslr.py --dataset cifar10 --model cnn --rounds 60   .5289  .8342  12 min  results/fedslr/cifar10-cnn-lambda-1e-4
 
-w, the "global knowledge representation" (GKR), is for all; lambda lowers its rank. p_i is client i's; mu makes it sparse.
-Accuracies: "global" of w on all central test images; on each client's test images (D7): "gkr" of w, "personal" of w + p_i.
-Algorithm 2, restored. Lines 7, 20: as in Algorithm 1, whose line 14 is lines 9 to 14 here. (4) to (7): equations. M clients, a
-share C in a round; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_*: sum of singular values; eta_g: server's step.
+w, the "global knowledge representation" (GKR), is one model for all clients. lambda lowers its rank. p_i is client i's own. mu
+makes it sparse. w + p_i is client i's mixed model. Accuracies: "gkr" of w, "personal" of the mixed models, both means over
+clients, on their own test images (D7); "global" of w, on all central test images.
+Algorithm 2, restored. 7 and 20 are Algorithm 1's numbers; its line 14 is lines 9 to 14 here. (4) to (7): equations. M clients,
+a share C in a round; f_i: i's loss; pi(w_l): layer l's weights, a matrix; ||.||_*: sum of singular values; eta_g: step size.
 
-     1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or w^0 (D1)
+     1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
      3      S_t = max(C*M, 1) random clients
      4      for each client i in S_t, in parallel:
@@ -34,14 +35,13 @@ share C in a round; f_i: i's loss; pi(w_l): layer l's kernel as a matrix; ||.||_
 Choices that change a number, in full in docs/fedslr.md. How to read the code: fedavg.py.
     D1  Line 1: p_i = 0, but with resnet18, mobilenet a copy of w^0's kernels and matrices (authors' code: and biases).
     D2  Line 3: C*M is rounded down; authors' code: each client takes part with probability C. Line 7: clients count alike.
-    D3  Lines 13, 20, D8: weight decay adds 1e-3 * w or p_i to g (value: authors' code). eta times .998 each round (the paper).
-    D4  Line 19: p_i trains beside w^t. "personal" is w^{t+1} + p_i, for all clients, also those not in S_t.
-    D5  Line 7's argmin shrinks kernels and matrices alone; biases and GroupNorm stay as in v. Line 20 shrinks all of p_i.
+    D3  Lines 13, 20: weight decay adds 1e-3 * w or p_i to g (value: authors' code). eta times .998 each round (the paper).
+    D4  Line 19: w^t stays as it is. "personal" is w^{t+1} + p_i, for all clients, also those not in S_t.
+    D5  Line 7's argmin shrinks weights of convolutions and linear layers; the rest stays as in v. Line 20 shrinks all of p_i.
     D6  Numbers sent: down w^t, each pi(w_l) as min(rows*columns, rank*(rows+columns)); up all numbers of w_i.
     D7  A client's test images: floor(100*share) central ones of each class; share: of the class in its images. Paper: 100.
-    D8  --variant lpgd: line 7's argmin (lambda*eta) after each local step; gpgd: of the mean of w_i. No gamma_i.
-    D9  --variant s+s: line 7 is soft(v, lambda*eta_g) for the same matrices. w^t counts as its numbers other than 0.
-    D10  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
+    D8  --variant lpgd, gpgd, s+s: the appendix's other forms of line 7.
+    D9  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
 """
 
 import os
@@ -67,13 +67,14 @@ def pi(kernel):
 
 
 def prox_nuclear(net, v, tau):
-    """argmin over w of tau * sum over l of ||pi(w_l)||_* + ||w - v||^2 / 2: w [d], and the ranks [L] of the pi(w_l)."""
+    """The proximal operator: argmin over w of tau * sum over layers l of ||pi(w_l)||_* + ||w - v||^2 / 2. Returns w [d], and
+    the ranks [L] of the pi(w_l)."""
     parts, ranks = list(v.split(net.sizes)), []  # a part for each of the model's tensors
-    for l, _, _ in matrices(net):  # D5
-        shape = net.tensors[l][2]
-        U, s, Vh = svd(pi(parts[l].view(shape)))  # l.7: pi(v_l) = U diag(s) Vh
-        s = soft(s, tau)
-        parts[l] = pi_inverse((U * s) @ Vh, shape).to(v).flatten()
+    for place, _, _ in matrices(net):  # D5
+        shape = net.tensors[place][2]
+        U, s, Vh = svd(pi(parts[place].view(shape)))  # l.7: of layer l, pi(v_l) = U diag(s) Vh
+        s = soft(s, tau)  # l.7: singular values up to tau become 0, so the rank falls
+        parts[place] = pi_inverse((U * s) @ Vh, shape).to(v).flatten()
         ranks.append((s > 0).sum())
     return torch.cat(parts), torch.stack(ranks)
 
@@ -117,11 +118,11 @@ def main(argv=None):
         return appendix_a2(run)  # D8
     net, M = federation.net, federation.K
     step_w, step_p = phase_one(net, args), phase_two(net, args)
-    prox = prox_l1 if args.variant == "s+s" else prox_nuclear  # D9
+    prox = prox_l1 if args.variant == "s+s" else prox_nuclear  # D8
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(torch.zeros_like(w_0)),
-                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma and p are [M, d]
+                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma, p [M, d]; numbers: in w^t
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, [m] (D2)
         eta, w_t = federation.eta(t), state.w
         # Phase I. federation.train does for each client i of S, at once or one after the other:
@@ -130,7 +131,7 @@ def main(argv=None):
         #             client = step_w(client, b, eta, w_t)           l.12-14; client is w and gamma_i
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
         # state.gamma.of(S) is state.gamma[S], but a client's row is fetched only when its turn comes
-        w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: [m, d]
+        w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: w alone, [m, d]
         for j, i in enumerate(S):  # one by one, to save memory
             state.gamma[i] += 1 / args.eta_g * (w_t - w_i[j])  # l.6, l.16
         gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
@@ -151,7 +152,7 @@ def main(argv=None):
 # Around it
 
 # Table 1, Non-IID, all three data sets
-DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1, rounds=1000, epochs=2,  # D7, D10
+DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1, rounds=1000, epochs=2,  # D7, D9
                 batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
     # ours, for a quick look
@@ -170,7 +171,7 @@ def arguments(argv):
     own.add_argument("--p-start", choices=("zero", "copy"),
                      help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
-                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w (D8, D9)")
+                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w (D8)")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors to FILE, and measure how fast it is")
     args = common.parse(parser, BY_DATASET, argv)
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
@@ -197,7 +198,7 @@ def in_matrices(net):
 
 
 def full_ranks(net):
-    """[L]: the largest ranks that the matrices can have."""
+    """[L]: the largest ranks that the pi(w_l) can have."""
     return torch.tensor([min(rows, columns) for _, rows, columns in matrices(net)], device=net.device)
 
 
@@ -227,7 +228,7 @@ def svd(A):
 
 
 def count_factors(net, ranks):
-    """Numbers in a model whose matrices have these ranks [L]: a matrix counts whole, or as two factors if that is less."""
+    """Numbers in a model whose pi(w_l) have these ranks [L]: each counts whole, or as two factors if that is less."""
     sizes = list(net.sizes)
     for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
         sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
@@ -236,14 +237,14 @@ def count_factors(net, ranks):
 
 def count(net, args, state):
     """Numbers that w takes."""
-    return int((state.w != 0).sum()) if args.variant == "s+s" else count_factors(net, state.ranks)  # D9
+    return int((state.w != 0).sum()) if args.variant == "s+s" else count_factors(net, state.ranks)  # D8
 
 
 # The appendices' variants
 
 
 def prox_l1(net, v, tau):
-    """Line 7 of s+s: soft(v, tau) for kernels and matrices. Ranks are not computed, but given as full (D9)."""
+    """Line 7 of s+s: soft(v, tau) for kernels and matrices. Ranks are not computed, but given as full (D8)."""
     return soft(v, tau * in_matrices(net)), full_ranks(net)
 
 

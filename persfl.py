@@ -6,7 +6,7 @@ in Federated Learning", 2021, arXiv 2105.15191.
     python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
 
 DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: each class is divided between 2 users in log-normal shares. CIFAR-10, users' mean accuracy, 5 runs (FedAvg: last G):
+DS-3: each class is divided between 2 users in log-normal shares. The table has users' mean accuracies on CIFAR-10, 5 runs:
 
     split   rounds   FedAvg   fine-tuned   PersFL   minutes a run   records
     DS-1    50       .5068    .6846        .7186    8 to 14         results/persfl-2/persfl-cifar10-split-classes
@@ -32,7 +32,7 @@ have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. f
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid:  lines 14 to 22 with a new A_k = O_k. User k keeps the best of its A_k
+    13  for each pair (T, lambda) of the grid, lines 14 to 22:  A_k = O_k at first. User k keeps the best of its students A_k
     14  for each user k:
     15      cut user k's training images into minibatches of size B
     16      for each of E local epochs:
@@ -49,9 +49,9 @@ Choices that change a number. docs/persfl.md has each in full.
     D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
     D3  Ours: B = 20, eta (line 9) = eta' (line 22) = .05, E_L = 1, E = 10 (line 16; the paper: E_L), no momentum.
     D4  Line 15: in every epoch, shuffled; the paper cuts once. Pixels in [0, 1]. Line 20: sum over classes, mean over images.
-    D5  Line 20: KL(teacher || student); (3) reverses it. PersFL and PersFL-GD then have the same gradients.
-    D6  Line 13: best on validation images; on a tie the first. By the paper's (3), least training loss: lambda = 1 (loss 0).
-    D7  Line 13: each pair starts at O_k. 15 pairs, by Table 5; T does nothing with lambda 0 or 1: 11 students (records: 15).
+    D5  Line 20: KL(teacher || student); (3) has it in the other order. PersFL and PersFL-GD then have the same gradients.
+    D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, gives lambda = 1 (loss 0).
+    D7  Line 13: each pair starts at O_k. 15 pairs, by Table 5; T does nothing with lambda 0 or 1: 11 students (above: 15).
     D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
     D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
     D10  --unseen N: the last N users train in no round, but choose a teacher and do Stage 2 (section 6).
@@ -96,7 +96,7 @@ def student_step(net, args, grid=GRID):
     T, lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11], [11]
 
     def step(user, b, eta):
-        A, u, O = user  # [11, d] the students' weights, [11, d] momentum, [d] the teacher's; eta is eta'
+        students, u, O = user  # [11, d] the students' weights, [11, d] momentum, [d] the teacher's; eta is eta'
         O_b = net(O, b.x)  # O_k(b): [B, classes]
 
         def loss(a, T, lam):  # of one student: its weights a [d], and two numbers
@@ -109,9 +109,9 @@ def student_step(net, args, grid=GRID):
             hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
 
-        g = vmap(common.grad(loss))(A, T, lam)  # l.22: of each student with its own T and lambda, [11, d]
-        A, u = common.sgd(args, A, u, g, eta, net.decayed)  # l.22: A - eta' * u'
-        return A, u, O
+        g = vmap(common.grad(loss))(students, T, lam)  # l.22: of each student with its own T and lambda, [11, d]
+        students, u = common.sgd(args, students, u, g, eta, net.decayed)  # l.22: w - eta' * u'
+        return students, u, O
 
     return step
 
@@ -125,15 +125,16 @@ def stage_2(federation, run, O, args):
     """Every user alone, with its teacher O_k: O [K, d] -> all its students [K, 11, d], and A_k, the one it keeps [K, d]."""
     users, eta = np.arange(len(O)), torch.tensor(args.distill_lr, device=federation.device)
     step = with_progress(student_step(federation.net, args), federation, run)
-    A = O[:, None].repeat(1, len(GRID), 1)  # l.13: every student starts at O_k; `step` takes all pairs' students at once
+    students = O[:, None].repeat(1, len(GRID), 1)  # l.13: each starts at O_k; `step` takes the students of all pairs at once
     # federation.train does for each user k, at once or one after the other:      l.14
     #     for epoch in range(E):                                                  l.16
     #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
-    #             A, u, O = step((A, u, O), b, eta)                               l.18-22
+    #             students, u, O = step((students, u, O), b, eta)                 l.18-22
     t = args.rounds  # a t that no round has, for an order of images that no round has
-    students, *_ = federation.train(step, (A, torch.zeros_like(A), O), users, t, eta, epochs=args.distill_epochs)
-    accuracy = accuracies(federation, students, getattr(federation.split, args.select))  # on validation images: [K, 11]
-    best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K] (D6)
+    start = students, torch.zeros_like(students), O
+    students, *_ = federation.train(step, start, users, t, eta, epochs=args.distill_epochs)
+    accuracy = accuracies(federation, students, getattr(federation.split, args.select))  # of --select's images: [K, 11] (D6)
+    best = choose(accuracy)[federation.clients]  # l.13: the student that user k keeps, [K]
     return students, students[torch.arange(len(O)), torch.from_numpy(best)]
 
 
@@ -149,7 +150,7 @@ def main(argv=None):
     G, students = federation.initial_weights(), None  # l.2: G_1, [d]
     K = len(federation.clients)  # all users (of this process, if there are several)
     state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
-                  round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: O [K, d], l' [K]
+                  round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: l' [K]; O [K, d] is G_1 until l.8
     for t, S in run.rounds(state, among=seen):  # l.1, l.3-4: Stage 1; S are all users that train, [m]
         e = t + 1
         l_k = validation_losses(federation, state.G)  # l.5: [K] (D1)

@@ -5,15 +5,15 @@ later published as Fed2 (KDD 2021). We had notes on the paper, and four of Fed2'
     python psinet.py --dataset cifar10 --groups 0 --norm gn     (FedAvg with GroupNorm: .8334; bn: .8546; none: .8413)
     python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817)
 
-What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 1 to 2.5 min a round.
+What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 1 to 3 min a round.
 
     method                rounds   global, last   record
     Psi-Net               100      .8356          results/psinet-norm/psinet-cifar10-prune/0
     FedAvg, GroupNorm     100      .8117          results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
-    Psi-Net, --no-prune   25       .6221          results/scale-0.25/psinet-norm/psinet-cifar10/0
 
-The method (sections 3 and 4), in our words. There is one model Omega. omega^i is what node i trains: a copy of it, or of its
-groups G_i. "global": Omega on the central test images; "personal": on central ones in a node's class shares. See fedavg.py.
+The method (sections 3 and 4), in our words. There is one model Omega. omega^i is what node i trains: a copy of Omega, or of
+Omega_shared and node i's groups G_i. "global": Omega on the central test images. "personal": Omega on test images for each
+node, drawn from the central ones with the node's class shares. fedavg.py says how to read [d], net and grad.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each group g, and the depth: the layer where groups begin
@@ -33,7 +33,7 @@ groups G_i. "global": Omega on the central test images; "personal": on central o
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: a group of the first grouped layer sees all shared channels (--enter slice: a slice). It starts as ungrouped.
+    D1  Line 3: the first layer with groups sees all shared channels (--enter slice: slices). Initial weights as without groups.
     D2  Lines 3, 4: the ungrouped widths, rounded up to multiples of G. Line 5: a group's initial weights fit its own size.
     D3  Line 1: G = 10; depth: VGG-9 (FedMA's, no dropout) conv5, VGG-16 conv3-2. M(g) are consecutive labels.
     D4  Line 3: GroupNorm has as many groups as the network. FedAvg (--groups 0): GroupNorm, 2 groups, behind all convolutions.
@@ -130,8 +130,8 @@ def client_step(net, args):
             logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
             return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
-        g, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.running_batchnorm)
-        w, u = common.sgd(args, w, u, g, eta, net.decayed)  # l.12 (D7): w - eta * u', u' = g + momentum * u + decay * w
+        grad_w, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.running_batchnorm)
+        w, u = common.sgd(args, w, u, grad_w, eta, net.decayed)  # l.12: w - eta * u', u' = grad_w + momentum * u + decay * w
         return w, r, u, G_i
 
     return step

@@ -436,9 +436,7 @@ class Run:
             refuse(f"{path} can't be written: {why}; make room, and start again with --resume", alone=True)
         print(f"record  {self.out}/result.json" + "; to go on: the same command with --resume" * (status == "interrupted"))
         if self.args.plot and status == "finished" and is_main_process():
-            import plots  # not above: it imports this file
-
-            plots.plot(record, self.federation, self.out, self.marks)
+            self.federation.plot(record, self.out, self.marks)
 
 
 def rounds_to(target, history):

@@ -52,7 +52,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got or trained last.
-    D12  "personal" has one lambda of 0, .1, ..., 1 for all clients and layers, by training loss or --client-val's accuracy.
+    D12  "personal": one lambda of 0, .1, ..., 1 for all, that of least training loss (--client-val: best accuracy there).
     D13  Line 5: C*K is rounded down. With --unseen N it is C*(K-N).
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
@@ -105,9 +105,9 @@ def client_step(net, args):
 
 
 def client_update(federation, step, S, t, phase_two_from, w_f, w_l):
-    """ClientUpdate in round t for the clients k of S. phase_two_from: Phase II's first round. w_f [d]: the server's w^f. w_l
+    """ClientUpdate in round t for the clients k of S. phase_two_from: the first t of Phase II. w_f [d]: the server's w^f. w_l
     [K, d]: the w^l_k of all clients. Returns the trained w^f_k and w^l_k, [m, d] each."""
-    w_f_k, w_l_k = w_f.expand(len(S), -1), w_l[S]  # l.11: [m, d] each
+    w_f_k, w_l_k = w_f.expand(len(S), -1), w_l[S]  # l.11: w^f; and the w^l_k that k kept: [m, d] each
     w_g = w_f  # l.12: frozen, since `step` makes new tensors
     u_f, u_l = torch.zeros_like(w_l_k), torch.zeros_like(w_l_k)  # momentum (D7)
     eta = learning_rate(federation, t)  # D4: the decay
@@ -221,7 +221,7 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(run):
-    """Phase II's first t, from 0; the printed note counts from 1. 1e-9: 2.9999999999999996 counts as 3 here, not officially."""
+    """Phase II's first t, from 0; the printed note counts from 1. 1e-9: .07 * 100, which is 7.000000000000001, counts as 7."""
     args = run.args
     begin = args.start * args.rounds  # L*R
     first = max(int(begin) - 1, 0) if args.as_ == "official" else ceil(begin - 1e-9)  # D4
@@ -253,12 +253,12 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
     images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # training images, as many as test images
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
-        def W(S):
+        def mixtures(S):
             return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
 
-        measures = federation.evaluate_clients(W, among=clients)  # D10; with --client-val also val_mean and val_loss
+        measures = federation.evaluate_clients(mixtures, among=clients)  # D10; with --client-val also val_mean and val_loss
         if not args.client_val:
-            on_train = federation.evaluate_clients(W, images, clients)
+            on_train = federation.evaluate_clients(mixtures, images, clients)
             measures.update(train_mean=on_train["mean"], train_loss=on_train["loss"])
         found.append({"lambda": lam, **measures})
     by_loss = min(found, key=lambda measures: measures[f"{chosen_on}_loss"])

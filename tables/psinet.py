@@ -63,7 +63,7 @@ TABLES = [
     fc1          | ?
     """, lambda row, column: (CIFAR_10 + (f" --depth {row.split()[0]}" if "C3-1" not in row else PRUNED), "global/top1"), 4,
           "Our notes of the paper say 89 to 90 for every start from C3-2 to C5-2. That network can't be our VGG-9, which has "
-          "three stages."),
+          "three stages. So the published number beside conv6 is another network's."),
     table("psinet-epochs", "Fed2: local epochs against FedMA, FedAvg and FedProx (VGG-9, CIFAR-10)", "top-1", """
     Psi-Net E=1   | 89.96
     Psi-Net E=20  | 89.10
