@@ -1,4 +1,4 @@
-# make demo    two minutes of SuPerFed on the embedded data set, with tables and plots
+# make demo    two runs of SuPerFed on the embedded data set, one to three minutes each, with tables and plots
 # make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (about ten minutes on two cores)
 # make compare all 23 methods on the embedded data set, three seeds: a table and two figures, in runs/compare
 # make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"

@@ -1196,7 +1196,8 @@ def parser(doc, **defaults):
     about, command, *_ = (doc or "").split("\n\n") + [""]
     p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
     g = p.add_argument_group("data (the same in every file)")
-    g.add_argument("--dataset", default="cifar10", help=f"{' '.join(DATASETS)}, or the path of a .npz")
+    g.add_argument("--dataset", default="cifar10",
+                   help=f"{' '.join(DATASETS)}, or the path of a .npz; defaults of other flags depend on it (--dataset NAME --help)")
     g.add_argument("--data-dir", default="data", help="NAME.npz is taken from here if it exists, else downloads go here")
     g.add_argument("--limit", type=positive_int, help="use only this many training images, equally many of each class")
     g.add_argument("--augment-once", action="store_true",

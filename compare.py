@@ -14,6 +14,7 @@ OUT then has the table as compare.md and compare.csv, and two figures as .png an
 accuracies.
 """
 
+import argparse
 import contextlib
 import csv
 import hashlib
@@ -29,6 +30,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from typing import NamedTuple
@@ -105,10 +107,11 @@ class Method(NamedTuple):
 
 def arguments(argv):
     """This file's own arguments, and the shared settings."""
-    p = common.Parser(description=__doc__.partition("\n\n")[0], allow_abbrev=False,
-                      epilog=f"Settings that all methods share: {' '.join(flags(SHARED))}; for shapes "
-                             f"also {' '.join(flags(BY_DATASET['shapes']))}. These are flags, as are the "
-                             "others of the groups data, training and running in python fedavg.py --help.")
+    about, examples, *_ = __doc__.split("\n\n")
+    equal = (f"Settings that all methods share: {' '.join(flags(SHARED))}; for shapes also {' '.join(flags(BY_DATASET['shapes']))}. "
+             "These are flags, as are the others of the groups data, training and running in python fedavg.py --help.")
+    p = common.Parser(description=about, epilog=f"{examples}\n\n{textwrap.fill(equal, 100, break_on_hyphens=False)}",
+                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("--methods", required=True, metavar="A,B,...",
                    help=f"{', '.join(METHODS)}, all (of these), or a file of your own (docs/extend.md); NAME=METHOD: under another "
                         "name, to take part with several settings")

@@ -19,7 +19,8 @@ from pygments.lexers import PythonLexer
 HERE = pathlib.Path(__file__).resolve().parent.parent
 PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psinet": "Psi-Net", "fedslr": "FedSLR",
           "persfl": "PersFL", "baselines": "Baselines"}
-TEXTS = ("claims", "compare", "extend", "run")  # pages without code beside them
+TEXTS = {"claims": "Claims", "compare": "Compare", "extend": "Your own", "run": "Runs"}  # pages without code beside them
+MORE = ("authors", "speed", "shapes", "faults")  # and such as are not in the bar
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
 FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
@@ -140,7 +141,7 @@ def slug(title):
 def address(link):
     """Markdown pages that are HTML pages, too, are linked as these; a heading D6 has the name D6."""
     link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
-    return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS) else m[0], link)
+    return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0], link)
 
 
 @functools.cache
@@ -256,7 +257,7 @@ HINT = ('<p class="hint">Point at a line: what carries it out is marked on the o
 
 def page(name, title, body):
     links = "".join(f'<a href="{key}.html"{" aria-current=page" * (key == name)}>{text}</a>'
-                    for key, text in {"index": "Start", **PAPERS}.items())
+                    for key, text in {"index": "Start", **PAPERS, **TEXTS}.items())
     return ('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
             "<!-- made by docs/build.py; don't edit -->\n"
@@ -353,28 +354,32 @@ def baselines_page():
 
 def index_page():
     rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|", (HERE / "README.md").read_text(encoding="utf-8"), re.M)
-    rows = {name: (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", paper), idea) for name, paper, idea in rows}  # a card is a link already
+    rows = {name: [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell) for cell in cells] for name, *cells in rows}  # a card is a link already
     cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
                     for name, title in PAPERS.items() for paper, idea in [rows[name]])
     title, text = (HERE / "docs" / "first-hour.md").read_text(encoding="utf-8").split("\n", 1)
-    others = [address(path.name) for path in sorted((HERE / "docs").glob("*.md")) if path.stem not in (*PAPERS, "first-hour")]
-    body = ("<header><h1>Federated learning, one file per paper</h1><p>Each page shows a paper's pseudocode beside its code, "
-            "the choices that change a number, what was measured, and exercises.</p></header>\n"
-            f'<div class="cards">{cards}</div>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>\n'
-            "<p>More: " + ", ".join(f'<a href="{name}">{name.removesuffix(".html")}</a>' for name in others) + "</p>")
+    body = ("<header><h1>Federated learning, one file per paper</h1><p>Many clients (phones, hospitals) hold images that must not "
+            "leave them. Federated learning trains one model from all these images. Each page shows a paper's pseudocode beside its "
+            "code, the choices that change a number, what was measured, and exercises.</p></header>\n"
+            f'<div class="cards">{cards}</div>\n<ul>'
+            + "".join(f'<li><a href="{name}.html">{html.escape(heading(name))}</a></li>' for name in (*TEXTS, *MORE))
+            + f'</ul>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>')
     return page("index", "Federated learning, one file per paper", body)
 
 
+def heading(name):
+    return (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0].strip("# ")
+
+
 def text_page(name):
-    text = (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    return page(name, text.split("\n", 1)[0].strip("# "), markdown(text))
+    return page(name, heading(name), markdown((HERE / "docs" / f"{name}.md").read_text(encoding="utf-8")))
 
 
 def pages():
     """{file name: text} of all pages."""
     made = {name: paper_page(name) for name in PAPERS if name != "baselines"}
     made |= {"baselines": baselines_page(), "index": index_page()}
-    made |= {name: text_page(name) for name in TEXTS}
+    made |= {name: text_page(name) for name in (*TEXTS, *MORE)}
     return {f"{name}.html": text for name, text in made.items()}
 
 
