@@ -38,8 +38,8 @@ import engine
 import plots
 from datasets import DATASETS, limit_images, load_data
 from engine import grad, is_main_process, now, refuse, vmapped  # noqa: F401 (these three lines are also for algorithms' files)
-from plots import drawing, setting  # noqa: F401
-from records import USED_BY, Run, without_clients, without_nan  # noqa: F401
+from plots import drawing  # noqa: F401
+from records import Run, without_clients, without_nan  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Random streams
@@ -97,9 +97,11 @@ def split_clients(data, args):
         refuse("--split fedslr may give a client an image twice; use --client-test 0 --client-val 0")
     tests_of = data.test_owner if args.split == "natural" else None
     test_share = args.client_test if tests_of is None else 0
-    owned = split_natural(data) if args.split == "natural" else find("split", args.split, SPLITS)(labels, data.classes, rng, args)
+    deal = find("split", args.split, SPLITS)
     if elsewhere:
-        owned = checked_split(args.split, owned, len(labels))
+        owned = own_split(deal, labels, data.classes, rng, args)
+    else:
+        owned = split_natural(data) if args.split == "natural" else deal(labels, data.classes, rng, args)
     split = Split([], [], [])
     for k, index in enumerate(owned):
         index, n = rng.permutation(index), len(index)
@@ -328,9 +330,14 @@ def split_fedslr(labels, classes, rng, args):
     return owned
 
 
-def checked_split(name, owned, images):
+def own_split(deal, labels, classes, rng, args):
     """What a split from elsewhere gives, as a list of arrays. Refuses what is no array of image numbers for each client."""
-    owned = [np.asarray(index) for index in owned] if isinstance(owned, (list, tuple, np.ndarray)) else []
+    name, images = args.split, len(labels)
+    try:
+        owned = deal(labels, classes, rng, args)
+        owned = [np.asarray(index) for index in owned] if isinstance(owned, (list, tuple, np.ndarray)) else []
+    except Exception as problem:  # whatever the function does
+        refuse(f"--split {name} fails: {type(problem).__name__}: {engine.first_line(problem)}")
     if not owned:
         refuse(f"--split {name} gives no list with an array of image numbers for each client")
     for k, index in enumerate(owned):
@@ -350,6 +357,10 @@ def split_natural(data):
     return [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]  # images_for: no client without images
 
 
+USED_BY = {  # arguments and the splits that they are for; semantic and natural find their own clients
+    "clients": ("iid", "shards", "dirichlet", "dirichlet-classes", "classes", "lognormal", "fedslr", "fedma"),
+    "per_client": ("shards", "classes", "lognormal"), "alpha": ("dirichlet", "dirichlet-classes", "fedslr", "fedma"),
+}
 SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
     "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
@@ -361,6 +372,14 @@ SPLITS = {
 def unused(split):
     """The arguments that a split has no use for."""
     return [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
+
+
+def setting(record):
+    """The data set and the split of a record, for titles of figures."""
+    args, split = record["args"], record["args"]["split"]
+    size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
+    size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
+    return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -951,8 +970,8 @@ class Federation:
             print(note)
 
     def plot(self, record, out, marks):
-        """Draws the figures of --plot."""
-        plots.plot(record, self, out, marks)
+        """Draws the figures of --plot into the folder out. marks: a round -> what begins with it."""
+        plots.plot(record, setting(record), self.data, self.whole_split, out, marks)
 
     def sample(self, t, among=None):
         """S_t, the clients of round t: max(int(C*N), 1) of N, without replacement. N: all K, or those with the numbers `among`.
@@ -1033,24 +1052,25 @@ class Federation:
 
     def one_by_one(self, step, clients, plans, shared):
         """Each client by itself; on a CPU as many at once as there are threads."""
+        def alone(i):
+            return self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared)
+
         # filled row by row: torch.stack would hold all of it twice
         result = tree_map(lambda z: torch.empty(z.shape, dtype=z.dtype, device=z.device), clients)
-        alone = self.map(lambda i: self.train_alone(step, tree_map(lambda z: z[i], clients), plans[i], shared), range(len(plans)))
-        for i, client in enumerate(alone):
+        for i, client in enumerate(self.map(alone, range(len(plans)))):
             tree_map(lambda rows, row: rows[i].copy_(row), result, client)
         return result
 
     def plan(self, row, own, t, epochs, draw=None, order=0):
         """The Plan of the client in this row for round t, from its own random streams. own: the numbers of its images."""
         size = self.args.batch_size or len(own)
-        steps = epochs * ceil(len(own) / size)
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[row]), order)
                                        for purpose in ("order", "augmentation", "algorithm"))
         shuffled = np.array([shuffle.permutation(own) for _ in range(epochs)], np.int64)  # [epochs, images]: anew in every epoch
         fill = (0, 0), (0, -len(own) % size)  # up to whole minibatches, with image 0, which mask leaves out
-        index, mask = (np.pad(z, fill).reshape(steps, size) for z in (shuffled, np.ones_like(shuffled, bool)))
-        uniform = augment.random((steps, size, DRAWS[self.args.transform]), np.float32)
-        own_draw = draw(algorithm, steps) if draw else np.zeros((steps, 0))
+        index, mask = (np.pad(z, fill).reshape(-1, size) for z in (shuffled, np.ones_like(shuffled, bool)))
+        uniform = augment.random((*index.shape, DRAWS[self.args.transform]), np.float32)
+        own_draw = draw(algorithm, len(index)) if draw else np.zeros((len(index), 0))
         return Plan(index, mask, uniform, own_draw.astype(np.float32))
 
     def batch(self, index, mask, uniform, draw):
@@ -1061,11 +1081,11 @@ class Federation:
 
     def train_alone(self, step, client, plan, shared):
         """One client: all minibatches of all epochs, one after the other, in the order of its plan."""
-        for index, mask, uniform, draw in zip(*plan):
+        index, mask, uniform, draw = (torch.as_tensor(z, device=self.device) for z in plan)
+        for s, n in enumerate(plan.mask.sum(1)):  # n images: the last minibatch of an epoch may have fewer
             if self.stop:
                 raise KeyboardInterrupt
-            index, uniform, draw = (torch.as_tensor(z, device=self.device) for z in (index[mask], uniform[mask], draw))
-            client = step(client, self.batch(index, torch.ones(len(index), device=self.device), uniform, draw), *shared)
+            client = step(client, self.batch(index[s, :n], mask[s, :n].float(), uniform[s, :n], draw[s]), *shared)
         return client
 
     # Evaluation

@@ -120,6 +120,8 @@ def arguments(argv):
     p.add_argument("--jobs", type=common.positive_int, default=1, help="runs at a time; on a CPU with one thread each")
     p.add_argument("--out", default="runs/compare", help="folder of all that is written (default: runs/compare)")
     args, rest = p.parse_known_args(argv)
+    if not args.out:
+        p.error("--out is empty; name a folder, or leave it out")
     for word in rest:
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and figures are drawn")
@@ -140,7 +142,7 @@ def parsed(main, argv, what, file):
     args, why = None, "its main calls no common.Federation(args)"
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            args = common.arguments_of(main, argv)
+            args = json.loads(json.dumps(common.arguments_of(main, argv), default=str))  # as a record has them
         except SystemExit as end:
             own = end.code if isinstance(end.code, str) else "its main ends"
             why = said.getvalue().partition("error: ")[2].strip() or own
@@ -166,10 +168,10 @@ def plan(args, shared):
     """The Methods that --methods and --set name."""
     sets, found = [], {}
     for word in args.set:
-        if not re.fullmatch(r"[^.=]+\.[^.=]+(=.*)?", word, re.S):
+        if not (given := re.fullmatch(r"([^.=]+)\.([^.=]+)(=.*)?", word, re.S)):
             common.refuse(f"--set {word}: say NAME.PARAMETER=VALUE")
-        name, _, parameter = word.partition(".")
-        sets.append((name, dashed(parameter)))
+        name, parameter, value = given.groups("")
+        sets.append((name, parameter.replace("_", "-") + value))
     settings = {name: value for name, value in vars(shared).items() if name not in (*OURS, *common.unused(shared.split))}
     for name, method in named(args):
         if method in METHODS:
@@ -207,12 +209,6 @@ def plan(args, shared):
         if parameters.count(parameter) > 1:
             common.refuse(f"--set {name}.{word}: it is set twice")
     return list(found.values())
-
-
-def dashed(word):
-    """bias_rate=1 -> bias-rate=1"""
-    name, sign, value = word.partition("=")
-    return name.replace("_", "-") + sign + value
 
 
 def refuse_foreign(name, method, word, words, settings):

@@ -672,7 +672,9 @@ class Rows:
             self.all[i] = first(i)
 
     def __getitem__(self, S):
-        give_back_memory(self.all.nbytes)
+        S = np.arange(len(self.all))[S]  # numbers of rows, whatever picks them out
+        if self.device.type == "cpu":
+            give_back_memory(self.all.nbytes)
         x = torch.empty((*np.shape(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
         for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
             row.copy_(self.all[int(k)])
@@ -681,7 +683,9 @@ class Rows:
     def __setitem__(self, S, x):
         if isinstance(x, Sampled):  # no step has changed them
             return
-        give_back_memory(self.all.nbytes)
+        S = np.arange(len(self.all))[S]
+        if self.device.type == "cpu":
+            give_back_memory(self.all.nbytes)
         x = x.expand(*np.shape(S), *self.all.shape[1:])  # as a tensor does: one row for all of S, a row each, or an error
         index = torch.from_numpy(np.atleast_1d(S)).to(self.all.device)
         self.replaced.append((index, self.all[index], is_finite(x)))

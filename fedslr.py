@@ -178,8 +178,8 @@ def arguments(argv):
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")
     folder = pathlib.Path(args.export or "").parent
-    if args.export and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        common.refuse(f"--export {args.export} can't be written: no such folder, or not ours")
+    if args.export and (pathlib.Path(args.export).is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK))):
+        common.refuse(f"--export {args.export} can't be written: a folder, in no folder, or in one that is not ours")
     return args
 
 

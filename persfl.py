@@ -205,6 +205,8 @@ def arguments(argv):
     args = common.parse(parser, BY_DATASET, argv)
     if args.fraction < 1:
         common.refuse("all users take part in every round; use --fraction 1")
+    if max(args.seed, args.split_seed) + args.runs > 2**32:
+        common.refuse(f"--runs {args.runs} makes a seed larger than {2**32 - 1}; use a smaller --seed or --split-seed")
     if not args.client_val:
         common.refuse("users choose their teachers on validation images; use --client-val above 0")
     return args

@@ -6,7 +6,6 @@ import pathlib
 import numpy as np
 
 from engine import is_main_process
-from records import USED_BY
 
 STYLE = {  # one for all figures. The colours are Okabe and Ito's, which colour-blind readers tell apart
     "axes.prop_cycle": "cycler('color', ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000'])",
@@ -49,18 +48,10 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         pyplot.close(figure)
 
 
-def setting(record):
-    """The data set and the split of a record, for titles."""
-    args, split = record["args"], record["args"]["split"]
-    size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
-    size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
-    return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
-
-
-def plot(record, federation, out, marks):
-    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out. marks: a round ->
-    what begins with it."""
-    with drawing(out / "curves.png", 1, 2, (10, 4), f"{record['algorithm']}, {setting(record)}, seed {record['args']['seed']}") as axes:
+def plot(record, setting, data, split, out, marks):
+    """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the folder out. setting: words for
+    the titles. split: of all clients. marks: a round -> what begins with it."""
+    with drawing(out / "curves.png", 1, 2, (10, 4), f"{record['algorithm']}, {setting}, seed {record['args']['seed']}") as axes:
         for part, key, where in (("global", "top1", "central test images"), ("personal", "mean", "mean and std over clients")):
             rows = [row for row in record["rounds"] if part in row]
             x, y = [row["round"] for row in rows], np.array([row[part][key] for row in rows])
@@ -78,19 +69,19 @@ def plot(record, federation, out, marks):
 
     if personal := record["final"].get("personal"):
         accuracies = np.sort(personal["per_client"])
-        with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting(record)}") as axis:
+        with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting}") as axis:
             axis.bar(range(1, len(accuracies) + 1), accuracies, width=1)
             axis.axhline(accuracies.mean(), color="black", linestyle="--", label=f"mean {accuracies.mean():.3f}")
             axis.set(xlabel="client, in the order of accuracy", ylabel="accuracy on the client's\nown test images", ylim=(0, 1))
 
     from matplotlib import colormaps
 
-    classes, labels, K = federation.data.classes, federation.data.labels, len(federation.whole_split.train)
+    classes, labels, K = data.classes, data.labels, len(split.train)
     shown = np.sort(np.random.default_rng(0).permutation(K)[:30])
-    counts = np.array([np.bincount(labels[federation.whole_split.train[k]], minlength=classes) for k in shown])
+    counts = np.array([np.bincount(labels[split.train[k]], minlength=classes) for k in shown])
     start = counts.cumsum(1) - counts
     some = f"\n30 of the {K} clients, drawn at random" if K > 30 else ""
-    with drawing(out / "split.png", size=(6, 7), title=setting(record) + some) as axis:
+    with drawing(out / "split.png", size=(6, 7), title=setting + some) as axis:
         for c in range(classes):
             axis.barh(range(len(shown)), counts[:, c], left=start[:, c], height=0.9, color=colormaps["viridis"](c / classes),
                       edgecolor="white", linewidth=0.6, label=f"class {c}" if classes <= 20 else None)

@@ -32,10 +32,6 @@ except ImportError:  # on Windows
 
 SHARED = ("common.py", "datasets.py", "engine.py", "records.py")  # what, beside the algorithm's file, a result depends on
 FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "export")  # what a run may change when it is resumed
-USED_BY = {  # arguments and the splits that they are for; semantic and natural find their own clients
-    "clients": ("iid", "shards", "dirichlet", "dirichlet-classes", "classes", "lognormal", "fedslr", "fedma"),
-    "per_client": ("shards", "classes", "lognormal"), "alpha": ("dirichlet", "dirichlet-classes", "fedslr", "fedma"),
-}
 
 
 class Kept(NamedTuple):
@@ -162,8 +158,9 @@ class Run:
         if late := vars(self.state).keys() - self.names:
             refuse(f"the loop adds {', '.join(late)} to `state`; set every name before run.rounds(state)")
         for name, z in vars(self.state).items():
-            if type(z).__module__ == "numpy":  # torch.load(weights_only=True) would not read it
-                refuse(f"state.{name} is numpy's {type(z).__name__}; keep tensors and Python's own numbers")
+            # what else could be changed in place unseen, or not be read again
+            if type(z) not in (torch.Tensor, engine.Rows, int, float, bool, str, type(None)):
+                refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
         for name, version in self.versions.items():
             if self.kept.state[name]._version != version:
                 refuse(f"state.{name} was changed in place; write state.{name} = state.{name} + ... instead of +=, and begin anew")

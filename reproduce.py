@@ -137,7 +137,10 @@ def device():
 def load(path, stamp):
     """A record and a mark of its bytes; stamp: when it was written."""
     text = path.read_bytes()
-    return json.loads(text), hashlib.sha256(text).hexdigest()[:16]
+    try:
+        return json.loads(text), hashlib.sha256(text).hexdigest()[:16]
+    except ValueError:
+        common.refuse(f"{path} can't be read as a record; move it elsewhere")
 
 
 class Result(NamedTuple):
@@ -205,12 +208,12 @@ def results(command, scale):
 
 
 def scales():
-    return [1.0, *sorted((float(p.name[6:]) for p in RESULTS.glob("scale-*")), reverse=True)]
+    return [1.0, *sorted((float(p.name[6:]) for p in RESULTS.glob("scale-[0-9]*")), reverse=True)]
 
 
 def accepted():
     path = RESULTS / "accepted.json"
-    return json.loads(path.read_text()) if path.exists() else []
+    return load(path, path.stat().st_mtime_ns)[0] if path.exists() else []
 
 
 def accept(why, found):
@@ -611,7 +614,7 @@ def duration(text):
     match = re.fullmatch(r"([\d.]+)([smh])", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text} must be like 90s, 30m or 2h")
-    return float(match.group(1)) * {"s": 1, "m": 60, "h": 3600}[match.group(2)]
+    return common.positive(match.group(1)) * {"s": 1, "m": 60, "h": 3600}[match.group(2)]
 
 
 def chosen(only):
@@ -648,6 +651,8 @@ def run_command(argv):
     commands = chosen(args.only)
     if not commands:
         p.error(f"--only {' '.join(args.only)}: no such table or run; --list shows the tables")
+    if args.accept == "":
+        p.error("--accept wants a reason")
     if args.verbose and not (args.list or args.measure):
         p.error("--verbose belongs to --list")
     if args.accept:

@@ -15,7 +15,6 @@ import common
 import datasets
 import engine
 import fedavg
-import records
 from conftest import federation, refused
 from faults import images
 
@@ -389,7 +388,7 @@ def test_fedslr_refills_a_class_that_is_used_up():
 @pytest.mark.parametrize("scheme", [name for name in common.SPLITS if name not in ("fedslr", "natural")])
 def test_clients_hold_out_what_they_are_asked_to(scheme):
     more = ["--clients", "10"] if scheme != "semantic" else []
-    more += ["--alpha", "0.9"] if scheme in records.USED_BY["alpha"] else []
+    more += ["--alpha", "0.9"] if scheme in common.USED_BY["alpha"] else []
     fed = federation(["--dataset", "shapes", "--split", scheme, *more, "--client-test", "0.2", "--client-val", "0.2", *CPU])
     for train, val, test in zip(*fed.split):
         n = len(train) + len(val) + len(test)
@@ -645,3 +644,13 @@ def test_personal_measures(toy):
         assert got["val_loss"] == pytest.approx(fed.evaluate_clients(W, fed.split.val)["loss"])
         assert "val_mean" not in fed.evaluate_clients(W, fed.split.test)
     assert fed.evaluate(w)["top1"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("S", [2, [2, 0], np.array([1, 2]), [], slice(1, None), torch.tensor([0, 2]), np.array([True, False, True]), range(2)])
+def test_rows_are_picked_and_replaced_as_a_tensors_are(S):
+    fed = federation(["--dataset", "shapes", "--limit", "30", "--clients", "3", "--split", "iid", "--client-test", "0", "--model", "mnistnet", *CPU])
+    first = torch.arange(6.0).view(3, 2)
+    V, whole = fed.per_client(lambda k: first[k]), first.clone()
+    assert torch.equal(V[S], whole[S])
+    V[S], whole[S] = -V[S], -whole[S]
+    assert torch.equal(V.all, whole) and not torch.equal(whole, first) or np.size(S) == 0

@@ -47,6 +47,23 @@ def go(toy, tmp_path, monkeypatch):
     return go
 
 
+def test_a_method_may_have_a_path_and_a_tuple_among_its_flags(go, tmp_path):
+    """Its record, which has them as JSON does, is its own: nothing is trained a second time."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("import pathlib, baselines, common\n"
+                    "def main(argv=None):\n"
+                    "    parser = common.parser(__doc__)\n"
+                    "    parser.add_argument('--weights', type=pathlib.Path, default=pathlib.Path('here'))\n"
+                    "    parser.add_argument('--two', default=(1, 2))\n"
+                    "    args = common.parse(parser, {}, argv)\n"
+                    "    federation = common.Federation(args)\n"
+                    "    baselines.local_training(federation, common.Run(__file__, federation), args)\n")
+    go(str(mine), "--seeds", "1")
+    assert go.trained == ["mine/0+"]
+    go(str(mine), "--seeds", "1")
+    assert not go.trained
+
+
 def test_the_table_is_that_of_the_records(go, capsys):
     records = go(f"local,fedavg,{OWN},persfl", "--seeds", "2", "--set", "lastlayer.mix=0.25", "--set", "persfl.distill-epochs=1")
     assert sorted(records) == [f"{name}/{seed}" for name in ("fedavg", "lastlayer", "local", "persfl") for seed in range(2)]

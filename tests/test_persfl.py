@@ -322,6 +322,8 @@ def test_a_diverged_student_is_not_chosen():
 
 def test_users_all_take_part(capsys):
     refused(capsys, "all users take part", persfl.arguments, ["--fraction", "0.5"])
+    refused(capsys, "makes a seed larger than 4294967295", persfl.arguments, ["--runs", "2", "--seed", "4294967295"])
+    assert persfl.arguments(["--runs", "2", "--seed", "4294967294"]).seed == 4294967294
 
 
 def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch, capsys):

@@ -473,8 +473,16 @@ def test_the_list_runs_nothing(small, capsys):
 
 def test_refusals_are_one_line(small, capsys):
     for words, why in (("--quick --list", "--quick goes with --seeds alone"), ("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
-                       ("--scale 2", "at most 1"), ("--verbose", "belongs to --list"), ("--unknown", "unrecognized")):
+                       ("--budget 0m", "above 0"), ("--accept=", "wants a reason"), ("--scale 2", "at most 1"), ("--verbose", "belongs to --list"), ("--unknown", "unrecognized")):
         refused(capsys, why, go, words)
+
+
+def test_what_is_no_record_is_named(small, capsys):
+    (small / "results" / "scale-old").mkdir(parents=True)
+    path = small / "results" / "t-1" / "stand_in" / "0" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"algorithm": ')
+    refused(capsys, f"{path} can't be read as a record; move it elsewhere", go, "--list")
 
 
 def test_three_rounds_measure_a_kind(small, capsys):

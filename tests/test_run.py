@@ -178,20 +178,21 @@ def test_a_state_whose_names_come_later_is_refused(tmp_path, capsys):
     assert "the loop adds late to `state`; set every name before run.rounds(state)" in capsys.readouterr().err
 
 
-def test_numpy_in_a_state_is_refused(tmp_path, capsys):
-    """It could be written, and not be read again."""
+@pytest.mark.parametrize("value, kind", [(np.float64(0.5), "float64"), ([torch.zeros(2)], "list")])
+def test_what_a_state_cannot_keep_is_refused(value, kind, tmp_path, capsys):
+    """numpy's could be written, and not be read again. A list could be changed in place unseen."""
     argv = [*QUICK, "--rounds", "2", "--eval-every", "1", "--out", str(tmp_path)]
 
     def main(argv):
         federation = common.Federation(common.parse(common.parser("mine"), {}, argv))
         run, state = common.Run(__file__, federation), SimpleNamespace(w=federation.initial_weights(), h=0.0)
         for _ in run.rounds(state):
-            state.h = np.float64(0.5)
+            state.h = value
             run.log(federation.evaluate(state.w))
 
     with pytest.raises(SystemExit, match="2"):
         main(argv)
-    assert "state.h is numpy's float64; keep tensors and Python's own numbers" in capsys.readouterr().err
+    assert f"state.h is a {kind}; keep tensors and Python's own numbers" in capsys.readouterr().err
     assert not (tmp_path / "state.pt").exists()
 
 
@@ -606,7 +607,8 @@ def test_the_pages_own_split_is_taken(toy, tmp_path):
 @pytest.mark.parametrize("words, said", [
     ("[[0, 1], [2, 1.5]]", "client 1 something else than an array of image numbers from 0 to 399"), ("[[0], []]", "client 1 no images"),
     ("[[0], [400]]", "client 1 something else"), ("[[-1], [2]]", "client 0 something else"), ("[[0, 0], [2]]", "client 0 an image twice"),
-    ("[3, 4]", "client 0 something else"), ("None", "gives no list"), ("[]", "gives no list")])
+    ("[3, 4]", "client 0 something else"), ("None", "gives no list"), ("[]", "gives no list"), ("1 / 0", "fails: ZeroDivisionError"),
+    ("[[[0], [1, 2]], [3]]", "fails: ValueError")])
 def test_a_split_that_gives_no_image_numbers_is_refused(words, said, tmp_path, capsys):
     (tmp_path / "s.py").write_text(f"def mine(labels, classes, rng, args): return {words}\n")
     refused(capsys, said, fedavg.main, [*QUICK, "--client-test", "0", "--split", f"{tmp_path}/s.py:mine"])
