@@ -650,8 +650,8 @@ class Rows:
     on the device; rows[S] = x puts others in their place.
 
     all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a quarter of the memory that
-    is free there, else in the host's memory, page-locked so that rows travel fast. Until a round is complete, the rows that it
-    replaced are remembered: `accept` forgets them, `undo` puts them back.
+    is free there, else in the host's memory. Until a round is complete, the rows that it replaced are remembered: `accept`
+    forgets them, `undo` puts them back.
     """
 
     def __init__(self, fed, first):
@@ -663,8 +663,7 @@ class Rows:
         fed.all_rows.append(self)
         self.device, self.far, self.replaced = fed.device, far, []
         try:
-            self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device,
-                                   pin_memory=far and fed.device.type == "cuda")
+            self.all = torch.empty((n, *like.shape), dtype=like.dtype, device="cpu" if far else fed.device)
         except RuntimeError as problem:
             refuse(f"{n} clients keep {size / 1e9:.1f} GB between rounds ({first_line(problem)}); use fewer --clients or a smaller "
                    "--model", alone=True)
@@ -703,7 +702,7 @@ class Rows:
         return sum(self[i].sum(0) for i in np.array_split(np.arange(len(self.all)), -(-self.all.nbytes // FEW_ROWS)))
 
     def load(self, x):
-        self.all = x.to(self.device) if not self.far else x.pin_memory() if self.device.type == "cuda" else x
+        self.all = x if self.far else x.to(self.device)
 
     def accept(self):
         self.replaced.clear()
