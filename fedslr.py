@@ -7,6 +7,7 @@
 w, the "global knowledge representation" (GKR), is one model for all clients. lambda lowers its rank. p_i is client i's own. mu
 makes it sparse. w + p_i is client i's mixed model. Accuracies: "gkr" of w, "personal" of the mixed models, both means over
 clients, on their own test images (D7); "global" of w, on all central test images.
+
 Algorithm 2, restored. 7 and 20 are Algorithm 1's numbers; its line 14 is lines 9 to 14 here. (4) to (7): equations. M clients,
 a share C in a round; f_i: i's loss; pi(w_l): layer l's weights, a matrix; ||.||_*: sum of singular values; eta_g: step size.
 
@@ -40,8 +41,7 @@ Choices that change a number, in full in docs/fedslr.md. How to read the code: f
     D5  Line 7's argmin shrinks weights of convolutions and linear layers; the rest stays as in v. Line 20 shrinks all of p_i.
     D6  Numbers sent: down w^t, each pi(w_l) as min(rows*columns, rank*(rows+columns)); up all numbers of w_i.
     D7  A client's test images: floor(100*share) central ones of each class; share: of the class in its images. Paper: 100.
-    D8  --variant lpgd, gpgd, s+s: the appendix's other forms of line 7.
-    D9  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
+    D8  A client's class shares: Dirichlet, .1 per class. A used-up class is dealt out again. Images are moved, mirrored.
 """
 
 import os
@@ -115,10 +115,10 @@ def main(argv=None):
     federation = common.Federation(args)
     run = common.Run(__file__, federation)
     if args.variant in ("lpgd", "gpgd"):
-        return appendix_a2(run)  # D8
+        return appendix_a2(run)
     net, M = federation.net, federation.K
     step_w, step_p = phase_one(net, args), phase_two(net, args)
-    prox = prox_l1 if args.variant == "s+s" else prox_nuclear  # D8
+    prox = prox_l1 if args.variant == "s+s" else prox_nuclear
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(torch.zeros_like(w_0)),
@@ -152,7 +152,7 @@ def main(argv=None):
 # Around it
 
 # Table 1, Non-IID, all three data sets
-DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1, rounds=1000, epochs=2,  # D7, D9
+DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1, rounds=1000, epochs=2,  # D7, D8
                 batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3, model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
     # ours, for a quick look
@@ -171,7 +171,7 @@ def arguments(argv):
     own.add_argument("--p-start", choices=("zero", "copy"),
                      help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
-                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w (D8)")
+                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w (appendix)")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors to FILE, and measure how fast it is")
     args = common.parse(parser, BY_DATASET, argv)
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
@@ -237,14 +237,14 @@ def count_factors(net, ranks):
 
 def count(net, args, state):
     """Numbers that w takes."""
-    return int((state.w != 0).sum()) if args.variant == "s+s" else count_factors(net, state.ranks)  # D8
+    return int((state.w != 0).sum()) if args.variant == "s+s" else count_factors(net, state.ranks)
 
 
 # The appendices' variants
 
 
 def prox_l1(net, v, tau):
-    """Line 7 of s+s: soft(v, tau) for kernels and matrices. Ranks are not computed, but given as full (D8)."""
+    """Line 7 of s+s: soft(v, tau) for kernels and matrices. Ranks are not computed, but given as full."""
     return soft(v, tau * in_matrices(net)), full_ranks(net)
 
 
