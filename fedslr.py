@@ -171,7 +171,7 @@ def arguments(argv):
     own.add_argument("--p-start", choices=("zero", "copy"),
                      help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
     own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
-                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w (appendix)")
+                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors to FILE, and measure how fast it is")
     args = common.parse(parser, BY_DATASET, argv)
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
