@@ -80,8 +80,9 @@ def cosine(w_f, w_l):
 def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
     """Equation (3), for one client and one minibatch b. w_f, w_l, w_g, lam [d]."""
     W = mix(w_f, w_l, lam)  # l.17
-    cos, distance = cosine(w_f, w_l), (w_f - w_g).square().sum()
-    return common.cross_entropy(net(W, b.x), b) + nu * cos**2 + mu * distance  # l.18
+    distance = (w_f - w_g).square().sum()
+    CE, cos = common.cross_entropy(net(W, b.x), b), cosine(w_f, w_l)
+    return CE + nu * cos**2 + mu * distance  # l.18
 
 
 def client_step(net, args):
