@@ -17,7 +17,7 @@ There is one model w, measured after line 7. "global": on the central test image
 test images, mean over clients: its own with --client-test above 0, else central ones, drawn with its class shares.
 
 How to read the code. "l.7": line 7. net(w, x): the logits with the weights w. grad(loss): the function that gives loss's
-gradient. b: a minibatch, images b.x, labels b.y. [d]: d numbers, a model. [m, d]: d numbers for each of the m clients in S_t.
+gradient. b: a minibatch, images b.x, labels b.y. [d]: d numbers, a model. [m, d], [m]: d, or one, for each of m clients in S_t.
 
 The paper's Algorithm 1, in our words, with our line numbers. K clients; P_k: client k's n_k training images; l: cross-entropy.
 
