@@ -946,9 +946,10 @@ BY_DATASET = {
 PLAIN = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge (docs/shapes.md)
 
 
-def arguments(argv):
-    parser = common.parser(__doc__, **DEFAULTS)
-    group = parser.add_argument_group("methods")
+def parser():
+    """The flags of all methods. The help of a method's own flag begins with the methods that it is for, and a colon."""
+    p = common.parser(__doc__, **DEFAULTS)
+    group = p.add_argument_group("methods")
     group.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
     group.add_argument("--mu", type=common.nonnegative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
     group.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: E at the end")
@@ -958,9 +959,9 @@ def arguments(argv):
     group.add_argument("--apfl-alpha", type=common.fraction, default=0.5, help="apfl: alpha_k at the start")
     group.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
     group.add_argument("--personal", type=common.nonnegative_int,
-                       help="fedper, fedrep: N, the last layers, which a client keeps (unless given: 1); lg-fedavg: the first "
-                            "layers (unless given: all before the first fully connected one, but at least 1); a normalisation "
-                            "counts as one")
+                       help="fedper, fedrep, lg-fedavg: N, how many layers a client keeps, the last ones (unless given: 1); with "
+                            "lg-fedavg the first ones (unless given: all before the first fully connected one, but at least 1); a "
+                            "normalisation counts as one")
     group.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
     group.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
     group.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")
@@ -977,9 +978,13 @@ def arguments(argv):
     group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
     group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")
     group.add_argument("--last-decay", type=common.nonnegative, default=1e-4, help="fedma: weight decay for the last layer")
-    args = common.parse(parser, BY_DATASET, argv)
+    return p
+
+
+def arguments(argv):
+    args = common.parse(parser(), BY_DATASET, argv)
     if args.method in PLAIN:
-        args = common.parse(parser, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
+        args = common.parse(parser(), BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
     return args
 
 

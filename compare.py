@@ -220,10 +220,12 @@ def refuse_foreign(name, method, word, words, settings):
         common.refuse(f"--set {name}.{word}: --{key} is this program's own; see python compare.py --help")
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
-    # baselines.py takes the flags of all its methods; their help texts begin with the methods that they are for
-    about = re.search(rf'"--{re.escape(key)}",.*?help="(.*?)"', inspect.getsource(baselines.arguments), re.S)
-    if method in baselines.METHODS and about and not re.search(rf"(?<![\w-]){method}(?![\w-])", about.group(1)):
-        common.refuse(f"--set {name}.{word}: {method} has no {key}; it is for {about.group(1).partition(':')[0]}")
+    if method in baselines.METHODS:
+        about = {flag: action.help for action in baselines.parser()._actions for flag in action.option_strings}
+        methods, colon, _ = about.get(f"--{key}", "").partition(":")
+        whose = methods.split(", ")  # of a flag that is for some methods alone
+        if colon and method not in whose and all(known in baselines.METHODS for known in whose):
+            common.refuse(f"--set {name}.{word}: {method} has no {key}; it is for {methods}")
 
 
 def check_folder(out):
