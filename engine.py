@@ -671,7 +671,7 @@ class Rows:
             self.all[i] = first(i)
 
     def __getitem__(self, S):
-        S = np.arange(len(self.all))[S]  # numbers of rows, whatever picks them out
+        S = self.numbers(S)
         if self.device.type == "cpu":
             give_back_memory(self.all.nbytes)
         x = torch.empty((*np.shape(S), *self.all.shape[1:]), dtype=self.all.dtype, device=self.device)
@@ -682,7 +682,7 @@ class Rows:
     def __setitem__(self, S, x):
         if isinstance(x, Sampled):  # no step has changed them
             return
-        S = np.arange(len(self.all))[S]
+        S = self.numbers(S)
         if self.device.type == "cpu":
             give_back_memory(self.all.nbytes)
         x = x.expand(*np.shape(S), *self.all.shape[1:])  # as a tensor does: one row for all of S, a row each, or an error
@@ -690,6 +690,10 @@ class Rows:
         self.replaced.append((index, self.all[index], is_finite(x)))
         for row, k in zip(x if np.ndim(S) else x[None], np.atleast_1d(S)):
             self.all[int(k)].copy_(row)
+
+    def numbers(self, S):
+        """Those of the rows S: a number, a list or an array of numbers, a slice, or a mask."""
+        return np.arange(len(self.all))[S if np.size(S) else []]
 
     def of(self, S):
         """self[S] for Federation.train, which fetches a row when its client's turn comes."""

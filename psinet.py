@@ -33,7 +33,7 @@ node, drawn from the central ones with the node's class shares. fedavg.py says h
 
 Choices that change a number. docs/psinet.md has each in full.
 
-    D1  Line 3: the first layer with groups sees all shared channels (--enter slice: slices). Initial weights as without groups.
+    D1  Line 3: the first layer with groups sees all shared channels (--enter slice: slices). Its initial weights: as ungrouped.
     D2  Lines 3, 4: the ungrouped widths, rounded up to multiples of G. Line 5: a group's initial weights fit its own size.
     D3  Line 1: G = 10; depth: VGG-9 (FedMA's, no dropout) conv5, VGG-16 conv3-2. M(g) are consecutive labels.
     D4  Line 3: GroupNorm has as many groups as the network. FedAvg (--groups 0): GroupNorm, 2 groups, behind all convolutions.

@@ -159,7 +159,7 @@ class Run:
             refuse(f"the loop adds {', '.join(late)} to `state`; set every name before run.rounds(state)")
         for name, z in vars(self.state).items():
             # what else could be changed in place unseen, or not be read again
-            if type(z) not in (torch.Tensor, engine.Rows, int, float, bool, str, type(None)):
+            if not torch.is_tensor(z) and type(z) not in (engine.Rows, int, float, bool, str, type(None)):
                 refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
         for name, version in self.versions.items():
             if self.kept.state[name]._version != version:

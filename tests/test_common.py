@@ -646,11 +646,12 @@ def test_personal_measures(toy):
     assert fed.evaluate(w)["top1"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("S", [2, [2, 0], np.array([1, 2]), [], slice(1, None), torch.tensor([0, 2]), np.array([True, False, True]), range(2)])
+@pytest.mark.parametrize("S", [2, [2, 0], np.array([1, 2]), [], np.array([]), slice(1, None), torch.tensor([0, 2]), np.array([True, False, True]), range(2)])
 def test_rows_are_picked_and_replaced_as_a_tensors_are(S):
     fed = federation(["--dataset", "shapes", "--limit", "30", "--clients", "3", "--split", "iid", "--client-test", "0", "--model", "mnistnet", *CPU])
     first = torch.arange(6.0).view(3, 2)
     V, whole = fed.per_client(lambda k: first[k]), first.clone()
-    assert torch.equal(V[S], whole[S])
-    V[S], whole[S] = -V[S], -whole[S]
+    at = S if np.size(S) else []
+    assert torch.equal(V[S], whole[at])
+    V[S], whole[at] = -V[S], -whole[at]
     assert torch.equal(V.all, whole) and not torch.equal(whole, first) or np.size(S) == 0
