@@ -959,9 +959,9 @@ def parser():
     group.add_argument("--apfl-alpha", type=common.fraction, default=0.5, help="apfl: alpha_k at the start")
     group.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
     group.add_argument("--personal", type=common.nonnegative_int,
-                       help="fedper, fedrep, lg-fedavg: N, how many layers a client keeps, the last ones (unless given: 1); with "
-                            "lg-fedavg the first ones (unless given: all before the first fully connected one, but at least 1); a "
-                            "normalisation counts as one")
+                       help="fedper, fedrep, lg-fedavg: N, how many layers a client keeps, the last ones (unless given: 1); "
+                            "lg-fedavg: the first ones (unless given: all before the first fully connected one, but at least "
+                            "1); a normalisation counts as one")
     group.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
     group.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
     group.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")
