@@ -8,6 +8,7 @@ operations on tensors of both and numpy arrays of the GPU's tensors; and while o
 graph, all that waits for the GPU or copies to it. How fast or how exact a GPU is can't be seen here.
 """
 
+import gc
 import weakref
 
 import numpy as np
@@ -65,6 +66,7 @@ class Memory:
 
     def of(self, work):
         """The most bytes that work() has at a time beyond what is there before it."""
+        gc.collect()  # of what was there before, nothing may go meanwhile
         self.pool, self.peak, before = 0, self.held, self.held
         work()
         return self.peak - before
