@@ -174,7 +174,7 @@ def prepare(fed):
     fed.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
     fed.tuning = {}  # step function -> what was found of its ways
     fed.checked = set()  # step functions, with ways that give what the plain loop gives
-    fed.failed = {}  # step functions, and "evaluation", that go one by one since all at once failed -> why
+    fed.failed = {}  # a step function, (it, "alone") or "evaluation" -> why its way failed, and the next slower one is used
     fed.replays = {}  # step function and shapes -> the CUDA graph for them
     fed.shapes_seen = set()  # step functions and shapes that came before
     fed.all_rows = []  # every Rows
@@ -187,12 +187,19 @@ def prepare(fed):
 
 def train(fed, step, state, plans, shared, net, left):
     """Federation.train where many clients go through a step at once: as many as fit, in the fastest way that is known. If this
-    fails, or does not give what the plain loop gives, the plain loop does it. plans: the Plan of each client. left: how often
-    this step will be trained, this time with it."""
+    fails, or does not give what the plain loop gives, each client goes alone, by graphs; and if this fails too, the plain loop
+    does it. plans: the Plan of each client. left: how often this step will be trained, this time with it."""
     fed.training, plain = net, functools.partial(fed.one_by_one, step, state, plans, shared)
+    together = functools.partial(fast, fed, step, state, plans, shared, left)
+
+    def alone():
+        return guarded(fed, (step, "alone"), functools.partial(together, ("conv", 1)), plain)
+
     try:
         with fast_kernels(tf32=fed.args.precision == "tf32"):
-            return guarded(fed, step, lambda: fast(fed, step, state, plans, shared, left), plain) if fed.vmap else plain()
+            if not fed.vmap:
+                return plain()
+            return guarded(fed, step, together, plain if fed.parallel == 1 else alone)
     except RuntimeError as problem:
         if not out_of_memory(problem):
             raise
@@ -206,16 +213,16 @@ def guarded(fed, key, fast_way, plain_way):
         try:
             return fast_way()
         except Exception as problem:
-            kind = key if isinstance(key, str) else "training"
+            kind = key if isinstance(key, str) else "training, without graphs" if isinstance(key, tuple) else "training"
             fed.failed[key] = f"{kind}: {first_line(problem)}"
             print(f"engine  one client after the other from here on, slower, in {fed.failed[key]}")
             forget_graphs(fed)
     return plain_way()
 
 
-def fast(fed, step, state, plans, shared, left):
+def fast(fed, step, state, plans, shared, left, way=None):
     """The clients with most minibatches first, so that those who go together end together. A way is a route, how convolutions
-    are computed ("conv" or "patches"), and how many clients go at once (None: all)."""
+    are computed ("conv" or "patches"), and how many clients go at once (None: all); unless given, it is the fastest known."""
     order = sorted(range(len(plans)), key=lambda i: (-plans[i].index.shape[1], -len(plans[i].index)))
     results, places = state, range(len(plans))
 
@@ -236,9 +243,9 @@ def fast(fed, step, state, plans, shared, left):
     tuning = fed.tuning.setdefault(step, SimpleNamespace(found={}, seconds=0.0, minibatches=0, spent=0.0))
     steps = sum(len(plan.index) for plan in plans)
     prove = functools.partial(check, fed, step, state, plans, shared, work, order)
-    if fed.tunes:
+    if fed.tunes and not way:
         tune(fed, step, tuning, work, places, steps, prove, left)
-    way = fed.ways.get(step, (fed.training.route, fed.parallel))
+    way = way or fed.ways.get(step, (fed.training.route, fed.parallel))
     fed.training.route, start = way[0], now(fed.device)
     prove(way)
     fed.ways[step] = way[0], in_parts(fed, put, places, way[1])[1]
@@ -267,7 +274,7 @@ class Different(Exception):
     pass
 
 
-def check(fed, step, state, plans, shared, work, order, way):
+def check(fed, step, state, plans, shared, work, order, way, quiet=False):
     """Raises Different if the first minibatch of two clients changes them otherwise than in the plain loop, at a way's first use.
 
     How much is rounding? A product that is rounded is the exact product of factors that are off by about its relative rounding
@@ -284,7 +291,7 @@ def check(fed, step, state, plans, shared, work, order, way):
         return [copied(tree_map(lambda z: z[place], trained)) for place in (0, -1)]
 
     for _ in range(1 + fed.graphs):  # with a graph from the second time on
-        parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), some, way[1])
+        parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), some, way[1], quiet)
 
     def near(z):
         noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
@@ -411,7 +418,7 @@ def tune(fed, step, tuning, work, places, steps, prove, left):
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
     fed.training.route, most = way
     with contextlib.suppress(RuntimeError, Different):  # too little memory, no such convolution on this device, a wrong one
-        prove(way)
+        prove(way, quiet=True)
         for _ in range(3):  # without a graph, capturing it, and with it
             start = now(fed.device)
             most = in_parts(fed, lambda these: work(these, TIMED), places, most, quiet=True)[1]
