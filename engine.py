@@ -285,19 +285,19 @@ def check(fed, step, state, plans, shared, work, order, way, quiet=False):
     if (step, way[0], way[1] == 1) in fed.checked:
         return
     rng, u = np.random.default_rng(0), ROUNDING[fed.args.precision]
-    some = range(len(order))[: way[1] and max(2, way[1])]
+    m = len(order) if way[1] is None else min(len(order), max(2, way[1]))
 
     def ends(trained):
         return [copied(tree_map(lambda z: z[place], trained)) for place in (0, -1)]
 
     for _ in range(1 + fed.graphs):  # with a graph from the second time on
-        parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), some, way[1], quiet)
+        parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), range(m), way[1], quiet)
 
     def near(z):
         noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
         return z + u * z * noise.to(z.dtype) if z.is_floating_point() else z
 
-    for i, trained in {order[some[0]]: parts[0][0], order[some[-1]]: parts[-1][-1]}.items():
+    for i, trained in ((order[0], parts[0][0]), (order[m - 1], parts[-1][-1])):
         plan, start = plans[i]._make(z[:1] for z in plans[i]), tree_map(lambda z: z[i], state)
         start_near, shared_near = tree_map(near, (start, shared))
         leaves = zip(*map(tree_leaves, (

@@ -141,6 +141,7 @@ def slug(title):
 def address(link):
     """Markdown pages that are HTML pages, too, are linked as these; a heading D6 has the name D6."""
     link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
+    link = link.replace("first-hour.md", "index.html")  # which shows it
     return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0], link)
 
 
