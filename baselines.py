@@ -1,4 +1,4 @@
-"""The methods that the papers of the other files compare with, one function each.
+"""The methods that the papers of the other files compare with: a function each, but `fedprox` is three methods.
 
     python baselines.py --method scaffold --dataset cifar10
 
@@ -8,7 +8,7 @@
     fedavg-ft    FedAvg. After the last round every client trains the global model further, alone (fine-tuning; see `fedprox`).
     fedprox      FedAvg, and each client's steps are pulled back to the global model.
     fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
-    scaffold     FedAvg, with corrected steps: minus the client's usual gradient, plus the mean of all clients' gradients.
+    scaffold     FedAvg, with corrected steps: minus the client's gradient in its last round, plus all clients' mean of these.
     feddyn       Two more terms in each client's loss move the client's own minimum towards the minimum of the mean loss.
     apfl         The personal model is a mixture of the global model and of a model of the client's own.
     fedper       The last layers are personal. The other layers are averaged.
@@ -25,24 +25,24 @@ the rounds. docs/baselines.md has each choice in full, what was measured, and a 
 
 Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b) that on a minibatch b of them.
 w_0 are the initial weights. t is 0, 1, ..., T-1. S_t are the m = max(C*K, 1) sampled clients of round t; C*K is rounded down.
-eta is the round's local learning rate, --lr times --lr-decay^t. "For each minibatch b" means: of each of the E local epochs,
-in a new order in every epoch. Lines that have other epochs say so.
+eta is the round's local learning rate, --lr times --lr-decay^t. "For each minibatch b" is two loops: over E local epochs, and
+over the epoch's minibatches, newly shuffled. Lines that have other epochs say so.
 K, C, T, E are --clients, --fraction, --rounds, --epochs. alpha, beta, lambda, g, h differ from function to function; --help has
 their options.
 `# l.3` marks the code of line 3. [m, d]: m rows, one for each sampled client, with d numbers each, one for each weight.
 
 Models. "global": the server's model, on the central test images. "personal": each client's model on its own test images, then
-the mean over all clients. (Most authors' code weighs clients by their test images: `weighted_mean` in the record.) The function
-says which model it is. What comes from the server is the server's newest. What a client keeps is from the last round in which
-the client was sampled.
+the mean over all clients. (Most authors' code weighs clients by their test images: `weighted_mean` in the record.) A function
+says which models these are. In a personal model the server's part is the newest; the client's own part is from the last round
+in which the client was sampled.
 
-Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (the page says which). It starts at 0 in
+Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (docs/baselines.md). It starts at 0 in
 each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
 theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
 and gets.
 
-federation.train(step, start, S, t, *shared) takes each client of S through "for each minibatch b: client = step(client, b,
-*shared)". `start` are tensors with a row for each client, where the clients begin. It returns such tensors. epochs=: instead of
+federation.train(step, start, S, t, *shared) does for each client of S: client = its row of the tensors in `start`; for each
+minibatch b: client = step(client, b, *shared). It returns what the clients come to, as such tensors. epochs=: instead of
 E. order=1, 2, ...: other orders of the images. images=: instead of the client's own training images.
 
 V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S. V[S] = y replaces them.
@@ -173,7 +173,7 @@ def local_training(federation, run, args):
      2  for each round t, for each client k in S_t:
      3      for each minibatch b:  w_k = w_k - eta * gradient of f_k(w_k; b)
 
-    Personal is w_k. Nothing is sent.
+    Global: none. Personal: w_k. Nothing is sent.
     D1  Line 2: only sampled clients train, as much as in FedAvg. A client that is never sampled is evaluated with w_0.
     """
     step = sgd_step(federation.net, args)
@@ -193,19 +193,19 @@ def centralised(federation, run, args):
      2  for each round t:
      3      for each minibatch b of C*E epochs of P:  w = w - eta * gradient of f(w; b)
 
-    Personal is w. Images would be sent once and models are not sent: no bytes are counted.
+    Global and personal: w. Images would be sent once and models are not sent: no bytes are counted.
     D1  Line 3: C*E epochs are as much work as FedAvg's. Rounded, and at least one: more work where C*E is below 1.
     """
     step = sgd_step(federation.net, args)
     epochs = max(1, round(args.fraction * args.epochs))  # D1
     state = State(w=federation.initial_weights())  # l.1: [d]
     P = np.concatenate(federation.whole_split.train)  # l.1: numbers of images
-    centre = federation.rows([0])  # client 0 trains on P, in its process; in the other processes nobody trains
+    centre = federation.rows([0])  # client 0 trains on P; with several processes in its own, and nobody in the others
     for t, _ in run.rounds(state):  # l.2
-        w = state.w.expand(len(centre), -1)  # [1, d], or [0, d]
+        w = state.w.expand(len(centre), -1)  # [1, d]; [0, d] where nobody trains
         w, _ = federation.train(step, (w, torch.zeros_like(w)), centre, t, federation.eta(t), epochs=epochs,
                                 images=[P for _ in centre])  # l.3
-        state.w = federation.sum(w)  # of the one row, so that all processes have it
+        state.w = federation.sum(w)  # the one row, which all processes get so
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
@@ -215,14 +215,15 @@ def fedprox(federation, run, args):
     arXiv 1812.06127. Lines 5 and 6 are for fedprox-ft and fedavg-ft alone: SuPerFed's FedProx-LU and FedAvg-LU ("local
     update"), after Wang et al. 2019. fedavg-ft has mu = 0.
 
-     1  w_0;  for each round t:  S_t
+     1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
      3          for each minibatch b:  w_k = w_k - eta * gradient of (f_k(w_k; b) + mu/2 * ||w_k - w_t||^2)
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
      5  after the last round, for every client k:  v_k = w_T
      6      for each minibatch b of --finetune-epochs epochs:  v_k = v_k - eta * gradient of f_k(v_k; b)
 
-    Personal is w_{t+1}; for the -ft methods v_k after the last round. That all clients then need w_T is not counted as bytes.
+    Global: w_{t+1}. Personal: w_{t+1}; for the -ft methods v_k after the last round. That all clients then need w_T is not
+    counted as bytes.
     D1  Line 3: squared and halved, as in the paper. SuPerFed's later code does neither. The default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
     D3  Line 6: one epoch by default (the papers do not say), without the proximal term. eta has decayed once more.
@@ -259,7 +260,7 @@ def scaffold(federation, run, args):
     arXiv 1910.06378.
 
      1  x = w_0;  c = 0 and, for every client k, c_k = 0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  y_k = x
      4          for each minibatch b:  y_k = y_k - eta * (gradient of f_k(y_k; b) - c_k + c)
      5          Option I:   c_k^+ = gradient of f_k(x)
@@ -268,7 +269,7 @@ def scaffold(federation, run, args):
      8      c = c + 1/K * sum over S_t of (c_k^+ - c_k),   so that c is always the mean of all c_k
      9      c_k = c_k^+
 
-    Personal is x. Twice FedAvg's bytes: c_k^+ - c_k goes up, too, and c goes down.
+    Global and personal: x. Twice FedAvg's bytes: c_k^+ - c_k goes up, too, and c goes down.
     D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and, from memory, in the paper's experiments.
     D2  Line 6: `reach` replaces steps: the sum over s = 1 to steps of (1 + beta + ... + beta^(s-1)), beta being the momentum.
         Without momentum it is the number of steps. The paper, from memory, has none (--momentum 0).
@@ -280,8 +281,8 @@ def scaffold(federation, run, args):
 
     def step(client, b, eta, c):
         y, u, c_k, reach, pace = client  # [d] weights, momentum, control; numbers: D2's reach, and its last term
-        y, u = descend(y, u, gradient(y, b) - c_k + c, eta)  # l.4 (D4)
-        pace = args.momentum * pace + 1  # D2
+        y, u = descend(y, u, gradient(y, b) - c_k + c, eta)  # l.4
+        pace = args.momentum * pace + 1  # l.6: reach counts the steps; with momentum more (D2)
         return y, u, c_k, reach + pace, pace
 
     x = federation.initial_weights()  # l.1: [d]
@@ -290,14 +291,14 @@ def scaffold(federation, run, args):
         eta, n_k, c_k = federation.eta(t), federation.n[S], state.C[S]  # c_k: [m, d]
         zero = torch.zeros_like(n_k)  # [m]
         start = (state.x.expand(len(S), -1), torch.zeros_like(c_k), c_k, zero, zero)  # l.3
-        y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.4
+        y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.4 (D4)
         if args.option == "I":
-            new = sums(state.x, S, t) / n_k[:, None]  # l.5 (D3): [m, d]
+            c_plus = sums(state.x, S, t) / n_k[:, None]  # l.5 (D3): [m, d]
         else:
-            new = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D1, D2)
+            c_plus = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D1, D2)
         state.x = state.x + args.global_lr * federation.mean(y_k - state.x)  # l.7
-        state.c = state.c + federation.sum(new - c_k) / federation.K  # l.8
-        state.C[S] = new  # l.9
+        state.c = state.c + federation.sum(c_plus - c_k) / federation.K  # l.8
+        state.C[S] = c_plus  # l.9
         run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.x), federation.evaluate_clients(state.x))
@@ -308,7 +309,7 @@ def feddyn(federation, run, args):
     2021, arXiv 2111.04263.
 
      1  w = w_0;  h = 0 and, for every client k, g_k = 0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  theta_k = w
      4          for each minibatch b:
      5              theta_k = theta_k - eta * gradient of (f_k(theta_k; b) - <g_k, theta_k> + alpha/2 * ||theta_k - w||^2)
@@ -316,7 +317,7 @@ def feddyn(federation, run, args):
      7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is always the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
 
-    Personal is w. FedAvg's bytes: line 7 needs only the theta_k. fedslr.py without its low-rank penalty is FedDyn with
+    Global and personal: w. FedAvg's bytes: line 7 needs only the theta_k. fedslr.py without its low-rank penalty is FedDyn with
     alpha = 1/eta_g.
     D1  Line 5: SGD in place of the paper's exact minimum. The official code divides alpha by n_k / (mean n), clips gradients to
         the norm 10 and has a weight decay of 1e-3. Here is none of the three; --weight-decay 1e-3 gives the last.
@@ -352,7 +353,7 @@ def apfl(federation, run, args):
     """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv 2003.13461.
 
      1  w = w_0;  for every client k: v_k = w_0, alpha_k = .5 (--apfl-alpha)
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          if adaptive, for the first minibatch b:  g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k;
                                                          alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1]
@@ -362,7 +363,7 @@ def apfl(federation, run, args):
      8              v_k = v_k - eta * alpha_k * g
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Global is w, personal the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
+    Global: w. Personal: the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay acts on the mixture.
     D2  Line 4: once in a round, as in FedTorch, but before both steps; we had no copy of the paper. b has the images of line
         5's first minibatch, augmented in another way. By default alpha_k is fixed, at FedSLR's .5.
@@ -388,7 +389,7 @@ def apfl(federation, run, args):
         return w, u_w, v, u_v, alpha
 
     def first_minibatch(row, t):
-        """The images of the first minibatch of line 5 in round t, for the client in this row."""
+        """The images of the first minibatch of line 5 in round t, for the client in this row: `train` makes the same plan."""
         plan = federation.plan(row, federation.split.train[row], t, epochs=1)
         return plan.index[0][plan.mask[0]]
 
@@ -418,12 +419,12 @@ def fedper(federation, run, args):
     """FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv 1912.00818.
 
      1  body w and, for every client k, head v_k, its last N layers: those of w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b:  (w_k, v_k) = (w_k, v_k) - eta * gradient of f_k(w_k, v_k; b)
      5      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is (w, v_k); there is no global model. Only w is sent.
+    Global: none. Personal: (w, v_k). Only w is sent.
     D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper, from memory, heads start at
         random and all clients train in every round.
     D2  Personal is with the current body w. FedSLR's code takes the body of the round before.
@@ -452,13 +453,13 @@ def fedrep(federation, run, args):
     ICML 2021, arXiv 2102.07078.
 
      1  body w and, for every client k, head v_k, its last N layers: those of w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b of E epochs:           v_k = v_k - eta * gradient by v_k of f_k(w_k, v_k; b)
      5          for each minibatch b of the body's epochs:  w_k = w_k - eta * gradient by w_k of f_k(w_k, v_k; b)
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-    Personal is (w, v_k); there is no global model. Only w is sent.
+    Global: none. Personal: (w, v_k). Only w is sent.
     D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, the official numbers for CIFAR-10 with two classes a client; for
         other data 10 and 5. The paper's listing, from memory, has one step in line 5.
     D2  After the last round nothing is trained. Officially all clients then train their heads for ten epochs.
@@ -490,17 +491,17 @@ def lg_fedavg(federation, run, args):
     Learning with Local and Global Representations", 2020, arXiv 2001.01523.
 
      1  upper layers w and, for every client k, lower layers v_k, the first N: those of w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b:  (v_k, w_k) = (v_k, w_k) - eta * gradient of f_k(v_k, w_k; b)
      5      w = mean over S_t of w_k
 
-    Personal is (v_k, w); there is no global model. Only w is sent.
+    Global: none. Personal: (v_k, w). Only w is sent.
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1. The official code for
         CIFAR-10 has the convolutions global, against the paper.
     D2  Line 1: from w_0, as all methods here. Officially from a model that FedAvg has trained.
-    D3  Personal is of the last round, with the current w. Officially the w of each client's best round, by its test images, are
-        averaged, and the best round of this average counts.
+    D3  Personal is of the last round, with the current w. Officially: of each client the w of its best round so far, by its
+        test images; the mean of these w, in every round; the best of these means counts.
     D4  Line 5: the plain mean, as in the official code. In the paper, from memory, it is weighted by n_k.
     D5  Line 4: the paper, from memory, has further losses for v_k. They are left out.
     """
@@ -526,13 +527,13 @@ def ditto(federation, run, args):
     2012.04221.
 
      1  w = w_0 and, for every client k, v_k = w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b of E epochs:  w_k = w_k - eta * gradient of f_k(w_k; b)
      5          for each minibatch b of s epochs:  v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
 
-    Personal is v_k. With lambda = 0 and s = E, v_k is Local's model.
+    Global: w. Personal: v_k. With lambda = 0 and s = E, v_k is Local's model.
     D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. Officially E and s count minibatches, and the steps on w_k
         and v_k alternate, which for s = E comes to the same.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The default lambda is FedSLR's.
@@ -562,7 +563,7 @@ def pfedme(federation, run, args):
     """pFedMe: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", 2020, arXiv 2006.08848.
 
      1  w = w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = theta_k = w
      4          for each minibatch b:
      5              `steps` times:  theta_k = theta_k - eta_p * (gradient of f_k(theta_k; b) + lambda * (theta_k - w_k))
@@ -570,7 +571,7 @@ def pfedme(federation, run, args):
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Line 5 seeks the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2. `steps` is the paper's K.
-    Personal is the client's last theta_k; w_0 if it was never sampled.
+    Global: w. Personal: the client's last theta_k; w_0 if it was never sampled.
     D1  Lines 3 and 7: only S_t trains. In paper and official code all clients train, and S_t says whose w_k are averaged.
     D2  Line 4: an epoch is a pass over all images of a client. The paper has R minibatches for every client; what the official
         code calls a local epoch is one minibatch.
@@ -581,13 +582,13 @@ def pfedme(federation, run, args):
         PFLlib the server's w.
     D7  Line 7: weighted by n_k, as officially. In the paper, from memory, the mean is plain.
     """
-    gradient, descend = local_sgd(federation.net, args)  # D3
+    gradient, descend = local_sgd(federation.net, args)
     lam = args.pfedme_lambda  # D5
 
     def step(client, b, eta, eta_p):
         theta, w, u = client  # [d] each, u: momentum
         for _ in range(args.theta_steps):
-            theta = theta - eta_p * (gradient(theta, b) + lam * (theta - w))  # l.5
+            theta = theta - eta_p * (gradient(theta, b) + lam * (theta - w))  # l.5 (D3)
         return theta, *descend(w, u, lam * (w - theta), eta)  # l.6 (D4)
 
     w_0 = federation.initial_weights()
@@ -612,7 +613,7 @@ def per_fedavg(federation, run, args):
     2002.07948. It minimises the mean over k of F_k(w) = f_k(w - alpha * gradient of f_k(w)).
 
      1  w = w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each group of the next minibatches b, b' and, if Hessian-free, b'':
      5              z = w_k - alpha * gradient of f_k(w_k; b)
@@ -622,13 +623,15 @@ def per_fedavg(federation, run, args):
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
     10  personal model of any client k:  w - alpha * gradient of f_k(w)
 
-    beta is eta (--lr), delta --delta. With alpha = 0 it is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
+    Global: w, before line 10's step. Personal: line 10's model. beta is eta (--lr), delta --delta. With alpha = 0 it is FedAvg
+    on the minibatches b'. FedSLR has alpha .01 and beta .001.
     D1  Line 4: b, b' and b'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
         One or two minibatches that are left over at the end of a round are not used.
     D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum (--momentum 0).
     D3  Line 9: weighted by n_k, as in PersFL's code. The paper's mean is plain.
     D4  Line 10: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
-    D5  Line 7: with ReLU, h can be far from the product of Hessian and g that it stands for (table on the page).
+    D5  Line 7: h stands for the Hessian times g, which is not computed exactly. The default is h = 0 (first-order). With ReLU
+        the Hessian-free h can be far from that product (table on the page).
     """
     gradient, descend = local_sgd(federation.net, args)
     sums = sums_of_gradients(federation, gradient)
@@ -644,9 +647,9 @@ def per_fedavg(federation, run, args):
             2     b''        w + and - delta * g     h   (l.7), if Hessian-free
         """
         w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
-        # Every turn computes z, g, h and the step of line 8. torch.where keeps what this turn is for.
-        point = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # where this gradient is taken
-        there = gradient(point, b)
+        # Clients that go together can't branch (`if turn == 0`). So every turn computes all, and torch.where keeps its part.
+        point = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # l.5, l.6, l.7: each turn's
+        there = gradient(point, b)  # l.5, l.6, l.7: the gradient at that point
         z = torch.where(turn == 0, w - alpha * there, z)  # l.5
         g = torch.where(turn == 1, there, g)  # l.6
         h = (there - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), turn 2
@@ -682,7 +685,7 @@ def fedspa(federation, run, args):
     2201.11380. Only its abstract was at hand; D1 to D5 say how the rest was filled in.
 
      1  w = w_0 and, for every client k, a mask M_k in {0,1}^d, random, with a fixed number of ones in every tensor
-     2  for each round t = 0, 1, ..., T-1:  S_t
+     2  for each round t = 0, 1, ..., T-1, with the clients S_t:
      3      for each client k in S_t:  w_k = M_k * w
      4          for each minibatch b:  g_k = gradient of f_k(w_k; b), of all d weights;  w_k = w_k - eta * M_k * g_k
      5          U_k = w_k - M_k * w
@@ -690,7 +693,7 @@ def fedspa(federation, run, args):
      7          grow: fill up with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
 
-    Global is the dense w, personal M_k * w, with the mask of line 7 and the w of line 8. With density 1 it is FedAvg. Bytes are
+    Global: the dense w. Personal: M_k * w, with the mask of line 7 and the w of line 8. With density 1 it is FedAvg. Bytes are
     those of the active weights alone.
     D1  Line 1: ERK's numbers of ones, as in DisPFL's code, and density .5, as FedSLR's table implies. A random mask per client;
         DisPFL's code gives all clients one, unless told otherwise.
@@ -771,7 +774,7 @@ def fedma(federation, run, args):
     2002.06440.
 
      1  w = w_0
-     2  for each round t:  S_t
+     2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
      4      for each layer l = 1, ..., L:
      5          each k in S_t, for each minibatch b (l = L: of 3*E epochs):  SGD on f_k(w_k; b), only on w_k's layers l to L
@@ -780,9 +783,10 @@ def fedma(federation, run, args):
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
      9          if l = L:  each class's unit in w = mean over S_t of w_k's, weighted by k's images of this class
 
-    Personal is w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split fedma
-    --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes up: each layer once.
-    Down: w at the start of a round (not of the first, unless --common-start); then each averaged layer but the last, and Pi_k.
+    Global and personal: w. One round is FedMA, more are FedMA "with communication". The authors' script: --model vgg9 --split
+    fedma --alpha .5 --client-test 0 --clients 16 --fraction 1 --batch-size 64 --epochs 20 --rounds 11. Bytes up: each layer
+    once. Down: w at the start of a round (not of the first, unless --common-start); then each averaged layer but the last, and
+    Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP) a global layer can grow.
     D2  Line 6: a unit is its incoming weights and its bias. First sweep: client k is matched to the sum of clients 0 to k-1. Up
         to four more: to the sum of all others. Officially always five more, each in a random order.
@@ -791,6 +795,7 @@ def fedma(federation, run, args):
         like the other layers: --last-lr 1 --last-decay 0 --last-epochs 1.
     D5  Line 9: a class of which no client of S_t has images takes the plain mean.
     D6  Line 3: own random weights, as officially. From w_0 with --common-start, as all other methods here.
+    D7  Line 2: by default a tenth of the clients. In the authors' script all take part (--fraction 1).
     """
     net, device, L = federation.net, federation.device, len(federation.net.layers)
     units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L] how many in each layer
@@ -800,9 +805,9 @@ def fedma(federation, run, args):
     held = torch.tensor(np.array(held), dtype=torch.float, device=device)  # [K, classes] images of each class
 
     state = State(w=federation.initial_weights())  # l.1: [d]
-    for t, S in run.rounds(state):  # l.2
-        numbers = sampled_numbers(federation, S)  # of the clients of all processes that take part
-        mine = np.flatnonzero(np.isin(numbers, federation.clients))  # which of them are this process's
+    for t, S in run.rounds(state):  # l.2 (D7)
+        numbers = sampled_numbers(federation, S)  # of all processes. With one process this is S, and gather(x) below is x
+        mine = np.flatnonzero(np.isin(numbers, federation.clients))  # which of them are this process's; with one process all
         w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3: [d], [m, d]
         own_start = t == 0 and not args.common_start
         if own_start:
@@ -818,17 +823,17 @@ def fedma(federation, run, args):
             start = free, torch.zeros_like(free), matched
             free, _, _ = federation.train(step, start, S, t, eta, epochs=epochs, order=l)  # l.5 (D4)
             w_k = torch.cat([matched, free], 1)
-            V = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1]
+            U = by_unit(federation.gather(w_k[:, layer], numbers), units[l])  # [m of all processes, units, inputs + 1]
             if not last:
-                Pi = match(V)  # l.6 (D1, D2): [m, units]
-                w[layer] = flat(in_order(V, Pi).mean(0, keepdim=True))[0]  # l.7 (D3)
+                Pi = match(U)  # l.6 (D1, D2): [m, units]
+                w[layer] = flat(in_order(U, Pi).mean(0, keepdim=True))[0]  # l.7 (D3)
                 w_k[:, layer] = w[layer]  # l.7
                 following = net.layers[l + 1][1]
                 w_k[:, following] = inputs_in_order(w_k[:, following], units[l + 1], Pi[mine])  # l.8
             else:
                 n_kc = federation.gather(held[S], numbers)  # [m, classes]
                 n_kc = torch.where(n_kc.sum(0) > 0, n_kc, 1)  # D5
-                w[layer] = flat((V * (n_kc / n_kc.sum(0))[:, :, None]).sum(0, keepdim=True))[0]  # l.9
+                w[layer] = flat((U * (n_kc / n_kc.sum(0))[:, :, None]).sum(0, keepdim=True))[0]  # l.9
         state.w = w
         first = 0 if own_start else w_k.numel()
         all_but_last = len(S) * net.layers[-1][1].start
@@ -850,14 +855,14 @@ def by_unit(x, out):
     return torch.cat([x[:, :-out].unflatten(1, (out, -1)), x[:, -out:, None]], 2)
 
 
-def flat(V):
+def flat(U):
     """by_unit's way back."""
-    return torch.cat([V[:, :, :-1].flatten(1), V[:, :, -1]], 1)
+    return torch.cat([U[:, :, :-1].flatten(1), U[:, :, -1]], 1)
 
 
-def in_order(V, order):
-    """V [m, units, ...] with client j's units in the order order[j]; order [m, units]."""
-    return V[torch.arange(len(V), device=V.device)[:, None], order]
+def in_order(U, order):
+    """U [m, units, ...] with client j's units in the order order[j]; order [m, units]."""
+    return U[torch.arange(len(U), device=U.device)[:, None], order]
 
 
 def inputs_in_order(x, out, order):
@@ -866,27 +871,27 @@ def inputs_in_order(x, out, order):
     return torch.cat([in_order(weight, order).transpose(1, 2).flatten(1), x[:, -out:]], 1)
 
 
-def best_order(V, target):
-    """How to order the units V [units, inputs + 1]: the sum over i of <V[order[i]], target[i]> is the largest there is."""
+def best_order(U, target):
+    """How to order the units U [units, inputs + 1]: the sum over i of <U[order[i]], target[i]> is the largest there is."""
     from scipy.optimize import linear_sum_assignment  # solves the assignment problem exactly
 
-    products = (target @ V.T).nan_to_num(nan=0, posinf=0, neginf=0)  # of a run that diverges, which Run.log then ends
+    products = (target @ U.T).nan_to_num(nan=0, posinf=0, neginf=0)  # of a run that diverges, which Run.log then ends
     return torch.from_numpy(linear_sum_assignment(products.cpu().numpy(), maximize=True)[1])
 
 
-def match(V, sweeps=5):
-    """An order of each client's units that makes unit i much the same in all: V [m, units, inputs + 1] -> [m, units]."""
-    order = torch.arange(V.shape[1], device=V.device).repeat(len(V), 1)
-    total = V[0]  # the sum of the clients' units, each in its order
-    for j in range(1, len(V)):  # the first sweep: each client to the sum of those before it
-        order[j] = best_order(V[j], total)
-        total = total + V[j][order[j]]
+def match(U, sweeps=5):
+    """An order of each client's units that makes unit i much the same in all: U [m, units, inputs + 1] -> [m, units]."""
+    order = torch.arange(U.shape[1], device=U.device).repeat(len(U), 1)
+    total = U[0]  # the sum of the clients' units, each in its order
+    for j in range(1, len(U)):  # the first sweep: each client to the sum of those before it
+        order[j] = best_order(U[j], total)
+        total = total + U[j][order[j]]
     for _ in range(1, sweeps):  # the others: each client to the sum of all others
         before = order.clone()
-        for j in range(len(V)):
-            others = total - V[j][order[j]]
-            order[j] = best_order(V[j], others)
-            total = others + V[j][order[j]]
+        for j in range(len(U)):
+            others = total - U[j][order[j]]
+            order[j] = best_order(U[j], others)
+            total = others + U[j][order[j]]
         if torch.equal(order, before):
             break
     return order
@@ -943,7 +948,7 @@ BY_DATASET = {
     "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    theta_lr=0.02, transform="normalize", eval_every=3),
 }
-PLAIN = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge (docs/shapes.md)
+WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge (docs/shapes.md)
 
 
 def parser():
@@ -983,7 +988,7 @@ def parser():
 
 def arguments(argv):
     args = common.parse(parser(), BY_DATASET, argv)
-    if args.method in PLAIN:
+    if args.method in WITHOUT_MOMENTUM:
         args = common.parse(parser(), BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
     return args
 

@@ -14,7 +14,7 @@ images are random. C=.1: a tenth of the clients is in a round. B=all, E=1 (`--ba
     2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
 There is one model w, measured after line 7. "global": on the central test images, as in the paper. "personal": on each client's
-test images, mean over clients: its own with --client-test above 0, else central ones, drawn with its class shares.
+test images, mean over clients. With --client-test above 0 these are its own; else central ones, drawn with its class shares.
 
 How to read the code. "l.7": line 7. net(w, x): the logits with the weights w. grad(loss): the function that gives loss's
 gradient. b: a minibatch, images b.x, labels b.y. [d]: d numbers, a model. [m, d], [m]: d, or one, for each of m clients in S_t.
