@@ -1,4 +1,4 @@
-"""The methods that the papers of the other files compare with: a function each, but `fedprox` is three methods.
+"""The methods that the papers of the other files compare with. fedavg-ft, fedprox, fedprox-ft share a function.
 
     python baselines.py --method scaffold --dataset cifar10
 
@@ -200,12 +200,12 @@ def centralised(federation, run, args):
     epochs = max(1, round(args.fraction * args.epochs))  # D1
     state = State(w=federation.initial_weights())  # l.1: [d]
     P = np.concatenate(federation.whole_split.train)  # l.1: numbers of images
-    centre = federation.rows([0])  # client 0 trains on P; with several processes in its own, and nobody in the others
+    centre = federation.rows([0])  # client 0 trains on P. With several processes only its own trains
     for t, _ in run.rounds(state):  # l.2
         w = state.w.expand(len(centre), -1)  # [1, d]; [0, d] where nobody trains
         w, _ = federation.train(step, (w, torch.zeros_like(w)), centre, t, federation.eta(t), epochs=epochs,
                                 images=[P for _ in centre])  # l.3
-        state.w = federation.sum(w)  # the one row, which all processes get so
+        state.w = federation.sum(w)  # the one row, now in all processes
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 

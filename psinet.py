@@ -19,7 +19,7 @@ node, drawn from the central ones with the node's class shares. fedavg.py says h
      1  choose the number G of groups, the classes M(g) of each group g, and the depth: the layer where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
      3  convolutions from the depth on are cut into G groups; behind each convolution is GroupNorm
-     4  fully connected layers are cut into G blocks: block g sees block g of the layer before; the last gives M(g)'s logits
+     4  fully connected layers have G blocks: block g sees block g of the layer before. In the last layer it gives M(g)'s logits
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
      6  G_i = set of node i's groups: all; in extreme non-IID cases those for which node i has images of a class in M(g)
