@@ -114,11 +114,8 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     run = common.Run(__file__, federation)
-    if args.variant in ("lpgd", "gpgd"):
-        return appendix_a2(run)
     net, M = federation.net, federation.K
     step_w, step_p = phase_one(net, args), phase_two(net, args)
-    prox = prox_l1 if args.variant == "s+s" else prox_nuclear
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(torch.zeros_like(w_0)),
@@ -137,12 +134,12 @@ def main(argv=None):
         gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
         v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: not weighted (D2): [d]
         del w_i  # frees memory
-        state.w, state.ranks = prox(net, v, args.lambda_ * args.eta_g)  # l.7
+        state.w, state.ranks = prox_nuclear(net, v, args.lambda_ * args.eta_g)  # l.7
         # Phase II is a part of line 5. It stands behind line 7 here. It uses w^t, not w^{t+1}, so the result is the same.
         # Its loops are as above, with the images in another order (order=1): l.18-20
         state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, order=1)  # l.17
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
-        state.numbers = count(net, args, state)
+        state.numbers = count_factors(net, state.ranks)  # D6
         if run.evaluates():
             run.log(federation.evaluate(state.w), **measures(run, state, t))
     finish(run, state)
@@ -170,8 +167,6 @@ def arguments(argv):
     own.add_argument("--fusion-epochs", type=common.nonnegative_int, default=1, help="epochs of Phase II")
     own.add_argument("--p-start", choices=("zero", "copy"),
                      help="p_i of line 1: 0, or a copy of w^0 (D1; unless given: copy with resnet18 and mobilenet, else zero)")
-    own.add_argument("--variant", choices=("fedslr", "lpgd", "gpgd", "s+s"), default="fedslr",
-                     help="lpgd: line 7's argmin in every local step; gpgd: FedAvg, then the argmin; s+s: a sparse w")
     own.add_argument("--export", metavar="FILE", help="write the last w as factors to FILE, and measure how fast it is")
     args = common.parse(parser, BY_DATASET, argv)
     args.p_start = args.p_start or ("copy" if args.model in ("resnet18", "mobilenet") else "zero")  # D1
@@ -233,53 +228,6 @@ def count_factors(net, ranks):
     for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
         sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
     return sum(sizes)
-
-
-def count(net, args, state):
-    """Numbers that w takes."""
-    return int((state.w != 0).sum()) if args.variant == "s+s" else count_factors(net, state.ranks)
-
-
-# The appendices' variants
-
-
-def prox_l1(net, v, tau):
-    """Line 7 of s+s: soft(v, tau) for kernels and matrices. Ranks are not computed, but given as full."""
-    return soft(v, tau * in_matrices(net)), full_ranks(net)
-
-
-def local_step(net, args):
-    """Equations (18) and (20), for one client and one minibatch b."""
-    decay = args.weight_decay * net.decayed  # [d] (D3)
-
-    def step(w, b, eta):
-        def loss(w):
-            return common.cross_entropy(net(w, b.x), b)
-
-        w = w - eta * (common.grad(loss)(w) + decay * w)
-        return prox_nuclear(net, w, args.lambda_ * eta)[0] if args.variant == "lpgd" else w
-
-    return step
-
-
-def appendix_a2(run):
-    """The server's loop of lpgd and gpgd: the mean of the w_i, (19); for gpgd line 7's argmin with v = this mean, (21)."""
-    args, federation = run.args, run.federation
-    net, step_w, step_p = federation.net, local_step(federation.net, args), phase_two(federation.net, args)
-    w = federation.initial_weights()
-    state = State(w=w, ranks=full_ranks(net), numbers=net.d, p=federation.per_client(first_p(net, args, w)))
-    for t, S in run.rounds(state):
-        eta, w_t = federation.eta(t), state.w
-        w_i = federation.train(step_w, w_t.expand(len(S), -1), S, t, eta)
-        state.p[S] = federation.train(step_p, state.p.of(S), S, t, eta, w_t, epochs=args.fusion_epochs, order=1)
-        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)
-        state.w = federation.mean(w_i)
-        if args.variant == "gpgd":
-            state.w, state.ranks = prox_nuclear(net, state.w, args.lambda_ * args.eta_g)
-            state.numbers = count_factors(net, state.ranks)
-        if run.evaluates():
-            run.log(federation.evaluate(state.w), **measures(run, state, t))
-    finish(run, state)
 
 
 # Measuring and printing

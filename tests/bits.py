@@ -27,7 +27,6 @@ MORE = {  # what the tests with several processes leave out
     "superfed, official": ["superfed", *SMALL, "--as", "official", "--start", "0", "--own-start"],
     "psinet, all groups": ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--no-prune"],
     "psinet, FedAvg with BatchNorm": ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--groups", "0", "--norm", "bn"],
-    **{f"fedslr, {variant}": ["fedslr", *SMALL, "--variant", variant] for variant in ("lpgd", "gpgd", "s+s")},
     "persfl, last teacher": ["persfl", *SMALL, "--teacher", "final", "--soft", "ce"],
 }
 
