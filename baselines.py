@@ -36,8 +36,8 @@ the mean over all clients. (Most authors' code weighs clients by their test imag
 says which models these are. In a personal model the server's part is the newest; the client's own part is from the last round
 in which the client was sampled.
 
-Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (docs/baselines.md). It starts at 0 in
-each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
+Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (docs/baselines.md). Its buffer u starts at 0
+in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
 theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
 and gets.
 
@@ -72,7 +72,7 @@ def with_decay(g, w, decayed, decay):
 
 
 def local_sgd(net, args):
-    """gradient(w, b): of f_k(w; b). descend(w, u, g, eta) -> (w, u): a step of SGD against g. w, g, u (the momentum): [d]."""
+    """gradient(w, b): of f_k(w; b). descend(w, u, g, eta) -> (w, u): SGD's step against g. u: momentum's buffer. [d] each."""
 
     def gradient(w, b):
         def loss(w):
@@ -286,9 +286,10 @@ def scaffold(federation, run, args):
         return y, u, c_k, reach + pace, pace
 
     x = federation.initial_weights()  # l.1: [d]
-    state = State(x=x, c=torch.zeros_like(x), C=federation.per_client(torch.zeros_like(x)))  # l.1: C is [K, d]
+    state = State(x=x, c=torch.zeros_like(x), c_k=federation.per_client(torch.zeros_like(x)))  # l.1: c_k is [K, d]
     for t, S in run.rounds(state):  # l.2
-        eta, n_k, c_k = federation.eta(t), federation.n[S], state.C[S]  # c_k: [m, d]
+        eta, n_k = federation.eta(t), federation.n[S]  # n_k: [m]
+        c_k = state.c_k[S]  # [m, d]
         zero = torch.zeros_like(n_k)  # [m]
         start = (state.x.expand(len(S), -1), torch.zeros_like(c_k), c_k, zero, zero)  # l.3
         y_k, _, _, reach, _ = federation.train(step, start, S, t, eta, state.c)  # l.4 (D4)
@@ -298,7 +299,7 @@ def scaffold(federation, run, args):
             c_plus = c_k - state.c + (state.x - y_k) / (reach * eta)[:, None]  # l.6 (D1, D2)
         state.x = state.x + args.global_lr * federation.mean(y_k - state.x)  # l.7
         state.c = state.c + federation.sum(c_plus - c_k) / federation.K  # l.8
-        state.C[S] = c_plus  # l.9
+        state.c_k[S] = c_plus  # l.9
         run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.x), federation.evaluate_clients(state.x))
@@ -338,12 +339,12 @@ def feddyn(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         g_k = state.G[S]  # [m, d]
         start = (state.w.expand(len(S), -1), torch.zeros_like(g_k), g_k)  # l.3
-        theta, _, _ = federation.train(step, start, S, t, federation.eta(t), state.w)  # l.4-5: [m, d]
-        state.G[S] = g_k - alpha * (theta - state.w)  # l.6
-        state.h = state.h - alpha / K * federation.sum(theta - state.w)  # l.7: [d]
-        state.w = federation.mean(theta) - state.h / alpha  # l.8: [d]
-        state.Theta[S] = theta
-        run.sent(up=theta.numel(), down=theta.numel())
+        theta_k, _, _ = federation.train(step, start, S, t, federation.eta(t), state.w)  # l.4-5: [m, d]
+        state.G[S] = g_k - alpha * (theta_k - state.w)  # l.6
+        state.h = state.h - alpha / K * federation.sum(theta_k - state.w)  # l.7: [d]
+        state.w = federation.mean(theta_k) - state.h / alpha  # l.8: [d]
+        state.Theta[S] = theta_k
+        run.sent(up=theta_k.numel(), down=theta_k.numel())
         if run.evaluates():
             of_all = federation.sum(state.Theta) / K  # D2
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w), all=federation.evaluate(of_all))
@@ -400,7 +401,8 @@ def apfl(federation, run, args):
         return mix(state.alpha[S][:, None], state.V[S], state.w)  # D4: [m, d]
 
     for t, S in run.rounds(state):  # l.2
-        eta, w, v, alpha = federation.eta(t), state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # l.3: [m, d] and [m]
+        eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
+        v, alpha = state.V[S], state.alpha[S]  # [m, d], [m]
         if args.adaptive:
             first = [first_minibatch(row, t) for row in S]  # numbers of images
             alpha, _, _ = federation.train(learn_alpha, (alpha, v, w), S, t, eta, epochs=1, images=first)  # l.4 (D2)
@@ -408,7 +410,8 @@ def apfl(federation, run, args):
         w_k, _, v_k, _, alpha_k = federation.train(step, start, S, t, eta)  # l.5-8
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.9 (D5): [d]
-        state.V[S], state.alpha[S] = v_k, alpha_k  # l.4, l.8
+        state.alpha[S] = alpha_k  # l.4
+        state.V[S] = v_k  # l.8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(mixtures),
@@ -441,7 +444,8 @@ def fedper(federation, run, args):
         start = models(S)  # l.3: (w, v_k), [m, d]
         trained, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4: (w_k, v_k)
         n_k = federation.n[S]  # [m]
-        state.w, state.V[S] = federation.mean(trained, n_k), trained[:, head]  # l.5 (D3); l.4
+        state.w = federation.mean(trained, n_k)  # l.5 (D3): [d]; the mean of the heads is not used
+        state.V[S] = trained[:, head]  # l.4
         sent = len(S) * head.start
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -475,7 +479,8 @@ def fedrep(federation, run, args):
         return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t, S in run.rounds(state):  # l.2 (D2)
-        eta, w, v = federation.eta(t), state.w[: head.start].expand(len(S), -1), state.V[S]  # l.3: body and head, [m, ...]
+        eta, w = federation.eta(t), state.w[: head.start].expand(len(S), -1)  # l.3: the body, [m, ...]
+        v = state.V[S]  # the heads, [m, ...]
         v_k, _, _ = federation.train(on_head, (v, torch.zeros_like(v), w), S, t, eta, order=1)  # l.4
         w_k, _, _ = federation.train(on_body, (w, torch.zeros_like(w), v_k), S, t, eta, epochs=args.body_epochs)  # l.5 (D1)
         n_k = federation.n[S]  # [m]
@@ -515,7 +520,8 @@ def lg_fedavg(federation, run, args):
     for t, S in run.rounds(state):  # l.2
         start = models(S)  # l.3: (v_k, w), [m, d]
         trained, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4 (D5): (v_k, w_k)
-        state.w, state.V[S] = federation.mean(trained), trained[:, lower]  # l.5 (D4); l.4
+        state.w = federation.mean(trained)  # l.5 (D4): [d]; the mean of the lower layers is not used
+        state.V[S] = trained[:, lower]  # l.4
         sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -549,11 +555,13 @@ def ditto(federation, run, args):
     w_0 = federation.initial_weights()
     state = State(w=w_0, V=federation.per_client(w_0))  # l.1: [d], [K, d]
     for t, S in run.rounds(state):  # l.2
-        eta, w, v = federation.eta(t), state.w.expand(len(S), -1), state.V[S]  # l.3: [m, d] each
+        eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
+        v = state.V[S]  # [m, d]
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.4: [m, d]
         v_k, _ = federation.train(personal_step, (v, torch.zeros_like(v)), S, t, eta, state.w,
                                   epochs=args.personal_epochs)  # l.5 (D1): [m, d]
-        state.w, state.V[S] = federation.mean(w_k), v_k  # l.6 (D3)
+        state.V[S] = v_k  # l.5
+        state.w = federation.mean(w_k)  # l.6 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.V))
@@ -592,20 +600,20 @@ def pfedme(federation, run, args):
         return theta, *descend(w, u, lam * (w - theta), eta)  # l.6 (D4)
 
     w_0 = federation.initial_weights()
-    state = State(w=w_0, theta=federation.per_client(w_0),  # l.1: [d], [K, d]
+    state = State(w=w_0, Theta=federation.per_client(w_0),  # l.1: [d], [K, d]
                   W=federation.per_client(w_0))  # [K, d] the last w_k, for D6 alone
     for t, S in run.rounds(state):  # l.2
         eta, w = federation.eta(t), state.w.expand(len(S), -1)  # l.3: [m, d]
         eta_p = eta * (args.theta_lr / args.lr)  # D5
         start = w, w, torch.zeros_like(w)  # l.3: theta_k = w_k = w
-        theta, w_k, _ = federation.train(step, start, S, t, eta, eta_p)  # l.4-6 (D1, D2): [m, d] each
+        theta_k, w_k, _ = federation.train(step, start, S, t, eta, eta_p)  # l.4-6 (D1, D2): [m, d] each
         n_k = federation.n[S]  # [m]
         state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * federation.mean(w_k, n_k)  # l.7 (D7)
-        state.theta[S], state.W[S] = theta, w_k
+        state.Theta[S], state.W[S] = theta_k, w_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             at_w_k = common.without_clients(federation.evaluate_clients(state.W))  # D6
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.theta), **{"personal@w_k": at_w_k})
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.Theta), **{"personal@w_k": at_w_k})
 
 
 def per_fedavg(federation, run, args):
@@ -615,69 +623,55 @@ def per_fedavg(federation, run, args):
      1  w = w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
-     4          for each group of the next minibatches b, b' and, if Hessian-free, b'':
+     4          for each pair of the next minibatches b, b':
      5              z = w_k - alpha * gradient of f_k(w_k; b)
-     6              g = gradient of f_k(z; b')
-     7              h = 0, or Hessian-free  (gradient of f_k(w_k + delta*g; b'') - that at w_k - delta*g) / (2*delta)
-     8              w_k = w_k - beta * (g - alpha*h)
-     9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-    10  personal model of any client k:  w - alpha * gradient of f_k(w)
+     6              w_k = w_k - beta * gradient of f_k(z; b')
+     7      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
+     8  personal model of any client k:  w - alpha * gradient of f_k(w)
 
-    Global: w, before line 10's step. Personal: line 10's model. beta is eta (--lr), delta --delta. With alpha = 0 it is FedAvg
-    on the minibatches b'. FedSLR has alpha .01 and beta .001.
-    D1  Line 4: b, b' and b'' are the next minibatches of the E epochs: half as many steps as FedAvg's, Hessian-free a third.
-        One or two minibatches that are left over at the end of a round are not used.
-    D2  Line 8: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum (--momentum 0).
-    D3  Line 9: weighted by n_k, as in PersFL's code. The paper's mean is plain.
-    D4  Line 10: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
-    D5  Line 7: h stands for the Hessian times g, which is not computed exactly. The default is h = 0 (first-order). With ReLU
-        the Hessian-free h can be far from that product (table on the page).
+    Global: w, before line 8's step. Personal: line 8's model. beta is eta (--lr). With alpha = 0 it is FedAvg on the
+    minibatches b'. FedSLR has alpha .01 and beta .001.
+    D1  Line 4: b and b' are the next minibatches of the E epochs: half as many steps as FedAvg's. A minibatch that is left over
+        at the end of a round is not used.
+    D2  Line 6: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum (--momentum 0).
+    D3  Line 7: weighted by n_k, as in PersFL's code. The paper's mean is plain.
+    D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
+    D5  Line 6: first-order. The gradient of F_k has a second factor, 1 - alpha * (Hessian of f_k at w_k). It is left out, as in
+        PersFL's code. The paper's Hessian-free version, which estimates it, is not built (why: on the page).
     """
     gradient, descend = local_sgd(federation.net, args)
-    sums = sums_of_gradients(federation, gradient)
-    alpha, last = args.per_fedavg_alpha, 2 if args.hessian_free else 1  # last: the turn at which a group is complete
-    refuse_small_clients(federation, args, last + 1)
+    sums, alpha = sums_of_gradients(federation, gradient), args.per_fedavg_alpha
+    refuse_small_clients(federation, args)
 
     def step(client, b, beta):
-        """Minibatches come one at a time, so that a group takes two or three turns. z and g wait for the next turn.
-
-            turn  minibatch  gradient at             gives
-            0     b          w                       z   (l.5)
-            1     b'         z                       g   (l.6)
-            2     b''        w + and - delta * g     h   (l.7), if Hessian-free
-        """
-        w, u, z, g, turn = client  # [d] each, u: momentum; turn: a number
-        # Clients that go together can't branch (`if turn == 0`). So every turn computes all, and torch.where keeps its part.
-        point = torch.where(turn == 0, w, torch.where(turn == 1, z, w + args.delta * g))  # l.5, l.6, l.7: each turn's
-        there = gradient(point, b)  # l.5, l.6, l.7: the gradient at that point
-        z = torch.where(turn == 0, w - alpha * there, z)  # l.5
-        g = torch.where(turn == 1, there, g)  # l.6
-        h = (there - gradient(w - args.delta * g, b)) / (2 * args.delta) if args.hessian_free else 0  # l.7 (D5), turn 2
-        new_w, new_u = descend(w, u, g - alpha * h, beta)  # l.8 (D2), the last turn
-        w, u = torch.where(turn == last, new_w, w), torch.where(turn == last, new_u, u)
-        return w, u, z, g, (turn + 1) % (last + 1)
+        """Minibatches come one at a time, so a pair takes two turns: turn 0 does line 5 with b, turn 1 does line 6 with b'."""
+        w, u, z, turn = client  # [d] each, u: momentum; turn: 0 or 1
+        # Clients that go together can't branch (`if turn == 0`). So both turns compute all, and torch.where keeps one's part.
+        g = gradient(torch.where(turn == 0, w, z), b)  # l.5: at w_k; l.6: at z
+        new_w, new_u = descend(w, u, g, beta)  # l.6 (D2, D5)
+        z = torch.where(turn == 0, w - alpha * g, z)  # l.5
+        w, u = torch.where(turn == 1, new_w, w), torch.where(turn == 1, new_u, u)  # l.6
+        return w, u, z, 1 - turn
 
     state = State(w=federation.initial_weights())  # l.1: [d]
     everyone = federation.rows()
     for t, S in run.rounds(state):  # l.2
         n_k, w = federation.n[S], state.w.expand(len(S), -1)  # l.3: [m], [m, d]
         zero, turn = torch.zeros_like(w), torch.zeros_like(n_k)
-        w_k, *_ = federation.train(step, (w, zero, zero, zero, turn), S, t, federation.eta(t))  # l.4-8 (D1): [m, d]
-        state.w = federation.mean(w_k, n_k)  # l.9 (D3): [d]
+        w_k, _, _, _ = federation.train(step, (w, zero, zero, turn), S, t, federation.eta(t))  # l.4-6 (D1): [m, d]
+        state.w = federation.mean(w_k, n_k)  # l.7 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            personal = state.w - alpha * sums(state.w, everyone, t) / federation.n[:, None]  # l.10 (D4): [K, d]
+            personal = state.w - alpha * sums(state.w, everyone, t) / federation.n[:, None]  # l.8 (D4): [K, d]
             run.log(federation.evaluate(state.w), federation.evaluate_clients(personal))
 
 
-def refuse_small_clients(federation, args, minibatches):
-    """Refuses --method per-fedavg where a client has too few minibatches for one step, or products are too coarse."""
+def refuse_small_clients(federation, args):
+    """Refuses --method per-fedavg where a client has too few minibatches for one step."""
     least = int(federation.gather(federation.n).min())
-    if args.epochs * ceil(least / (args.batch_size or least)) < minibatches:
-        common.refuse(f"a step of per-fedavg takes {minibatches} minibatches, and a client with {least} images has fewer; use "
-                      "more --epochs or a smaller --batch-size")
-    if args.hessian_free and args.precision != "fp32":
-        common.refuse(f"the differences of --hessian-free are lost in the rounding of {args.precision}; use --precision fp32")
+    if args.epochs * ceil(least / (args.batch_size or least)) < 2:
+        common.refuse(f"a step of per-fedavg takes 2 minibatches, and a client with {least} images has fewer; use more "
+                      "--epochs or a smaller --batch-size")
 
 
 def fedspa(federation, run, args):
@@ -709,7 +703,7 @@ def fedspa(federation, run, args):
     active = int(counts.sum())
 
     def step(client, b, eta):
-        w, u, g, M = client  # [d] each: weights, momentum, the last gradient, mask
+        w, u, _, M = client  # [d] each: weights, momentum, the last gradient (line 7 needs it), mask
         g = gradient(w, b)  # l.4 (D4)
         return *descend(w, u, M * g, eta), g, M  # l.4 (D2)
 
@@ -952,45 +946,67 @@ WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"  # no momentum on sha
 
 
 def parser():
-    """The flags of all methods. The help of a method's own flag begins with the methods that it is for, and a colon."""
+    """The flags of all methods. A group of flags has the names of the methods that they are for."""
     p = common.parser(__doc__, **DEFAULTS)
-    group = p.add_argument_group("methods")
-    group.add_argument("--method", choices=METHODS, required=True, help="whose rounds are run")
-    group.add_argument("--mu", type=common.nonnegative, default=0.01, help="fedprox, fedprox-ft: mu, of mu/2 ||w - w_t||^2")
-    group.add_argument("--finetune-epochs", type=common.positive_int, default=1, help="fedavg-ft, fedprox-ft: E at the end")
-    group.add_argument("--option", choices=("I", "II"), default="II", help="scaffold: how c_k is made new")
-    group.add_argument("--global-lr", type=common.positive, default=1.0, help="scaffold: eta_g, the server's step")
-    group.add_argument("--feddyn-alpha", type=common.positive, default=0.1, help="feddyn: alpha, of alpha/2 ||theta - w||^2")
-    group.add_argument("--apfl-alpha", type=common.fraction, default=0.5, help="apfl: alpha_k at the start")
-    group.add_argument("--adaptive", action="store_true", help="apfl: alpha_k is learnt")
-    group.add_argument("--personal", type=common.nonnegative_int,
-                       help="fedper, fedrep, lg-fedavg: N, how many layers a client keeps, the last ones (unless given: 1); "
-                            "lg-fedavg: the first ones (unless given: all before the first fully connected one, but at least "
-                            "1); a normalisation counts as one")
-    group.add_argument("--body-epochs", type=common.positive_int, default=1, help="fedrep: epochs on the body, E on the head")
-    group.add_argument("--ditto-lambda", type=common.nonnegative, default=0.1, help="ditto: lambda, the pull of v_k to w")
-    group.add_argument("--personal-epochs", type=common.positive_int, help="ditto: s, epochs on v_k (unless given: --epochs)")
-    group.add_argument("--pfedme-lambda", type=common.positive, default=15.0, help="pfedme: of lambda/2 ||theta_k - w_k||^2")
-    group.add_argument("--pfedme-beta", type=common.positive, default=1.0, help="pfedme: beta, the server's step to the mean")
-    group.add_argument("--theta-lr", type=common.positive, default=0.001, help="pfedme: eta_p, theta_k's rate; decays as --lr")
-    group.add_argument("--theta-steps", type=common.positive_int, default=5, help="pfedme: `steps`, on theta_k per minibatch")
-    group.add_argument("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="per-fedavg: alpha, step to z")
-    group.add_argument("--hessian-free", action="store_true", help="per-fedavg: with the Hessian's product, not first-order")
-    group.add_argument("--delta", type=common.positive, default=1e-3, help="per-fedavg: delta, of the Hessian's product")
-    group.add_argument("--density", type=common.positive_fraction, default=0.5, help="fedspa: share of active weights")
-    group.add_argument("--drop", type=common.fraction, default=0.5, help="fedspa: a, share of a mask that round 0 drops")
-    group.add_argument("--common-start", action="store_true", help="fedma: all clients start from w_0, not each from its own")
-    group.add_argument("--last-lr", type=common.positive, default=0.1, help="fedma: times --lr, the rate for the last layer")
-    group.add_argument("--last-epochs", type=common.positive_int, default=3, help="fedma: times --epochs, for the last layer")
-    group.add_argument("--last-decay", type=common.nonnegative, default=1e-4, help="fedma: weight decay for the last layer")
+    flag = p.add_argument_group("methods").add_argument
+    flag("--method", choices=METHODS, required=True, help="whose rounds are run")
+    flag = p.add_argument_group("fedprox, fedprox-ft").add_argument
+    flag("--mu", type=common.nonnegative, default=0.01, help="mu, of mu/2 ||w - w_t||^2")
+    flag = p.add_argument_group("fedavg-ft, fedprox-ft").add_argument
+    flag("--finetune-epochs", type=common.positive_int, default=1, help="E at the end")
+    flag = p.add_argument_group("scaffold").add_argument
+    flag("--option", choices=("I", "II"), default="II", help="how c_k is made new")
+    flag("--global-lr", type=common.positive, default=1.0, help="eta_g, the server's step")
+    flag = p.add_argument_group("feddyn").add_argument
+    flag("--feddyn-alpha", type=common.positive, default=0.1, help="alpha, of alpha/2 ||theta - w||^2")
+    flag = p.add_argument_group("apfl").add_argument
+    flag("--apfl-alpha", type=common.fraction, default=0.5, help="alpha_k at the start")
+    flag("--adaptive", action="store_true", help="alpha_k is learnt")
+    flag = p.add_argument_group("fedper, fedrep, lg-fedavg").add_argument
+    flag("--personal", type=common.nonnegative_int,
+         help="N, how many layers a client keeps, the last ones (unless given: 1); lg-fedavg: the first ones (unless given: "
+              "all before the first fully connected one, but at least 1); a normalisation counts as one")
+    flag = p.add_argument_group("fedrep").add_argument
+    flag("--body-epochs", type=common.positive_int, default=1, help="epochs on the body, E on the head")
+    flag = p.add_argument_group("ditto").add_argument
+    flag("--ditto-lambda", type=common.nonnegative, default=0.1, help="lambda, the pull of v_k to w")
+    flag("--personal-epochs", type=common.positive_int, help="s, epochs on v_k (unless given: --epochs)")
+    flag = p.add_argument_group("pfedme").add_argument
+    flag("--pfedme-lambda", type=common.positive, default=15.0, help="of lambda/2 ||theta_k - w_k||^2")
+    flag("--pfedme-beta", type=common.positive, default=1.0, help="beta, the server's step to the mean")
+    flag("--theta-lr", type=common.positive, default=0.001, help="eta_p, theta_k's rate; decays as --lr")
+    flag("--theta-steps", type=common.positive_int, default=5, help="`steps`, on theta_k per minibatch")
+    flag = p.add_argument_group("per-fedavg").add_argument
+    flag("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="alpha, step to z")
+    flag = p.add_argument_group("fedspa").add_argument
+    flag("--density", type=common.positive_fraction, default=0.5, help="share of active weights")
+    flag("--drop", type=common.fraction, default=0.5, help="a, share of a mask that round 0 drops")
+    flag = p.add_argument_group("fedma").add_argument
+    flag("--common-start", action="store_true", help="all clients start from w_0, not each from its own")
+    flag("--last-lr", type=common.positive, default=0.1, help="times --lr, the rate for the last layer")
+    flag("--last-epochs", type=common.positive_int, default=3, help="times --epochs, for the last layer")
+    flag("--last-decay", type=common.nonnegative, default=1e-4, help="weight decay for the last layer")
     return p
 
 
 def arguments(argv):
-    args = common.parse(parser(), BY_DATASET, argv)
+    p = parser()
+    args = common.parse(p, BY_DATASET, argv)
     if args.method in WITHOUT_MOMENTUM:
-        args = common.parse(parser(), BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
+        p = parser()
+        args = common.parse(p, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
+    refuse_foreign(p, args)
     return args
+
+
+def refuse_foreign(p, args):
+    """Refuses a flag of other methods, which would change nothing."""
+    for group in p._action_groups:
+        methods = group.title.split(", ")
+        if methods[0] in METHODS and args.method not in methods:
+            for flag in group._group_actions:
+                if getattr(args, flag.dest) != flag.default:
+                    p.error(f"{args.method} has no {flag.dest.replace('_', '-')}; it is for {group.title}")
 
 
 def main(argv=None):

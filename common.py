@@ -421,7 +421,8 @@ class Weights:
             raise RuntimeError(f"{name} would be empty")
         layer, layers = name.rsplit(".", 1)[0], [known.rsplit(".", 1)[0] for known, _, _ in self.table]
         if name in (known for known, _, _ in self.table) or (layer in layers and layers[-1] != layer):
-            raise RuntimeError(f"{name} comes a second time, or apart from the other tensors of its layer")
+            raise RuntimeError(f"{name} comes a second time, or apart from the other tensors of its layer; take a tensor that is used "
+                               "twice once, by m.take")
         self.table.append((name, shape, init))
         return torch.zeros(shape)
 
@@ -979,7 +980,7 @@ class Federation:
         numbers = np.arange(self.K) if among is None else np.sort(among)
         m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)  # 1e-9: .29 * 100 is 28.999999999999996
         S_t = stream(self.args.seed, "sampling", t).choice(numbers, m, replace=False)
-        return np.flatnonzero(np.isin(self.clients, S_t))
+        return self.rows(S_t)
 
     def initial_weights(self):
         """w [d], from the seed."""
@@ -1344,6 +1345,8 @@ def find(flag, name, known):
     path, colon, function = name.rpartition(":")
     if name in known:
         return known[name]
+    if name.endswith(".py"):
+        refuse(f"--{flag} {name} names no function; use {name}:FUNCTION")
     if not colon:
         refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}, or path/to/file.py:function")
     if not hasattr(load_file(path), function):

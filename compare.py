@@ -5,13 +5,7 @@ rate are also the same. docs/compare.md lists the exceptions.
     python compare.py --methods all --jobs 2                        (make compare: the embedded images)
     python compare.py --methods fedavg,weak=fedprox,strong=fedprox --set weak.mu=0.01 --set strong.mu=1
 
-A method is one of this repository (see --methods), or a file of your own with main(argv): docs/extend.md. NAME=METHOD gives it
-another name, so that it can take part with several settings. Every seed of every method is a run, in the folder OUT/NAME/SEED.
-A run that is finished is not trained again. A run that was interrupted goes on. A run whose source files have changed since then
-is trained anew, and its record stays as result.previous.json.
-
-OUT then has the table as compare.md and compare.csv, and two figures as .png and .svg: the learning curves, and the clients'
-accuracies.
+A method is one of this repository (see --methods), or a file of your own with main(argv). docs/compare.md has the rest.
 """
 
 import argparse
@@ -149,8 +143,14 @@ def parsed(main, argv, what, file):
         except Exception as problem:  # whatever the file does
             why = f"its main fails: {type(problem).__name__}: {common.engine.first_line(problem)}"
     if args is None:
-        common.refuse(f"{what}: {why}".replace("(see --help)", f"(see python {file} --help)"))
+        common.refuse(f"{what}: {why}".replace("(see --help)", f"(see {shell([str(file), '--help'])})"))
     return args
+
+
+def shell(argv):
+    """The command for a shell. A file from elsewhere is told where common.py is."""
+    path = "" if pathlib.Path(argv[0]).resolve().parent == HERE else f"PYTHONPATH={shlex.quote(str(HERE))} "
+    return f"{path}python {shlex.join(argv)}"
 
 
 def named(args):
@@ -198,7 +198,8 @@ def plan(args, shared):
                 flag = f"--{key.replace('_', '-')} {wanted[key]}"
                 common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
         if made.get("target"):
-            common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}), others don't; use --set {name}.target")
+            common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}), others don't; use --set {name}.target "
+                          "without a value")
         found[name] = Method(name, method, file, argv, made)
     if not found:
         common.refuse("--methods is empty")
@@ -220,12 +221,6 @@ def refuse_foreign(name, method, word, words, settings):
         common.refuse(f"--set {name}.{word}: --{key} is this program's own; see python compare.py --help")
     if key.replace("-", "_") in settings and key not in RATES:
         common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
-    if method in baselines.METHODS:
-        about = {flag: action.help for action in baselines.parser()._actions for flag in action.option_strings}
-        methods, colon, _ = about.get(f"--{key}", "").partition(":")
-        whose = methods.split(", ")  # of a flag that is for some methods alone
-        if colon and method not in whose and all(known in baselines.METHODS for known in whose):
-            common.refuse(f"--set {name}.{word}: {method} has no {key}; it is for {methods}")
 
 
 def check_folder(out):
@@ -332,7 +327,7 @@ def train_all(methods, args, shared):
             for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
                 (name, seed), (code, said) = runs[done], done.result()
                 if code not in (0, 3):  # 3: diverged, which is a result
-                    command = "" if code == 2 else f" (python {shlex.join(todo[name, seed])})"
+                    command = "" if code == 2 else f" ({shell(todo[name, seed])})"
                     common.refuse(f"{name}, seed {seed}: {said}{command}")
                 method, folder = places[name, seed]
                 found = record(method, folder)
@@ -391,6 +386,13 @@ def lines(rows):
         yield f"| {' | '.join(cells)} |"
 
 
+def split_of(record):
+    """Its clients, images and fingerprint, in words."""
+    split = record["split"]
+    return (f"{split['clients']} clients with {common.spread(split['sizes'])} training images (least/mean/most), fingerprint "
+            f"{split['fingerprint']}")
+
+
 def write_table(rows, records, methods, shared, args, out):
     """compare.md and compare.csv."""
     some = next(iter(records.values()))[0]
@@ -398,10 +400,13 @@ def write_table(rows, records, methods, shared, args, out):
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
     notes += [f"- {m.name}: {OWN[m.method][1]}: `{' '.join(flags(OWN[m.method][0](shared)))}`." for m in methods if m.method in OWN]
+    for m in methods:
+        if m.method not in METHODS and (own := flags({key: z for key, z in m.args.items() if key not in vars(shared)})):
+            notes.append(f"- {m.name} has settings of its own: `{' '.join(own)}`.")
     chosen = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
-Settings that all share: `{' '.join(flags(settings))}`. The split has the fingerprint {some['split']['fingerprint']}.
+Settings that all share: `{' '.join(flags(settings))}`. The split: {split_of(some)}.
 
 After the last round, means over {args.seeds} seed{'s' * (args.seeds > 1)} ± standard deviation over the seeds, without runs that
 diverged. Global: the server's model, on the central test images. Personal: each client's model, on its own test images; mean over
@@ -475,6 +480,7 @@ def main(argv=None):
     if any(row["personal"] for row in rows):
         draw(rows, records, shared, out)
     print("\n".join(lines(rows)))
+    print(f"split   {split_of(records[rows[0]['method']][0])}")
     print(f"table   {out}/compare.md, {out}/compare.csv")
 
 

@@ -79,7 +79,8 @@ def check_data(name, source, x_train, y_train, x_test, y_test, client_train=None
         if not x.size:
             refuse(f"{source}: x_{part} is empty")
         if y.dtype.kind not in "iu":
-            refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - 1")
+            refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - 1 (of names, "
+                   "numpy.unique(y, return_inverse=True)[1] makes them)")
         if y.shape != x.shape[:1]:
             refuse(f"{source}: x_{part} has {len(x)} images, y_{part} the shape {y.shape}; there must be one label per image")
         joined[part] = (x.reshape(*x.shape[:3], -1), y.astype(np.int64))
@@ -118,7 +119,10 @@ def read_npz(path):
             missing = [key for key in names if key not in file]
             if missing:
                 refuse(f"{path} has no array {missing[0]}; it needs x_train, y_train, x_test and y_test")
-            return [file[key] if key in file else None for key in (*names, "client_train", "client_test")]
+            arrays = []
+            for key in (*names, "client_train", "client_test"):
+                arrays.append(file[key] if key in file else None)
+            return arrays
     except FileNotFoundError:
         refuse(f"there is no file {path}")
     except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file
@@ -126,7 +130,7 @@ def read_npz(path):
         if not zipfile.is_zipfile(path):
             why = "it is none, or a part of one"
         elif "Object arrays" in why:
-            why = "an array holds Python objects; all images must have one size"
+            why = f"{key} holds Python objects; images must have one size, and labels be integers"
         refuse(f"{path} can't be read as a .npz: {why}")
 
 

@@ -36,7 +36,7 @@ Choices that change a number. docs/psinet.md has each in full.
     D1  Line 3: the first layer with groups sees all shared channels (--enter slice: slices). Its initial weights: as ungrouped.
     D2  Lines 3, 4: the ungrouped widths, rounded up to multiples of G. Line 5: a group's initial weights fit its own size.
     D3  Line 1: G = 10; depth: VGG-9 (FedMA's, no dropout) conv5, VGG-16 conv3-2. M(g) are consecutive labels.
-    D4  Line 3: GroupNorm has as many groups as the network. FedAvg (--groups 0): GroupNorm, 2 groups, behind all convolutions.
+    D4  Line 3: GroupNorm has as many groups as the node's network. FedAvg (--groups 0): 2 groups, behind all convolutions.
     D5  Lines 9, 10: node i counts n_i times (n_i: its images); the notes don't say so. A group that no node of S has stays.
     D6  Line 6: we take every split as extreme; --no-prune: G_i is all groups. Line 12: the softmax has only G_i's classes.
     D7  Line 12: eta, B, momentum, decay: FedMA's code; flip, crop: FedSLR's. Momentum starts each round at 0. T, E: from Fed2.
@@ -72,8 +72,7 @@ class Layers(common.Weights):
 
     s: how many groups this node has, 1 to G. G_i [s]: which ones. Where common.vgg9 asks for m.conv("conv6", x, 256, 3,
     padding=1), a node with all 10 groups gets a convolution with 260 outputs in 10 groups. parts: see Weights. running: an
-    iterator over the BatchNorms' running statistics. mask: see Weights.running_batchnorm. seen: a list that gets (name, input)
-    of each layer.
+    iterator over the BatchNorms' running statistics. mask: see Weights.running_batchnorm. seen gets each layer's (name, input).
     """
 
     def __init__(self, net, G_i, parts=None, running=None, mask=None, seen=None):
@@ -146,9 +145,10 @@ def groups_of_nodes(federation, args):
 
 def local_updates(federation, networks, has, w, r, S, t):
     """w_i [m, d] and r_i [m, d_r]: what the nodes i in S have after line 8; the server's numbers where node i lacks a group."""
-    w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_r], [m, G]
-    for s in has_S.sum(1).unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
-        these = (has_S.sum(1) == s).nonzero()[:, 0]  # their places in S
+    w_i, r_i = w.repeat(len(S), 1), r.repeat(len(S), 1)  # [m, d], [m, d_r]
+    has_S, s_i = has[S], has[S].sum(1)  # [m, G]; [m]: how many groups node i has
+    for s in s_i.unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
+        these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.numbers_of(has_S[these])  # which numbers of w and r they have: equally many in each row
         w_part = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, and Omega_g for g in G_i: a smaller network's w
@@ -167,7 +167,6 @@ def local_updates(federation, networks, has, w, r, S, t):
 
 def aligned_average(federation, z_i, has_z, n_i, z):
     """For each number of z (w or r): the average over the nodes that have it. A number that none of them has stays as it is.
-
     z_i [m, d]: the nodes' numbers. has_z [m, d]: whether node i has the number. n_i [m], z [d] -> [d].
     """
     n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
@@ -194,7 +193,8 @@ def main(argv=None):
         state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]; all nodes have the shared numbers (l.9)
         state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_r]
         state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))  # multiplications, for the record
-        run.sent(up=int(has_w.sum() + has_r.sum()), down=int(has_w.sum() + has_r.sum()))
+        sent = int(has_w.sum() + has_r.sum())
+        run.sent(up=sent, down=sent)
         if run.evaluates():
             Omega = torch.cat([state.w, state.r])
             own = {"macs": state.macs, **measure_tv(federation, Omega, t)}
@@ -236,7 +236,7 @@ def arguments(argv):
     if args.tv and args.groups:
         common.refuse("--tv needs a network without groups (D9); use --groups 0")
     if args.groups and not args.depth and args.model not in DEPTH:
-        common.refuse(f"--model {args.model} has no default depth; give --depth LAYER")
+        common.refuse(f"--model {args.model} has no default depth; give --depth LAYER (compare.py: --set psinet.depth=LAYER)")
     if (args.groups or args.tv) and args.model in ("resnet18", "tfcnn"):  # shortcuts or normalisation join groups
         common.refuse(f"--model {args.model} can't be grouped; use one of {', '.join(DEPTH)}")
     return args
@@ -250,7 +250,7 @@ class PsiNet(common.Net):
 
     Omega is two vectors: the weights w [d], and the running statistics r [d_r] of all BatchNorms, at first r_0. group [d] and
     group_r [d_r]: the group of each number of w and of r, -1 if it is shared. A BatchNorm's statistics (mean, variance) have
-    the groups of its weights (scale, shift). M [G, classes/G]: the classes of each group.
+    the groups of its weights (scale, shift). M [G, classes/G]: the classes of each group. --groups 0 counts as one group here.
     """
 
     def __init__(self, args, shape, classes, device="cpu", s=None):
@@ -267,10 +267,10 @@ class PsiNet(common.Net):
             names = dict.fromkeys(layer.split(".")[0] for layer in slice_of if "norm" not in layer)
             common.refuse(f"--depth {self.depth}: no layer of {args.model} to group from; it has {', '.join(names)}")
         self.name += f" in {self.s} groups from {self.depth} on" if self.G else " without groups"
-        self.group, groups = torch.full((self.d,), -1, device=device), torch.arange(self.s, device=device)
+        self.group = torch.full((self.d,), -1, device=device)
         for size, (_, span, _) in zip(self.sizes, self.tensors):
             if asked.first and span.start >= slice_of[asked.first].start:  # a tensor's groups lie one after the other
-                self.group[span] = groups.repeat_interleave(size // self.s)
+                self.group[span] = torch.arange(self.s, device=device).repeat_interleave(size // self.s)
         self.batchnorms, r_0 = list(asked.new_running), [new.flatten().to(device) for new in asked.new_running.values()]
         self.sizes_r, self.r_0 = [len(new) for new in r_0], torch.cat([torch.zeros(0, device=device), *r_0])
         self.group_r = torch.cat([self.group[:0], *(self.group[slice_of[name]] for name in self.batchnorms)])
@@ -285,8 +285,8 @@ class PsiNet(common.Net):
         running = (part.view(2, -1) for part in r.split(self.sizes_r))
         layers = Layers(self, G_i, zip(self.names, w.to(x.dtype).split(self.sizes)), running, mask, seen)
         logits = self.model(layers, x, self.classes).to(w.dtype)  # [B, s * classes/G]
-        classes = self.M[G_i].flatten().expand(len(x), -1)  # l.4: whose logits they are; all others are MISSING
-        logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, classes, logits)
+        labels = self.M[G_i].flatten().expand(len(x), -1)  # l.4: the classes whose logits they are; all others are MISSING
+        logits = torch.full((len(x), self.classes), MISSING, dtype=w.dtype, device=x.device).scatter(1, labels, logits)
         return logits, torch.cat([r[:0], *(new.flatten() for new in layers.new_running.values())])
 
     def __call__(self, Omega, x):
@@ -365,12 +365,12 @@ def preferences(federation, Omega, images=20):
 
 
 def total_variance(P):
-    """TV of a layer: the mean over its neurons q of ||P_q - mean of P||_2, where each P_q is divided by its sum (D9).
+    """TV of a layer: the mean over its neurons q of ||P_q - mean over q of P_q||_2. P_q: row q of P, divided by its sum (D9).
 
     P [neurons, classes]. The sum is of absolute values, since entries have both signs.
     """
-    P = P / P.abs().sum(1, keepdim=True).clamp(min=1e-30)
-    return (P - P.mean(0)).norm(dim=1).mean()
+    P_q = P / P.abs().sum(1, keepdim=True).clamp(min=1e-30)
+    return (P_q - P_q.mean(0)).norm(dim=1).mean()
 
 
 def measure_tv(federation, Omega, t):

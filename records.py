@@ -31,7 +31,8 @@ except ImportError:  # on Windows
     resource = None
 
 SHARED = ("common.py", "datasets.py", "engine.py", "records.py")  # what, beside the algorithm's file, a result depends on
-FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "export")  # what a run may change when it is resumed
+FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "export",  # what a run may change when it is resumed
+        "variant", "hessian_free", "delta")  # flags of earlier versions
 
 
 class Kept(NamedTuple):

@@ -3,7 +3,6 @@
     python reproduce.py                                   run what is missing, most valuable first; then rebuild the pages
     python reproduce.py --list                            a line for each table: what is done, and how long the rest takes here
     python reproduce.py --list --verbose --only fedslr    every cell and its command
-    python reproduce.py --measure --only persfl           three rounds of each kind of run, so that --list knows its time
     python reproduce.py --only superfed-1 --seeds 3       one table (or a run of it: superfed-1/superfed-cifar10-mix-model)
     python reproduce.py --scale 0.1 --budget 30m          a tenth of the rounds, kept apart; stops in time, continues later
     python reproduce.py --tables                          rebuild the pages alone, from the results there are
@@ -35,7 +34,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -44,7 +42,7 @@ import torch
 import common
 import engine
 from records import FREE, SHARED
-from tables import fedavg, fedavgm, fedslr, persfl, psinet, reading, superfed
+from tables import fedavg, fedavgm, fedslr, figures, persfl, psinet, reading, superfed
 from tables.quick import CLAIMS
 
 HERE = pathlib.Path(__file__).parent
@@ -239,15 +237,10 @@ def kind(command):
     return re.sub(values, "", command)
 
 
-def timings():
-    path = RUNS / "measured.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 @functools.cache
 def seconds_per_round():
-    """kind -> seconds on this device, evaluation's share included: from --measure, or better from records."""
-    known = dict(timings().get(device(), {}))
+    """kind -> seconds on this device, evaluation's share included, from records of any length."""
+    known = {}
     for scale, command in itertools.product(scales(), runs()):
         for r in results(command, scale):
             if r.record and r.record["environment"]["device"] == device() and r.record["rounds"] and not bf16(r):
@@ -282,31 +275,6 @@ def left(found):
     unknown = times.count(None)
     known = [spell(sum(filter(None, times)))] * (unknown < len(times) or not times)
     return ", ".join(known + [f"{unknown} unknown"] * (unknown > 0))
-
-
-def measure(commands):
-    """Three rounds of each kind, of which the fastest goes to runs/measured.json: on a GPU the first is slow (CUDA graphs)."""
-    kinds = {kind(c): c for c in reversed(commands) if kind(c) not in seconds_per_round()}
-    for i, (name, command) in enumerate(kinds.items()):
-        with tempfile.TemporaryDirectory() as out:
-            words = expand(command, out, rounds=3, eval_every=3)
-            try:
-                done = subprocess.run([sys.executable, *words], cwd=HERE, capture_output=True, text=True, timeout=120)
-                why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-            except subprocess.TimeoutExpired:
-                why = "none in time"
-            path = pathlib.Path(out) / "result.json"
-            rows = json.loads(path.read_text())["rounds"] if path.exists() else []
-            every = arguments(command).get("eval_every", 1)  # rounds for one evaluation, here three
-            every = 3 if arguments(command).get("target") else every  # each is measured
-            one = rows and min(row["seconds"] for row in rows) + sum(row.get("evaluation_seconds", 0) for row in rows) / every
-        print(f"measure {i + 1}/{len(kinds)}  {f'{one:.2f} s a round' if one else why:<16}  {name}", flush=True)
-        if one:
-            known = timings()
-            known.setdefault(device(), {})[name] = one
-            RUNS.mkdir(exist_ok=True)
-            (RUNS / "measured.json").write_text(json.dumps(known, indent=1) + "\n")
-    seconds_per_round.cache_clear()
 
 
 # Running
@@ -381,7 +349,7 @@ def show(found, verbose):
         numbers = "".join(f"{n:>6}" for n in (*counts(name), len(some), stale, to_run))
         print(f"{name:<20}{numbers}  {left(some):<22}{TABLES[name].title}")
     to_run = sum(not r.sound for r in found)
-    print(f"\n{len(found)} different runs, {to_run} left. Their time on {device()}: {left(found)} (--measure)")
+    print(f"\n{len(found)} different runs, {to_run} left. Their time on {device()}: {left(found)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -467,9 +435,10 @@ OVERVIEW = """# The papers' tables, and ours
 A cell is one number of a table. *done*: our run has as many rounds as the paper's, with one seed or more. *short*: it has fewer.
 *empty*: not run.
 
-Other runs are in folders of their own. The papers' pages in [docs](../docs/) quote them: `fedslr` (a small CNN, 60 rounds), `fedavg-starts`,
-`fedavg-beyond`, `superfed-own-start`, `superfed-local`, `psinet-softmax`, `persfl-normalize`, `persfl-local`, and two [comparisons of
-methods](../docs/compare.md), `compare` and `compare-cifar10`. What was tried without success: [LOG.md](LOG.md).
+Other runs are in folders of their own. The papers' pages in [docs](../docs/) quote them: `fedslr` (a small CNN, 60 rounds; ResNet-18),
+`fedavg-starts`, `fedavg-beyond`, `superfed-own-start`, `superfed-local`, `psinet-softmax`, `persfl-normalize`, `persfl-local`,
+`precision`, and two [comparisons of methods](../docs/compare.md), `compare` and `compare-cifar10`. What was tried without success:
+[LOG.md](LOG.md).
 """
 HOW_TO_READ = """How to read a cell:
 
@@ -561,7 +530,7 @@ def rebuild():
         found = [(cell, shown(cell)) for cell in cells(t.name)]
         found = [(cell, s, f" [{s.note}]" * bool(s.note)) for cell, s in found if s and s.mean is not None]
         if found:
-            t.draw(RESULTS / f"{t.name}.png", f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}", found)
+            figures.draw(t.draw, RESULTS / f"{t.name}.png", f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}", found)
     (RESULTS / "README.md").write_text(overview(), encoding="utf-8")
     for paper in PAPERS:
         for name, text in zip((paper, f"{paper}-runs"), pages(paper)):
@@ -637,7 +606,6 @@ def run_command(argv):
     p.add_argument("--budget", type=duration, help="stop after this time: 90s, 30m, 2h")
     for name, text in (("--list", "what is done, a line for each table"),
                        ("--verbose", "with --list: every cell and its command"),
-                       ("--measure", "time three rounds of each kind of run"),
                        ("--tables", "rebuild the pages alone"),
                        ("--quick", "who beats whom, on the embedded data set")):
         p.add_argument(name, action="store_true", help=text)
@@ -645,7 +613,7 @@ def run_command(argv):
     args = p.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if args.quick:
-        others = (args.only, args.scale != 1, args.budget, args.list, args.measure, args.tables, args.accept)
+        others = (args.only, args.scale != 1, args.budget, args.list, args.tables, args.accept)
         if any(others):
             p.error("--quick goes with --seeds alone")
         return quick(args.seeds)
@@ -654,14 +622,12 @@ def run_command(argv):
         p.error(f"--only {' '.join(args.only)}: no such table or run; --list shows the tables")
     if args.accept == "":
         p.error("--accept wants a reason")
-    if args.verbose and not (args.list or args.measure):
+    if args.verbose and not args.list:
         p.error("--verbose belongs to --list")
     if args.accept:
         accept(args.accept, [r for command in commands for s in scales() for r in results(command, s)])
-    if args.measure:
-        measure(commands)
     found = [result(command, seed, args.scale) for seed in range(args.seeds) for command in commands]
-    if args.list or args.measure:
+    if args.list:
         show(found, args.verbose)
         return 0
     code = 0 if args.tables or args.accept else reproduce(found, args.budget)

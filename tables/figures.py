@@ -1,11 +1,11 @@
 """Figures in the papers' forms.
 
-A function gets the path of the picture, its title, and a list of (cell, shown, note). shown: what reproduce.py says of the
-cell. Where a figure needs a whole run, it is that of the first seed. note: what is not as in the paper, as fewer rounds.
+`draw` calls one of the functions below it with the path of the picture, its title, and a list of (cell, shown, note). shown: what
+reproduce.py says of the cell. Where a figure needs a whole run, it is that of the first seed. note: what is not as in the paper,
+as fewer rounds.
 """
 
 import contextlib
-import functools
 import re
 
 import numpy as np
@@ -22,15 +22,13 @@ def words(text):
     return re.sub(r"\b[A-Za-z]+\b", lambda m: WORDS.get(m[0], m[0]), text).replace("=", " = ")
 
 
-def figure(draw):
-    """For all: the title names the data set and the split if there is one of each, and the note if all cells have it."""
-    @functools.wraps(draw)
-    def drawn(path, title, found):
-        settings, notes = {common.setting(shown.results[0].record) for _, shown, _ in found}, {note for *_, note in found}
-        title = words(title) + (notes.pop() if len(notes) == 1 else "") + ("\n" + settings.pop() if len(settings) == 1 else "")
-        return draw(path, title, [(cell, shown, note if notes else "") for cell, shown, note in found])
-
-    return drawn
+def draw(figure, path, title, found):
+    """The title names the data set and the split if there is one of each, and the note if all cells have the same."""
+    settings, notes = {common.setting(shown.results[0].record) for _, shown, _ in found}, {note for *_, note in found}
+    if len(notes) == 1:
+        found = [(cell, shown, "") for cell, shown, _ in found]
+    title = words(title) + (notes.pop() if len(notes) == 1 else "") + ("\n" + settings.pop() if len(settings) == 1 else "")
+    figure(path, title, found)
 
 
 @contextlib.contextmanager
@@ -44,7 +42,6 @@ def panels(path, title, n, columns, size):
         yield axes[:n]
 
 
-@figure
 def lambdas(path, title, found):
     """Accuracy over lambda, a panel for each combination; dashed: the paper's accuracy at the best lambda."""
     found = [entry for entry in found if "global" not in entry[0].row]
@@ -61,7 +58,6 @@ def lambdas(path, title, found):
         axes[0].set_ylabel("accuracy of personal models")
 
 
-@figure
 def rounds(path, title, found):
     """The global model over the rounds; dotted: Phase II begins; dashed: the paper's accuracy."""
     found = [entry for entry in found if entry[0].measure in ("global/top1", "global/loss")]
@@ -89,7 +85,6 @@ def rounds(path, title, found):
             axes[0].plot([], [], color="gray", linestyle="--", linewidth=1.2, label="the paper")
 
 
-@figure
 def columns(path, title, found):
     """Accuracy over alpha, eta or eta/(1-beta): a panel for each E and C, a line for each method, alpha or beta."""
     where, name = {}, found[0][0].column.split("=")[0]
@@ -114,7 +109,6 @@ def columns(path, title, found):
         axes[0].set_ylabel("accuracy of the global model")
 
 
-@figure
 def clients(path, title, found):
     """A violin of the clients' accuracies for each method."""
     with panels(path, title, 1, 1, (8, 4)) as (axis,):
@@ -123,7 +117,6 @@ def clients(path, title, found):
         axis.set(ylabel="accuracy of a client")
 
 
-@figure
 def users(path, title, found):
     """A panel for each data set, in it a bar for each user and split."""
     where = {}

@@ -134,7 +134,6 @@ def test_limit_takes_equally_many_of_each_class(tmp_path):
 
 @pytest.mark.parametrize("given, words", [
     (images(y_train=np.array([10**9] + [0] * 39)), "no training image has the label 1;"),
-    (images(y_train=np.array([1000] + list(range(9)) * 4 + [0] * 3)), "labels go up to 1000, but no training image has the label 9"),
     (images(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
     (images(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0, 1, 2"),
     (images(client_test=np.arange(20)), "has client_test, but no client_train"),
@@ -147,35 +146,15 @@ def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
-def test_a_data_set_that_is_not_what_its_name_says_is_refused(tmp_path, capsys):
-    np.savez(tmp_path / "cifar100.npz", **images())
-    refused(capsys, "holds images of 8x8x3 in 4 classes, cifar100 has 32x32x3 in 100 classes", fedavg.main,
-            ["--dataset", "cifar100", "--data-dir", str(tmp_path), *CPU])
-
-
-def test_data_from_which_nothing_can_be_learnt_are_warned_of(tmp_path, capsys):
-    grey = np.full((40, 8, 8), 7, np.uint8)
-    np.savez(tmp_path / "one.npz", x_train=grey, y_train=np.zeros(40, int), x_test=grey, y_test=np.zeros(40, int))
-    common.Federation(common.parser("a").parse_args(["--dataset", str(tmp_path / "one.npz"), "--model", "mnistnet", "--split", "iid", "--clients", "2", *CPU])).describe()
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(warnings) == 2 and "one class" in warnings[0] and "alike" in warnings[1]
-
-
-def test_broken_and_missing_files_are_refused(tmp_path, capsys):
+def test_broken_files_are_refused(tmp_path, capsys):
     np.savez(tmp_path / "whole.npz", **images())
-    whole = (tmp_path / "whole.npz").read_bytes()
-    for content in (b"", b"no zip at all", whole[: len(whole) // 2], whole[:-30]):
+    np.savez_compressed(tmp_path / "small.npz", **images())
+    damaged = bytearray((tmp_path / "small.npz").read_bytes())
+    for place in range(300, 400):
+        damaged[place] ^= 0xFF
+    for content in ((tmp_path / "whole.npz").read_bytes()[:-30], damaged):
         (tmp_path / "part.npz").write_bytes(content)
         refused(capsys, "can't be read as a .npz", fedavg.main, ["--dataset", str(tmp_path / "part.npz"), *CPU])
-    np.savez_compressed(tmp_path / "small.npz", **images())
-    for kind in ("whole", "small"):
-        damaged = bytearray((tmp_path / f"{kind}.npz").read_bytes())
-        for place in range(300, 400):
-            damaged[place] ^= 0xFF
-        (tmp_path / "part.npz").write_bytes(damaged)
-        refused(capsys, "can't be read as a .npz", fedavg.main, ["--dataset", str(tmp_path / "part.npz"), *CPU])
-    refused(capsys, "there is no file", fedavg.main, ["--dataset", str(tmp_path / "none.npz"), *CPU])
-    refused(capsys, "no data set is called 'cifar11'", fedavg.main, ["--dataset", "cifar11", *CPU])
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "emnist", "tinyimagenet"])
@@ -201,13 +180,6 @@ def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
 ])
 def test_a_small_alpha_is_refused(argv, words, capsys):
     refused(capsys, words, fedavg.main, argv)
-
-
-@pytest.mark.parametrize("model, size, classes", [("cnn", 24, 4), ("cifarnet", 8, 4), ("vgg9", 2, 4), ("vgg16", 16, 4), ("tfcnn", 0, 4)])
-def test_a_model_refuses_images_it_cant_take(model, size, classes, capsys):
-    with pytest.raises(SystemExit):
-        common.Net(model, (3, size, size), classes)
-    assert f"--model {model} can't be built for images of {size}x{size}" in capsys.readouterr().err
 
 
 def twins(m, x, classes):
@@ -403,13 +375,11 @@ def test_five_hundred_images_are_split_400_to_100():
     assert {len(i) for i in fed.split.train} == {400} and {len(i) for i in fed.split.test} == {100} and not len(fed.split.val[0])
 
 
-def test_fedslrs_clients_are_tested_on_central_images_alone(capsys):
+def test_fedslrs_clients_are_tested_on_central_images_alone():
     """It gives images out twice: test images cut from a client's own could be among its training images."""
     argv = ["--dataset", "shapes", "--split", "fedslr", "--clients", "20", "--alpha", "0.1", *CPU]
     fed = federation([*argv, "--client-test", "0"])
     assert all(len(train) == 500 and test.min() >= fed.data.n_train for train, test in zip(fed.split.train, fed.split.test))
-    for more in ["--client-test", "0.2"], ["--client-test", "0", "--client-val", "0.1"]:
-        refused(capsys, "use --client-test 0 --client-val 0", federation, [*argv, *more])
 
 
 def test_without_own_test_images_clients_get_central_ones_with_their_class_shares():

@@ -518,7 +518,7 @@ def test_the_settings_are_the_papers(dataset):
     assert fedslr.arguments(["--dataset", dataset, "--model", "cnn"]).p_start == "zero"
 
 
-@pytest.mark.parametrize("argv", [["--momentum", "0.9"], ["--export", f"{__file__}/w.pt"], ["--export", "."], ["--eta-g", "0"], ["--lambda", "-1"]])
+@pytest.mark.parametrize("argv", [["--export", f"{__file__}/w.pt"], ["--export", "."], ["--lambda", "-1"]])
 def test_bad_input_is_refused_in_one_line(argv, capsys):
     refused(capsys, argv[0], fedslr.arguments, argv)
 

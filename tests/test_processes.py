@@ -36,7 +36,7 @@ COMMANDS = {  # an algorithm joins by a line
     "psinet": ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--prune"],
     **{f"{method}, one client": ["baselines", "--method", method, *more, *SOME, "--model", "mnistnet", "--batch-size", "10",
                                  "--epochs", "2", "--fraction", "0.1"] for method, *more in (
-        ["fedma"], ["fedspa"], ["scaffold", "--option", "I"], ["per-fedavg", "--hessian-free"])},
+        ["fedma"], ["fedspa"], ["scaffold", "--option", "I"], ["per-fedavg"])},
     **{method: ["baselines", "--method", method, *SOME, "--model", "mnistnet", "--epochs", "2"] for method in baselines.METHODS},
 }
 

@@ -485,13 +485,6 @@ def test_what_is_no_record_is_named(small, capsys):
     refused(capsys, f"{path} can't be read as a record; move it elsewhere", go, "--list")
 
 
-def test_three_rounds_measure_a_kind(small, capsys):
-    """Of which the first is slow."""
-    go("--measure")
-    assert json.loads((small / "runs" / "measured.json").read_text()) == {"a device": {"stand_in.py": 6.0}}
-    assert "2 left. Their time on a device: 2 min" in capsys.readouterr().out and not (small / "results" / "t-1").exists()
-
-
 def test_the_most_valuable_run_is_first_and_then_the_shortest(small, monkeypatch):
     def cell(row, column):
         return (f"baselines.py {row}" if row == "A" else f"x.py {row}"), "bytes"

@@ -111,12 +111,6 @@ def test_more_rounds_are_refused_where_their_number_matters(module, own, why, tm
     assert f"belongs to --rounds 1, this run has 2: {why}" in error and error.count("\n") == 1
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path):
-    first, state = run(fedavg, QUICK, tmp_path)
-    again, same_state = run(fedavg, [*QUICK, "--resume"], tmp_path)
-    assert torch.equal(state["w"], same_state["w"]) and first["rounds"] == again["rounds"] and first["final"] == again["final"]
-
-
 def test_resuming_a_run_that_was_stopped_in_its_first_round_leaves_the_record_before_it(tmp_path):
     """A finished run, another one in its folder that is interrupted in round 1, and that one resumed."""
     finished, _ = run(fedavg, QUICK, tmp_path)
@@ -183,11 +177,6 @@ def test_images_that_nobody_gets_are_counted(capsys):
     assert "go to no client" not in said and "central test images" in said
 
 
-def test_without_a_state_resume_starts_anew(tmp_path, capsys):
-    run(fedavg, [*QUICK, "--resume"], tmp_path)
-    assert "nothing to resume" in capsys.readouterr().out
-
-
 def test_resume_overwrites_no_record(tmp_path, capsys):
     """Not a finished one without its state, as under results/; one of an interrupted run is moved aside."""
     run(fedavg, QUICK, tmp_path)
@@ -214,44 +203,6 @@ def test_a_resumed_record_names_every_environment(tmp_path, monkeypatch):
     before = (tmp_path / "result.json").read_bytes()
     run(fedavg, [*argv, "--resume", "--plot"], tmp_path)
     assert (tmp_path / "result.json").read_bytes() == before
-
-
-def test_an_earlier_record_is_kept(tmp_path):
-    first, _ = run(fedavg, QUICK, tmp_path)
-    run(fedavg, [*QUICK, "--lr", "0.02"], tmp_path)
-    assert json.loads((tmp_path / "result.previous.json").read_text()) == first
-
-
-@pytest.mark.parametrize("more, words", [
-    (["--lr", "0.02"], "belongs to --lr 0.01, this run has 0.02"),
-    (["--rounds", "1"], "belongs to --rounds 2, this run has 1"),
-    (["--batch-size", "10"], "belongs to --batch-size 20, this run has 10"),
-    (["--seed", "1"], "belongs to --seed 0, this run has 1"),
-])
-def test_a_state_of_other_arguments_is_refused(more, words, tmp_path, capsys):
-    run(fedavg, QUICK, tmp_path)
-    refused(capsys, words, fedavg.main, [*QUICK, *more, "--resume", "--out", str(tmp_path)])
-
-
-def test_a_state_of_other_code_or_a_broken_state_is_refused(tmp_path, capsys):
-    run(fedavg, QUICK, tmp_path)
-    path = tmp_path / "state.pt"
-    saved = torch.load(path, weights_only=True)
-    for change, words in (({"sources": {**saved["sources"], "common.py": "0" * 64}}, "another version of common.py"),
-                          ({"data": "0" * 16}, "belongs to other data"), ({"split": "0" * 16}, "belongs to other split")):
-        torch.save({**saved, **change}, path)
-        refused(capsys, words, fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
-    torch.save(saved, path)
-    refused(capsys, "was written by fedavg.py, not by baselines.py", baselines.main, ["--method", "fedprox", *QUICK, "--resume", "--out", str(tmp_path)])
-    whole = path.read_bytes()
-    middle = len(whole) // 2  # among the weights
-    for damaged in (whole[:1000], b"", whole[:middle] + bytes(b ^ 255 for b in whole[middle : middle + 9]) + whole[middle + 9 :]):
-        path.write_bytes(damaged)
-        refused(capsys, "can't be read", fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
-    path.write_bytes(whole)
-    for damaged in ("", "{", "[]", "{}"):
-        (tmp_path / "result.json").write_text(damaged)
-        refused(capsys, "result.json can't be read as a record", fedavg.main, [*QUICK, "--resume", "--out", str(tmp_path)])
 
 
 def test_a_full_disk(tmp_path, capsys):
@@ -358,8 +309,9 @@ def test_the_accuracies_per_client_are_of_the_round_that_final_names(tmp_path, m
 def test_divergence_in_the_first_round_leaves_the_initial_state(tmp_path):
     """And neither the state nor the record of an earlier run in the same folder."""
     run(fedavg, QUICK, tmp_path)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         fedavg.main([*QUICK, "--lr", "1e30", "--out", str(tmp_path)])
+    assert stop.value.code == 3 and json.loads((tmp_path / "result.json").read_text())["diverged"]
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     assert saved["history"] == [] and saved["args"]["lr"] == 1e30
     assert torch.equal(saved["state"]["w"], federation(QUICK).initial_weights())
@@ -384,12 +336,6 @@ def test_a_signal_while_saving_waits_for_the_files_to_be_whole(tmp_path, monkeyp
     assert stop.value.code in (130, 143) and signal.getsignal(signal.SIGINT) is before
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "interrupted"
     assert len(torch.load(tmp_path / "state.pt", weights_only=True)["history"]) == 2
-
-
-def test_a_large_learning_rate_diverges(tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        fedavg.main([*QUICK, "--lr", "1e6", "--rounds", "8", "--out", str(tmp_path)])
-    assert stop.value.code == 3 and json.loads((tmp_path / "result.json").read_text())["diverged"]
 
 
 def test_a_record_has_no_number_that_json_has_not(tmp_path, monkeypatch):
@@ -584,7 +530,6 @@ def test_the_pages_own_split_is_taken(toy, tmp_path):
 def test_a_split_that_gives_no_image_numbers_is_refused(words, said, tmp_path, capsys):
     (tmp_path / "s.py").write_text(f"def mine(labels, classes, rng, args): return {words}\n")
     refused(capsys, said, fedavg.main, [*QUICK, "--client-test", "0", "--split", f"{tmp_path}/s.py:mine"])
-    refused(capsys, "has no function other", fedavg.main, [*QUICK, "--split", f"{tmp_path}/s.py:other"])
 
 
 OTHERS_MODELS = """
@@ -623,8 +568,7 @@ def test_models_that_are_not_functions_of_their_weights_are_refused(model, words
     refused(capsys, words, fedavg.main, [*argv, "--model", f"{tmp_path}/others.py:{model}"])
 
 
-@pytest.mark.parametrize("model, words", [("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "cnn is no .py file"),
-                                          ("cnnn", "--model cnnn is unknown")])
+@pytest.mark.parametrize("model, words", [("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "cnn is no .py file")])
 def test_models_that_are_not_there_are_refused(model, words, capsys):
     refused(capsys, words, fedavg.main, [*QUICK, "--model", model])
 

@@ -82,7 +82,7 @@ In the other {len(lines) - len(equal)} the numbers differ on purpose. The last c
 explains the difference. Each choice is in the docstring of the file or method.
 
 **What was not compared.** PersFL's two stages, Psi-Net and FedSpa: we found no code of their authors. Not compared either:
-`centralised`, fine-tuning, FedMA's training, APFL's learnt alpha, Hessian-free Per-FedAvg.
+`centralised`, fine-tuning, FedMA's training, APFL's learnt alpha.
 
 **How you can repeat it.** Clone the repositories into one folder (the commands are at the top of tests/authors/everything.py).
 Then:

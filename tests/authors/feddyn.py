@@ -105,7 +105,7 @@ def compare(folder):
             "SCAFFOLD: all c_k and c",
             run,
             torch.as_tensor(end.state_param_list),
-            [run.states[-1]["C"], run.states[-1]["c"]],
+            [run.states[-1]["c_k"], run.states[-1]["c"]],
             enlarged=1 / 0.1,
         )
 
