@@ -38,7 +38,7 @@ in which the client was sampled.
 
 Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (docs/baselines.md). Its buffer u starts at 0
 in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
-theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 10. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
+theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 8. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
 and gets.
 
 federation.train(step, start, S, t, *shared) does for each client of S: client = its row of the tensors in `start`; for each
@@ -54,6 +54,7 @@ them up. run.rounds(state) yields t and S = S_t. run.log records what run.evalua
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
 
+import sys
 from math import ceil, cos, pi
 from types import SimpleNamespace as State
 
@@ -995,18 +996,19 @@ def arguments(argv):
     if args.method in WITHOUT_MOMENTUM:
         p = parser()
         args = common.parse(p, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
-    refuse_foreign(p, args)
+    refuse_foreign(p, args.method, sys.argv[1:] if argv is None else argv)
     return args
 
 
-def refuse_foreign(p, args):
+def refuse_foreign(p, method, argv):
     """Refuses a flag of other methods, which would change nothing."""
+    given = {word.partition("=")[0] for word in argv}
     for group in p._action_groups:
         methods = group.title.split(", ")
-        if methods[0] in METHODS and args.method not in methods:
+        if methods[0] in METHODS and method not in methods:
             for flag in group._group_actions:
-                if getattr(args, flag.dest) != flag.default:
-                    p.error(f"{args.method} has no {flag.dest.replace('_', '-')}; it is for {group.title}")
+                if given & set(flag.option_strings):
+                    p.error(f"{method} has no {flag.option_strings[0][2:]}; it is for {group.title}")
 
 
 def main(argv=None):

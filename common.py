@@ -421,8 +421,8 @@ class Weights:
             raise RuntimeError(f"{name} would be empty")
         layer, layers = name.rsplit(".", 1)[0], [known.rsplit(".", 1)[0] for known, _, _ in self.table]
         if name in (known for known, _, _ in self.table) or (layer in layers and layers[-1] != layer):
-            raise RuntimeError(f"{name} comes a second time, or apart from the other tensors of its layer; take a tensor that is used "
-                               "twice once, by m.take")
+            raise RuntimeError(f"{name} comes a second time, or apart from the other tensors of its layer; if you need a tensor "
+                               "twice, ask for it once, by m.take")
         self.table.append((name, shape, init))
         return torch.zeros(shape)
 
@@ -980,7 +980,7 @@ class Federation:
         numbers = np.arange(self.K) if among is None else np.sort(among)
         m = max(int(self.args.fraction * len(numbers) + 1e-9), 1)  # 1e-9: .29 * 100 is 28.999999999999996
         S_t = stream(self.args.seed, "sampling", t).choice(numbers, m, replace=False)
-        return self.rows(S_t)
+        return np.flatnonzero(np.isin(self.clients, S_t))
 
     def initial_weights(self):
         """w [d], from the seed."""
@@ -1133,7 +1133,7 @@ class Federation:
             def together():
                 return engine.logits_together(self, models, here, own, alone)
 
-            logits = engine.guarded(self, "evaluation", together, in_turn) if self.vmap else in_turn()
+            logits = engine.guarded(self, "evaluation", "evaluation", together, in_turn) if self.vmap else in_turn()
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
         one = {name: self.gather(value, among) for name, value in one.items()}
         top1, n = one["top1"].cpu().numpy(), self.gather(n, among).cpu().numpy()

@@ -245,7 +245,7 @@ def record(method, folder):
     except (OSError, ValueError, KeyError, TypeError) as problem:
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); move it elsewhere")
     no_part = (*FREE, *common.unused(method.args["split"]), "seed", "device")
-    for name in {**method.args, **then}:  # the record can be another method's
+    for name in {**method.args, **({} if changed(method, found) else then)}:  # an earlier version may have had other flags
         now = method.args.get(name)
         if name not in no_part and then.get(name) != now:
             flag = "--" + name.strip("_").replace("_", "-")
@@ -401,7 +401,7 @@ def write_table(rows, records, methods, shared, args, out):
     notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
     notes += [f"- {m.name}: {OWN[m.method][1]}: `{' '.join(flags(OWN[m.method][0](shared)))}`." for m in methods if m.method in OWN]
     for m in methods:
-        if m.method not in METHODS and (own := flags({key: z for key, z in m.args.items() if key not in vars(shared)})):
+        if m.method not in METHODS and (own := flags({key.strip("_"): z for key, z in m.args.items() if key not in vars(shared) and z != []})):
             notes.append(f"- {m.name} has settings of its own: `{' '.join(own)}`.")
     chosen = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}

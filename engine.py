@@ -193,13 +193,13 @@ def train(fed, step, state, plans, shared, net, left):
     together = functools.partial(fast, fed, step, state, plans, shared, left)
 
     def alone():
-        return guarded(fed, (step, "alone"), functools.partial(together, ("conv", 1)), plain)
+        return guarded(fed, (step, "alone"), "training, without graphs", functools.partial(together, ("conv", 1)), plain)
 
     try:
         with fast_kernels(tf32=fed.args.precision == "tf32"):
             if not fed.vmap:
                 return plain()
-            return guarded(fed, step, together, plain if fed.parallel == 1 else alone)
+            return guarded(fed, step, "training", together, plain if fed.parallel == 1 else alone)
     except RuntimeError as problem:
         if not out_of_memory(problem):
             raise
@@ -207,14 +207,13 @@ def train(fed, step, state, plans, shared, net, left):
                alone=True)
 
 
-def guarded(fed, key, fast_way, plain_way):
+def guarded(fed, key, what, fast_way, plain_way):
     """What the fast way gives; where it fails, whatever the reason, what the plain one gives, from then on, and one line."""
     if key not in fed.failed:
         try:
             return fast_way()
         except Exception as problem:
-            kind = key if isinstance(key, str) else "training, without graphs" if isinstance(key, tuple) else "training"
-            fed.failed[key] = f"{kind}: {first_line(problem)}"
+            fed.failed[key] = f"{what}: {first_line(problem)}"
             print(f"engine  one client after the other from here on, slower, in {fed.failed[key]}")
             forget_graphs(fed)
     return plain_way()

@@ -3,8 +3,8 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
 
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1, 10,000 rounds
 
-What to expect: global accuracy, C=.05, E=1, seed 0. FedAvg: --beta 0 --lr .03. alpha = .1: --rounds 500 on two cores. alpha = 0
-(one class per client): all 10,000 rounds, one core, --precision bf16. Published, most skewed clients: .769 (FedAvg: .301).
+What to expect: global accuracy, C=.05, E=1, B=64, seed 0. FedAvg is --beta 0 --lr .03. alpha = .1: 500 rounds on two cores.
+alpha = 0, one class per client: 10,000 rounds on one core in bf16; published for the most skewed clients: .769, FedAvg .301.
 
     alpha  method   last   best   min  record (in results)
     .1     FedAvgM  .4021  .4068  11   scale-0.05/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0
@@ -38,7 +38,7 @@ Choices that change a number. docs/fedavgm.md has each in full.
     D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
     D3  E, B, alpha, eta, beta: lost in our copy. Here those of Flower's reproduction; eta and beta are its pair for alpha 0, 1.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
-    D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class. Their .01 is .1 here.
+    D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class, where .01 is .1 here.
     D6  Line 3: C*K is rounded down.
     D7  Lines 7 to 7b: formulas lost in our copy. 7b: Nesterov's momentum as in PyTorch; the server's rate is 1 (the paper).
 """

@@ -31,8 +31,7 @@ except ImportError:  # on Windows
     resource = None
 
 SHARED = ("common.py", "datasets.py", "engine.py", "records.py")  # what, beside the algorithm's file, a result depends on
-FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "export",  # what a run may change when it is resumed
-        "variant", "hessian_free", "delta")  # flags of earlier versions
+FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "export")  # what a run may change when it is resumed
 
 
 class Kept(NamedTuple):

@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, means of seeds 0 and 1. Training: 96 to 111 min, alone 31 to 41.
+What to expect: accuracies on CIFAR-10, 200 rounds, means of seeds 0 and 1. Training: 96 to 111 min (EPYC) or 31 to 41 (Xeon).
 
     mixing   global   personal   personal@test   records
     model    .4676    .8590      .8676           results/superfed-1/superfed-cifar10-mix-model
@@ -16,8 +16,8 @@ k's personal model is their mixture W_k(lambda) = (1-lambda) w^f + lambda w^l_k.
 lambda that is best on the test images, as in the paper. fedavg.py says how to read [d], [m, d], net and grad.
 
 The paper's Algorithm 1, in our words; docs/superfed.md says which lines are restored. K clients, n_k training images of client
-k, CE: cross-entropy. Phase I trains w^f alone. Phase II begins with t = L*R (L: --start). The numbers are the paper's, in
-ClientUpdate plus 10; some lines of the paper have nothing here.
+k, CE: cross-entropy. Phase I trains w^f alone. Phase II begins with t = L*R (L: --start). Line numbers are the paper's, in
+ClientUpdate plus 10. Lines 7a and 18a have no number there. The paper's other lines end loops, or are lost.
 
     Server
      1   choose w^f_0 and w^l_0 with different random seeds
@@ -45,7 +45,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R, t from 0 (our reading). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
-    D5  Layer Mixing on CIFAR-10: L = .8 is inferred from Table 3, mu and nu are Model Mixing's. On other data all are guesses.
+    D5  L: Model Mixing .4 (CIFAR-100 .5), official. Layer Mixing .8, by Table 3 (CIFAR-10); its mu, nu, other L are guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  CIFAR's split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
@@ -78,21 +78,21 @@ def cosine(w_f, w_l):
 
 
 def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
-    """Equation (3), for one client and one minibatch b. w_f, w_l, w_g, lam [d]."""
+    """Equation (3), for one client and one minibatch b. w_f, w_l, w_g [d]. lam: see mix."""
     W = mix(w_f, w_l, lam)  # l.17
-    distance = (w_f - w_g).square().sum()
+    squared_distance = (w_f - w_g).square().sum()
     CE, cos = common.cross_entropy(net(W, b.x), b), cosine(w_f, w_l)
-    return CE + nu * cos**2 + mu * distance  # l.18
+    return CE + nu * cos**2 + mu * squared_distance  # l.18
 
 
 def client_step(net, args):
     """step: lines 16 to 18a, for one client and one minibatch b."""
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    layer = net.layer_of if args.mix == "layer" else torch.zeros_like(net.layer_of)  # [d]: each weight's layer; else 0 (D6)
+    layer = net.layer_of if args.mix == "layer" else 0  # [d]: the number of each weight's layer; Model Mixing: one for all (D6)
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
-        lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.16: lam [d] (D6); phase_two is 0 or 1
+        lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.16: lam [d], or a number (D6); phase_two is 0 or 1
 
         def loss(w_f, w_l):
             return client_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
@@ -172,8 +172,8 @@ def arguments(argv):
     group.add_argument("--mu", type=common.nonnegative, default=0.01, help="mu, weight of the proximal term")
     group.add_argument("--nu", type=common.nonnegative, default=2.0, help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, share of the rounds before Phase II; 1: no Phase II, but with --as official the last round "
-                            "(default: .8 with --mix layer; .4 with --mix model, for CIFAR-100 .5; for shapes always .5)")
+                       help="L, share of the rounds before Phase II. 1: there is no Phase II (with --as official the last "
+                            "round is one). Default: .8 with --mix layer; .4 with --mix model (CIFAR-100 .5); shapes always .5")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="in D1, D2 and D4 follow the paper, or the authors' code for v1")
     group.add_argument("--own-start", action="store_true", help="every client's w^l starts from a seed of its own (D3)")
@@ -222,13 +222,16 @@ def learning_rate(federation, t):
 
 
 def first_round_of_phase_two(run):
-    """Phase II's first t, from 0; the printed note counts from 1. 1e-9: .07 * 100, which is 7.000000000000001, counts as 7."""
+    """Phase II's first t, counted from 0. The run prints it and marks it in its plots, counted from 1. 1e-9: .07 * 100, which
+    is 7.000000000000001, counts as 7."""
     args = run.args
-    begin = args.start * args.rounds  # L*R
-    first = max(int(begin) - 1, 0) if args.as_ == "official" else ceil(begin - 1e-9)  # D4
+    LR = args.start * args.rounds
+    first = max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)  # D4
     if first < args.rounds:
         run.marks[first + 1] = "Phase II begins"
-    run.federation.notes.append(f"phases  Phase II begins with round {first + 1}" if run.marks else "phases  no Phase II")
+        run.federation.notes.append(f"phases  Phase II begins with round {first + 1}")
+    else:
+        run.federation.notes.append("phases  no Phase II")
     return first
 
 
@@ -238,7 +241,7 @@ def first_round_of_phase_two(run):
 def personal_measures(federation, step, seen, state, t, phase_two_from):
     """The record's measures of the personal models after round t. In Phase I they are the global model: lambda = 0."""
     if t >= phase_two_from:
-        measures = measure_mixtures(federation, seen, state.w_f, lambda S: state.w_l[S])  # D11
+        measures = measure_mixtures(federation, seen, state.w_f, lambda rows: state.w_l[rows])  # D11
     else:
         measures = {"personal": federation.evaluate_clients(state.w_f, among=seen)}  # D12
     if federation.args.unseen and t == federation.args.rounds - 1:
@@ -247,15 +250,15 @@ def personal_measures(federation, step, seen, state, t, phase_two_from):
 
 
 def measure_mixtures(federation, clients, w_f, w_l_of):
-    """Measures of `clients` (numbers), for each of LAMBDAS and for each choice (D12). w_f [d]; w_l_of(S) [m, d]."""
+    """Measures of `clients` (numbers), for each of LAMBDAS and for each choice (D12). w_f [d]; w_l_of(rows) [rows, d]."""
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
     images = [train[: len(test)] for train, test in zip(split.train, split.test)]  # training images, as many as test images
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
-        def mixtures(S):
-            return mix(w_f, w_l_of(S), lam * in_w_l)  # [m, d]
+        def mixtures(rows):
+            return mix(w_f, w_l_of(rows), lam * in_w_l)  # [rows, d]
 
         measures = federation.evaluate_clients(mixtures, among=clients)  # D10; with --client-val also val_mean and val_loss
         if not args.client_val:
@@ -269,9 +272,10 @@ def measure_mixtures(federation, clients, w_f, w_l_of):
     else:
         chosen, other, other_rule = by_loss, by_accuracy, "accuracy"
     by_test = max(found, key=lambda measures: measures["mean"])
-    at, short = dict(zip(LAMBDAS, found)), common.without_clients
+    short = common.without_clients
+    half, zero = found[LAMBDAS.index(0.5)], found[0]
     return {"personal": chosen, f"personal@{chosen_on}-{other_rule}": short(other), "personal@test": short(by_test),
-            "personal@lambda=0.5": short(at[0.5]), "personal@lambda=0": short(at[0]), "lambdas": [*map(short, found)]}
+            "personal@lambda=0.5": short(half), "personal@lambda=0": short(zero), "lambdas": [short(one) for one in found]}
 
 
 def clients_that_train(federation):
@@ -285,9 +289,10 @@ def clients_that_train(federation):
 def measure_unseen(federation, step, seen, state, phase_two_from):
     """The unseen clients do ClientUpdate once, in Phase II. Their new w^l_k are measured with the server's w^f (D14)."""
     unseen = np.setdiff1d(np.arange(federation.K), seen)
-    rows = federation.rows(unseen)
-    _, w_l_k = client_update(federation, step, rows, federation.args.rounds, phase_two_from, state.w_f, state.w_l)
-    return measure_mixtures(federation, unseen, state.w_f, lambda S: w_l_k[np.searchsorted(rows, S)])  # S: some of rows
+    S = federation.rows(unseen)
+    _, w_l_k = client_update(federation, step, S, federation.args.rounds, phase_two_from, state.w_f, state.w_l)
+    w_l = dict(zip(S, w_l_k))
+    return measure_mixtures(federation, unseen, state.w_f, lambda rows: torch.stack([w_l[row] for row in rows]))
 
 
 def show(run):

@@ -43,7 +43,11 @@ def train(root, out):
 def differ(a, b):
     """Whether two records or their states differ in more than times."""
     states, forms = zip(*(tree_flatten(torch.load(out / "state.pt", weights_only=True)["state"]) for out in (a, b)))
-    if forms[0] != forms[1] or not same(*(json.loads((out / "result.json").read_text()) for out in (a, b))):
+    records = [json.loads((out / "result.json").read_text()) for out in (a, b)]
+    for name in records[0]["args"].keys() ^ records[1]["args"].keys():  # a flag that one of the versions does not have
+        for record in records:
+            record["args"].pop(name, None)
+    if forms[0] != forms[1] or not same(*records):
         return True
     return any(not torch.equal(y, z) if torch.is_tensor(y) else y != z for y, z in zip(*states))
 

@@ -46,6 +46,7 @@ INPUTS = {"Numbers": [], "Names": [
     "--split iid --alpha 0.1", "--split dirichlet --per-client 2",
     "--limit 5", "--limit 10001", "--limit 9",
 ], "Models": ["--model cnn --transform tensorflow", "--model cnn --dataset small.npz", "--model vgg16 --dataset small.npz",
+              "--model cifarnet --dataset small.npz", "--model vgg9 --dataset tiny.npz", "--model mymodels.py",
               "--transform tensorflow --dataset small.npz", "--model tfcnn --dataset tiny.npz"],
     "Other methods": ["superfed.py --mu inf", "superfed.py --mu -1", "fedslr.py --momentum 0.9", "fedslr.py --eta-g 0", "fedavgm.py --beta 1.5"],
     "Data files": [], "Folders and what lies in them": []}
@@ -172,7 +173,7 @@ def broken_folders(folder):
         ("the record is cut off", "r2", lambda out: (out / record).write_text((out / record).read_text()[:100])),
         ("the record is other JSON", "r3", lambda out: (out / record).write_text("[]")),
         ("the record is gone", "r4", lambda out: (out / record).unlink()),
-        ("the record has no status", "r5", lambda out: (out / record).write_text("{}")),
+        ("the record is an empty object", "r5", lambda out: (out / record).write_text("{}")),
         ("a half-written state lies beside the state", "p1", lambda out: (out / "state.pt.part").write_text("half")),
     ):
         yield what, f"--resume --out {copy(name, change)}"

@@ -159,7 +159,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("a=fedprox", ["--set", "fedprox.mu=1"], "--methods has no fedprox; its names are a"),
     ("a=fedprox", ["--set", "a.mu=1", "--set", "a.mu=.1"], "it is set twice"),
     ("fedavg", ["--alpha", "0.1"], "--split iid has no use for --alpha; leave it out, or take --split dirichlet or "),
-    ("a=fedprox", ["--set", "a.density=.4"], "fedprox has no density; it is for fedspa"),
+    ("a=fedprox", ["--set", "a.density=.5"], "fedprox has no density; it is for fedspa"),
     ("apfl", ["--set", "apfl.personal=1"], "apfl has no personal; it is for fedper, fedrep, lg-fedavg"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),
     ("fedavg", ["--set", "fedprox.mu=1"], "--methods has no fedprox"),
@@ -315,7 +315,8 @@ def test_one_method_with_several_settings(go, tmp_path, capsys):
     page = (go.out / "compare.md").read_text()
     assert "- strong is fedprox." in page and f"- own is {OWN}." in page and "- fedprox is" not in page
     refused(capsys, "has a record with --mix None, now it is 0.5; use another NAME", go, f"strong={OWN}", "--seeds", "1")
-    refused(capsys, "has a record with --mix 0.25, now it is None; use another NAME", go, f"own={bare}", "--seeds", "1")
+    go(f"own={bare}", "--seeds", "1")
+    assert go.trained == ["own/0"]  # anew, as of another version
     records = go("slow=scaffold", "--seeds", "1", "--lr", "0.1", "--momentum", "0.9")
     assert records["slow/0"]["args"]["lr"] == 0.25  # what it has of its own, as under its own name
 

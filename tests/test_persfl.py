@@ -25,17 +25,9 @@ def federation(argv):
     return common.Federation(persfl.arguments(argv))
 
 
-class Bar:
-    """A run's bar that notes what it is asked to show."""
-
-    def __init__(self):
-        self.written, self.shown = [], []
-        self.write, self.set_postfix_str = self.written.append, self.shown.append
-
-
 def students(fed, O):
     """All students of Stage 2 for these teachers."""
-    return persfl.stage_2(fed, SimpleNamespace(bar=Bar()), O, fed.args)[0]
+    return persfl.stage_2(fed, O, fed.args)
 
 
 # Stage 2: one student, one minibatch
@@ -172,21 +164,13 @@ def test_students_side_by_side_are_each_trained_on_their_users_images():
 
 
 def test_a_user_keeps_the_student_that_is_most_accurate_on_its_validation_images():
-    """Line 13; with --select test on its test images."""
-    for more, part in ([], "val"), (["--select", "test"], "test"):
-        fed = federation([*SMALL, *more])
-        A, own = persfl.stage_2(fed, SimpleNamespace(bar=Bar()), random_teachers(fed), fed.args)
-        for k, index in enumerate(getattr(fed.split, part)):
-            right = [int((fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).sum()) for w in A[k]]
-            assert torch.equal(own[k], A[k, right.index(max(right))]) and len(set(right)) > 1
-
-
-def test_stage_2_says_how_far_it_is():
-    """4 users with 48 images, 3 minibatches, for 2 epochs: 24 minibatches, in which 11 students make a step."""
-    fed, bar = federation(SMALL), Bar()
-    persfl.stage_2(fed, SimpleNamespace(bar=bar), random_teachers(fed), fed.args)
-    assert bar.written == ["stage 2  4 users, 11 students each, 2 epochs"]
-    assert len(bar.shown) == 24 and {"stage 2: 50 %", "stage 2: 100 %"} < set(bar.shown)
+    """Line 13."""
+    fed = federation(SMALL)
+    A = students(fed, random_teachers(fed))
+    _, best, own = persfl.best_students(fed, A, fed.split.val)
+    for k, index in enumerate(fed.split.val):
+        right = [int((fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).sum()) for w in A[k]]
+        assert best[k] == right.index(max(right)) and torch.equal(own[k], A[k, best[k]]) and len(set(right)) > 1
 
 
 @pytest.mark.parametrize("soft", ["kl", "ce"])
@@ -237,22 +221,24 @@ def test_stage_one_is_fedavg_bit_for_bit(tmp_path):
 # Choices
 
 
-def test_a_user_chooses_the_first_of_its_best_pairs():
+def test_a_user_chooses_the_first_of_its_best_pairs(monkeypatch):
     accuracy = np.zeros((3, 11))
     accuracy[0, [0, 4, 10]] = 0.9
     accuracy[1, [10, 3]] = 0.7
     accuracy[2, 5] = 0.2
-    assert [persfl.GRID[i] for i in persfl.choose(accuracy)] == [(1, 0), (1, 0.75), (5, 0.25)]
+    monkeypatch.setattr(persfl, "accuracies", lambda *_: accuracy)
+    _, chosen, _ = persfl.best_students(federation([*SMALL, "--clients", "3"]), torch.zeros(3, 11, 1), None)
+    assert [persfl.GRID[i] for i in chosen] == [(1, 0), (1, 0.75), (5, 0.25)]
 
 
 def noting(monkeypatch):
     """Every call of stage_2 and its students."""
     calls, stage_2 = [], persfl.stage_2
 
-    def spy(fed, run, O, args):
-        A, own = stage_2(fed, run, O, args)
+    def spy(fed, O, args):
+        A = stage_2(fed, O, args)
         calls.append(SimpleNamespace(fed=fed, O=O, A=A))
-        return A, own
+        return A
 
     monkeypatch.setattr(persfl, "stage_2", spy)
     return calls
@@ -286,7 +272,7 @@ def test_the_measures_of_the_last_round(tmp_path, monkeypatch):
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("students-users.png", "teachers-users.png"))
 
 
-def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_path, monkeypatch):
+def test_test_images_do_not_influence_any_choice(tmp_path, monkeypatch):
     argv, start = [*SMALL, "--lr", "0.02"], common.Federation.__init__
     clean, a = run(persfl, argv, tmp_path / "clean")
 
@@ -303,16 +289,13 @@ def test_test_images_do_not_influence_any_choice_but_that_of_select_test(tmp_pat
     old, new = clean["rounds"][-1], other["rounds"][-1]
     assert all(old["users"][name] == new["users"][name] for name in ("T", "lambda", "teacher's round"))
     assert old["students"]["val"] == new["students"]["val"] and old["students"]["test"] != new["students"]["test"]
-    chosen, c = run(persfl, [*argv, "--select", "test"], tmp_path / "test")
-    row = chosen["rounds"][-1]
-    assert not torch.equal(c["A"], b["A"]) and torch.equal(c["O"], b["O"])
-    assert row["users"]["PersFL"] == pytest.approx(np.max(row["students"]["test"], 1))
-    assert row["personal"]["mean"] == row["personal@test"]["mean"]
 
 
-def test_a_diverged_student_is_not_chosen():
+def test_a_diverged_student_is_not_chosen(monkeypatch):
     accuracy = np.array([[0.2, np.nan, 0.3], [np.nan, 0.0, 0.0], [0.5, 0.5, np.nan]])
-    assert persfl.choose(accuracy).tolist() == [2, 1, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(persfl, "accuracies", lambda *_: accuracy)
+        assert persfl.best_students(federation([*SMALL, "--clients", "3"]), torch.zeros(3, 3, 1), None)[1].tolist() == [2, 1, 0]
     fed = federation(SMALL)
     students = fed.initial_weights().repeat(4, 2, 1)  # [4 users, 2 students, d]
     students[1, 0, 7], students[2, 1, 7] = torch.inf, torch.nan
@@ -322,6 +305,7 @@ def test_a_diverged_student_is_not_chosen():
 
 def test_users_all_take_part(capsys):
     refused(capsys, "all users take part", persfl.arguments, ["--fraction", "0.5"])
+    refused(capsys, "use --client-val above 0", persfl.arguments, ["--client-val", "0"])
     refused(capsys, "makes a seed larger than 4294967295", persfl.arguments, ["--runs", "2", "--seed", "4294967295"])
     assert persfl.arguments(["--runs", "2", "--seed", "4294967294"]).seed == 4294967294
 
@@ -338,37 +322,12 @@ def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatc
     assert rows[-1]["bytes_down"] == 2 * rows[0]["bytes_down"] == 2 * 4 * 4 * state["G"].numel()  # 4 users, 4 bytes
 
 
-def test_new_users_choose_a_teacher_but_do_not_train(tmp_path, monkeypatch, capsys):
-    trained, train = [], common.Federation.train
-
-    def spy(self, step, w, S, t, *shared, **more):
-        trained.append((t, sorted(set(S))))
-        return train(self, step, w, S, t, *shared, **more)
-
-    monkeypatch.setattr(common.Federation, "train", spy)
-    calls = noting(monkeypatch)
-    record, state = run(persfl, [*SMALL, "--unseen", "1", "--plot"], tmp_path)
-    assert trained == [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])]
-    row, fed = record["rounds"][-1], calls[0].fed
-    assert len(record["final"]["personal"]["per_client"]) == len(row["users"]["T"]) == 3 and state["A"].shape[0] == 4
-    new = row["unseen"]["users"]
-    assert len(new["PersFL"]) == 1 and new["teacher's round"] == [int(state["round_of_O"][3])] and state["round_of_O"][3] > 0
-    i = persfl.GRID.index((new["T"][0], new["lambda"][0]))
-    assert torch.equal(state["A"][3], calls[0].A[3, i])
-    index = fed.split.test[3]
-    right = fed.logits(calls[0].A[3, i], index).argmax(1).numpy() == fed.data.labels[index]
-    assert new["PersFL"][0] == pytest.approx(right.mean())
-    assert all((tmp_path / f"{name}-new-users.png").exists() for name in ("students", "teachers"))
-    for wrong in (["--unseen", "4"], ["--client-val", "0"]):
-        refused(capsys, wrong[0], persfl.main, [*SMALL, *wrong, "--out", str(tmp_path)])
-
-
-def test_a_new_users_teacher_is_the_global_model_of_least_validation_loss(tmp_path, monkeypatch):
+def test_a_users_teacher_is_the_global_model_of_least_validation_loss(tmp_path, monkeypatch):
     """Among those of all rounds; eta is so large that the last is not the best for all."""
     sent, losses = [], persfl.validation_losses
     monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or losses(federation, w))
     calls = noting(monkeypatch)
-    argv = [*SMALL, "--unseen", "2", "--rounds", "6", "--lr", "0.5", "--distill-epochs", "1"]
+    argv = [*SMALL, "--rounds", "6", "--lr", "0.5", "--distill-epochs", "1"]
     record, state = run(persfl, argv, tmp_path)
     fed, found = federation(argv), []
     for k in range(4):
@@ -376,8 +335,8 @@ def test_a_new_users_teacher_is_the_global_model_of_least_validation_loss(tmp_pa
         p = [softmax(fed.logits(w, index).double().numpy())[np.arange(len(index)), fed.data.labels[index]] for w in sent]
         found.append(int(np.argmin([-np.log(z).mean() for z in p])))
         assert torch.equal(calls[0].O[k], sent[found[k]])
-    assert len(sent) == 6 and record["rounds"][-1]["unseen"]["users"]["teacher's round"] == [e + 1 for e in found[2:]]
-    assert min(found[2:]) < 5 and len(set(found)) > 1
+    assert len(sent) == 6 and record["rounds"][-1]["users"]["teacher's round"] == [e + 1 for e in found]
+    assert min(found) < 5 and len(set(found)) > 1
 
 
 # Runs

@@ -32,7 +32,7 @@ COMMANDS = {  # an algorithm joins by a line
     "superfed, model": ["superfed", *SOME, "--mix", "model", "--unseen", "1"],
     "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
     "fedslr": ["fedslr", *SOME, "--model", "cnn"],
-    "persfl": ["persfl", *SOME, "--model", "mnistnet", "--unseen", "1", "--fraction", "1"],
+    "persfl": ["persfl", *SOME, "--model", "mnistnet", "--fraction", "1"],
     "psinet": ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--prune"],
     **{f"{method}, one client": ["baselines", "--method", method, *more, *SOME, "--model", "mnistnet", "--batch-size", "10",
                                  "--epochs", "2", "--fraction", "0.1"] for method, *more in (

@@ -214,7 +214,7 @@ def compare_baselines(load, line):
         "SCAFFOLD: all c_k and c",
         run,
         torch.as_tensor(end.state_params_diffs),
-        [run.states[-1]["C"], run.states[-1]["c"]],
+        [run.states[-1]["c_k"], run.states[-1]["c"]],
         enlarged=1 / (0.1 * 0.9**2),
     )
 

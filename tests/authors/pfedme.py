@@ -101,7 +101,7 @@ def compare(folder):
                     "pFedMe: theta of the last round's clients",
                     run,
                     [they.users[k].theta for k in last],
-                    run.states[-1]["theta"][last],
+                    run.states[-1]["Theta"][last],
                     steps=steps,
                 )
                 line(
@@ -115,7 +115,7 @@ def compare(folder):
                     "pFedMe: theta, there w_k is evaluated by mistake",
                     run,
                     [check.vector(they.users[k].local_model) for k in last],
-                    run.states[-1]["theta"][last],
+                    run.states[-1]["Theta"][last],
                     steps=steps,
                     because="pfedme D6",
                 )
@@ -123,7 +123,7 @@ def compare(folder):
                     "pFedMe: theta of all clients; there all train in every round",
                     run,
                     [user.theta for user in they.users],
-                    run.states[-1]["theta"],
+                    run.states[-1]["Theta"],
                     steps=steps,
                     because="pfedme D1",
                 )
