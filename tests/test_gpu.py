@@ -30,7 +30,7 @@ OPTIONS = {  # what COMMANDS have not
     "fedslr, kept far away": ["fedslr", *SOME, "--model", "cnn"],
     "superfed, kept far away": ["superfed", *SOME, "--mix", "layer"],
     "fedslr, factors": ["fedslr", *SOME, "--model", "mnistnet", "--plot", "--export", "{}/factors.pt"],
-    "persfl, as others": ["persfl", *SOME, "--model", "mnistnet", "--teacher", "final", "--soft", "ce", "--select", "test", "--plot", "--fraction", "1"],
+    "persfl, as others": ["persfl", *SOME, "--model", "mnistnet", "--teacher", "final", "--soft", "ce", "--plot", "--fraction", "1"],
     "apfl, adaptive": ["baselines", "--method", "apfl", *SOME, "--model", "mnistnet", "--adaptive"],
 }
 

@@ -1,0 +1,39 @@
+"""FedSLR beside other methods over 60 rounds, with the small CNN.
+
+    python -m tables.fedslr_curves       draws results/fedslr-curves.png from the records in results/fedslr
+"""
+
+import json
+import pathlib
+
+import common
+
+RESULTS = pathlib.Path(__file__).parent.parent / "results"
+DATA = {"CIFAR-10": "cifar10-cnn", "CIFAR-100": "cifar100-cnn"}
+ONE_MODEL = {"FedAvg": "fedavg", "FedDyn": "feddyn", "SCAFFOLD": "scaffold"}
+OWN_MODELS = {"FedPer": "fedper", "Ditto": "ditto", "training alone": "local"}
+
+
+def curve(name, part):
+    """Rounds and accuracies of a record: means over the clients, each on its own test images."""
+    record = json.loads((RESULTS / "fedslr" / name / "result.json").read_text())
+    return zip(*[(row["round"], row[part]["mean"]) for row in record["rounds"] if part in row])
+
+
+def main():
+    title = "small CNN, 100 clients, $\\alpha$ = .1, $\\lambda$ = 1e-4, seed 0: accuracy, mean over the clients"
+    with common.drawing(RESULTS / "fedslr-curves.png", 2, 2, (11, 8), title) as axes:
+        for (one, own), (data, prefix) in zip(axes, DATA.items()):
+            one.plot(*curve(f"{prefix}-lambda-1e-4", "gkr"), color="black", label="FedSLR: GKR, mixed")
+            own.plot(*curve(f"{prefix}-lambda-1e-4", "personal"), color="black")
+            for axis, methods, first in ((one, ONE_MODEL, 0), (own, OWN_MODELS, 3)):
+                for i, (method, name) in enumerate(methods.items(), first):
+                    axis.plot(*curve(f"{prefix}-{name}", "personal"), color=f"C{i}", label=method)
+            one.set(title=f"{data}: one model for all", ylabel="accuracy")
+            own.set(title=f"{data}: a model for each client")
+        for axis in axes.flat:
+            axis.set(xlabel="round", ylim=(0, 1))
+
+
+if __name__ == "__main__":
+    main()
