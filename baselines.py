@@ -37,9 +37,8 @@ says which models these are. In a personal model the server's part is the newest
 in which the client was sampled.
 
 Local SGD has momentum .9, SuPerFed's setting; most methods' own papers have none (docs/baselines.md). Its buffer u starts at 0
-in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on
-theta_k, apfl's on alpha_k, per-fedavg's in lines 5 and 8. Weight decay is added to each gradient of f_k. Bytes: what S_t sends
-and gets.
+in each call of federation.train: zeros in `start`. Steps without momentum: pfedme's on theta_k, apfl's on alpha_k, per-fedavg's
+in lines 5 and 8. Weight decay is added to each gradient of f_k. Bytes: what S_t sends and gets.
 
 federation.train(step, start, S, t, *shared) does for each client of S: client = its row of the tensors in `start`; for each
 minibatch b: client = step(client, b, *shared). It returns what the clients come to, as such tensors. epochs=: instead of
@@ -641,7 +640,8 @@ def per_fedavg(federation, run, args):
         PersFL's code. The paper's Hessian-free version, which estimates it, is not built (why: on the page).
     """
     gradient, descend = local_sgd(federation.net, args)
-    sums, alpha = sums_of_gradients(federation, gradient), args.per_fedavg_alpha
+    sums = sums_of_gradients(federation, gradient)
+    alpha = args.per_fedavg_alpha
     refuse_small_clients(federation, args)
 
     def step(client, b, beta):
@@ -991,12 +991,10 @@ def parser():
 
 
 def arguments(argv):
-    p = parser()
-    args = common.parse(p, BY_DATASET, argv)
+    args = common.parse(parser(), BY_DATASET, argv)
     if args.method in WITHOUT_MOMENTUM:
-        p = parser()
-        args = common.parse(p, BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
-    refuse_foreign(p, args.method, sys.argv[1:] if argv is None else argv)
+        args = common.parse(parser(), BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
+    refuse_foreign(parser(), args.method, sys.argv[1:] if argv is None else argv)
     return args
 
 

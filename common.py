@@ -1133,7 +1133,7 @@ class Federation:
             def together():
                 return engine.logits_together(self, models, here, own, alone)
 
-            logits = engine.guarded(self, "evaluation", "evaluation", together, in_turn) if self.vmap else in_turn()
+            logits = engine.guarded(self, "evaluation", None, together, in_turn) if self.vmap else in_turn()
         one = score(logits, self.labels[torch.as_tensor(index, device=self.device)], client, len(own))
         one = {name: self.gather(value, among) for name, value in one.items()}
         top1, n = one["top1"].cpu().numpy(), self.gather(n, among).cpu().numpy()

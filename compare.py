@@ -126,8 +126,10 @@ def arguments(argv):
 
 
 def flags(settings):
-    """{"batch_size": 20, "augment_once": True, "limit": None} -> ["--batch-size=20", "--augment-once"]"""
-    named = {name.replace("_", "-"): value for name, value in settings.items() if value is not None and value is not False}
+    """{"batch_size": 20, "lambda_": .1, "augment_once": True, "limit": None, "target": []} -> ["--batch-size=20", "--lambda=0.1",
+    "--augment-once"]"""
+    named = {name.strip("_").replace("_", "-"): value for name, value in settings.items()
+             if value is not None and value is not False and value != []}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in named.items()]
 
 
@@ -401,7 +403,8 @@ def write_table(rows, records, methods, shared, args, out):
     notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
     notes += [f"- {m.name}: {OWN[m.method][1]}: `{' '.join(flags(OWN[m.method][0](shared)))}`." for m in methods if m.method in OWN]
     for m in methods:
-        if m.method not in METHODS and (own := flags({key.strip("_"): z for key, z in m.args.items() if key not in vars(shared) and z != []})):
+        own = flags({key: value for key, value in m.args.items() if key not in vars(shared)})
+        if own and m.method not in METHODS:
             notes.append(f"- {m.name} has settings of its own: `{' '.join(own)}`.")
     chosen = [f"- `--set {word}`" for word in args.set]
     text = f"""# {len(records)} methods on {some['data']['name']}

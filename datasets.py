@@ -120,7 +120,7 @@ def read_npz(path):
             if missing:
                 refuse(f"{path} has no array {missing[0]}; it needs x_train, y_train, x_test and y_test")
             arrays = []
-            for key in (*names, "client_train", "client_test"):
+            for key in (*names, "client_train", "client_test"):  # if one can't be read, the refusal below names it
                 arrays.append(file[key] if key in file else None)
             return arrays
     except FileNotFoundError:

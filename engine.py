@@ -174,7 +174,7 @@ def prepare(fed):
     fed.ways = {}  # step function -> the fastest way known: of convolutions, and clients at once (None: all)
     fed.tuning = {}  # step function -> what was found of its ways
     fed.checked = set()  # step functions, with ways that give what the plain loop gives
-    fed.failed = {}  # a step function, (it, "alone") or "evaluation" -> why its way failed, and the next slower one is used
+    fed.failed = {}  # (what was done, its step function) -> why its way failed, and the next slower one is used
     fed.replays = {}  # step function and shapes -> the CUDA graph for them
     fed.shapes_seen = set()  # step functions and shapes that came before
     fed.all_rows = []  # every Rows
@@ -193,13 +193,13 @@ def train(fed, step, state, plans, shared, net, left):
     together = functools.partial(fast, fed, step, state, plans, shared, left)
 
     def alone():
-        return guarded(fed, (step, "alone"), "training, without graphs", functools.partial(together, ("conv", 1)), plain)
+        return guarded(fed, "training, without graphs", step, functools.partial(together, ("conv", 1)), plain)
 
     try:
         with fast_kernels(tf32=fed.args.precision == "tf32"):
             if not fed.vmap:
                 return plain()
-            return guarded(fed, step, "training", together, plain if fed.parallel == 1 else alone)
+            return guarded(fed, "training", step, together, plain if fed.parallel == 1 else alone)
     except RuntimeError as problem:
         if not out_of_memory(problem):
             raise
@@ -207,14 +207,14 @@ def train(fed, step, state, plans, shared, net, left):
                alone=True)
 
 
-def guarded(fed, key, what, fast_way, plain_way):
+def guarded(fed, what, step, fast_way, plain_way):
     """What the fast way gives; where it fails, whatever the reason, what the plain one gives, from then on, and one line."""
-    if key not in fed.failed:
+    if (what, step) not in fed.failed:
         try:
             return fast_way()
         except Exception as problem:
-            fed.failed[key] = f"{what}: {first_line(problem)}"
-            print(f"engine  one client after the other from here on, slower, in {fed.failed[key]}")
+            fed.failed[what, step] = f"{what}: {first_line(problem)}"
+            print(f"engine  one client after the other from here on, slower, in {fed.failed[what, step]}")
             forget_graphs(fed)
     return plain_way()
 

@@ -3,8 +3,8 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
 
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1, 10,000 rounds
 
-What to expect: global accuracy, C=.05, E=1, B=64, seed 0. FedAvg is --beta 0 --lr .03. alpha = .1: 500 rounds on two cores.
-alpha = 0, one class per client: 10,000 rounds on one core in bf16; published for the most skewed clients: .769, FedAvg .301.
+What to expect: global accuracy, C=.05, E=1, B=64, seed 0. FedAvg is --beta 0 --lr .03. alpha = .1: --rounds 500, two cores.
+alpha = 0, one class per client: 10,000 rounds, one core, --precision bf16. Published, most skewed clients: .769, FedAvg .301.
 
     alpha  method   last   best   min  record (in results)
     .1     FedAvgM  .4021  .4068  11   scale-0.05/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0

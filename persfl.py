@@ -222,7 +222,7 @@ def repeat(args, argv):
     print(f"\naverages of {args.runs} runs")
     averages = show(rows, out, args)
     if common.is_main_process():
-        (out / "average.json").write_text(json.dumps(common.without_nan(averages), indent=1) + "\n")
+        (out / "average.json").write_text(json.dumps({"user": common.without_nan(averages)}, indent=1) + "\n")
 
 
 def validation_losses(federation, w):
@@ -267,7 +267,7 @@ def measure(federation, state, students, accuracy, best, args):
 
 def average(parts):
     """Of several runs' measures: the table of users, the mean over users, their standard deviation, students' accuracies."""
-    table = {name: np.mean([part["users"][name] for part in parts], 0) for name in parts[0]["users"]}  # D11
+    table = {name: np.mean([part["users"][name] for part in parts], 0) for name in parts[0]["users"]}  # D10
     students = np.mean([part["students"]["test"] for part in parts], 0)  # [m, 11]
     return {
         "users": {name: column.tolist() for name, column in table.items()},
@@ -288,7 +288,7 @@ def show(rows, out, args):
         print(f"{user:<10}" + "".join(f"{value:>17.2f}" for value in values))
     if args.plot:
         draw(averages, len(rows), out)
-    return {"user": averages}
+    return averages
 
 
 def draw(averages, runs, out):

@@ -145,8 +145,8 @@ def groups_of_nodes(federation, args):
 
 def local_updates(federation, networks, has, w, r, S, t):
     """w_i [m, d] and r_i [m, d_r]: what the nodes i in S have after line 8; the server's numbers where node i lacks a group."""
-    w_i, r_i = w.repeat(len(S), 1), r.repeat(len(S), 1)  # [m, d], [m, d_r]
-    has_S, s_i = has[S], has[S].sum(1)  # [m, G]; [m]: how many groups node i has
+    w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_r], [m, G]
+    s_i = has_S.sum(1)  # [m]: how many groups node i has
     for s in s_i.unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)

@@ -88,7 +88,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 def client_step(net, args):
     """step: lines 16 to 18a, for one client and one minibatch b."""
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    layer = net.layer_of if args.mix == "layer" else 0  # [d]: the number of each weight's layer; Model Mixing: one for all (D6)
+    layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer; Model Mixing has one lambda (D6)
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
@@ -172,8 +172,8 @@ def arguments(argv):
     group.add_argument("--mu", type=common.nonnegative, default=0.01, help="mu, weight of the proximal term")
     group.add_argument("--nu", type=common.nonnegative, default=2.0, help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, share of the rounds before Phase II. 1: there is no Phase II (with --as official the last "
-                            "round is one). Default: .8 with --mix layer; .4 with --mix model (CIFAR-100 .5); shapes always .5")
+                       help="L, share of the rounds before Phase II. 1: no Phase II; with --as official the last round is "
+                            "Phase II. Default: .8 with --mix layer; .4 with --mix model (CIFAR-100 .5); shapes always .5")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="in D1, D2 and D4 follow the paper, or the authors' code for v1")
     group.add_argument("--own-start", action="store_true", help="every client's w^l starts from a seed of its own (D3)")
