@@ -633,7 +633,7 @@ def per_fedavg(federation, run, args):
     minibatches b'. FedSLR has alpha .01 and beta .001.
     D1  Line 4: b and b' are the next minibatches of the E epochs: half as many steps as FedAvg's. A minibatch that is left over
         at the end of a round is not used.
-    D2  Line 6: the step is from w_k. PersFL's code takes it from z. The paper, from memory, has no momentum (--momentum 0).
+    D2  Line 6: the step is from w_k. PersFL's code takes it from z. By default with momentum; the paper, from memory, has none.
     D3  Line 7: weighted by n_k, as in PersFL's code. The paper's mean is plain.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps on TEST images instead.
     D5  Line 6: first-order. The gradient of F_k has a second factor, 1 - alpha * (Hessian of f_k at w_k). It is left out, as in

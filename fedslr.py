@@ -8,8 +8,8 @@ w, the "global knowledge representation" (GKR), is one model for all clients. la
 makes it sparse. w + p_i is client i's mixed model. Accuracies: "gkr" of w, "personal" of the mixed models, both means over
 clients, on their own test images (D7); "global" of w, on all central test images.
 
-Algorithm 2, restored. 7 and 20 are Algorithm 1's numbers; its line 14 is lines 9 to 14 here. (4) to (7): equations. M clients,
-a share C in a round; f_i: i's loss; pi(w_l): layer l's weights, a matrix; ||.||_*: sum of singular values; eta_g: step size.
+Algorithm 2, restored. The paper's text names lines 7, 14, 20 of Algorithm 1: here 7, 9 to 14, 20. (4) to (7): equations. M
+clients, a share C in a round; f_i: i's loss; pi(w_l): layer l's weights, a matrix; ||.||_*: sum of singular values; eta_g: step.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -119,7 +119,7 @@ def main(argv=None):
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(torch.zeros_like(w_0)),
-                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma, p [M, d]; numbers: in w^t
+                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma, p [M, d]; how many numbers w^t has (D6)
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, [m] (D2)
         eta, w_t = federation.eta(t), state.w
         # Phase I. federation.train does for each client i of S, at once or one after the other:

@@ -47,14 +47,14 @@ where the paper has `end`s. K users have n_k training images, n in all. A_k(b), 
 Choices that change a number. docs/persfl.md has each in full.
 
     D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
-    D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg may, too.
+    D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg: unknown.
     D3  Ours: B = 20, eta (line 9) = eta' (line 22) = .05, E_L = 1, E = 10 (line 16; the paper: E_L), no momentum.
     D4  Line 15: cut in every epoch; the paper cuts once. Pixels in [0, 1]. Line 20: sum over classes, mean over images.
     D5  Line 20: KL(teacher || student); (3) has it in the other order. PersFL and PersFL-GD then have the same gradients.
     D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, gives lambda = 1 (loss 0).
     D7  Line 13: T 1, 5, 25; lambda 0, .25, .5, .75, 1 (Table 5). With lambda 0, 1 T does nothing: 11 students. Above: 15.
     D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
-    D9  Only the training images are dealt out (the paper counts all). In DS-1 classes are even. The authors' own splits differ.
+    D9  Only training images are dealt out (MNIST's DS-1: 6,000); the paper counts all. DS-1: even classes. Other splits there.
     D10  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D11  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
 """
@@ -119,7 +119,7 @@ def best_students(federation, students, images):
     """The accuracies of the students [K, 11, d] on these images of each user: [K, 11], nan for a student that diverged. And
     each user's best one, of equals the first: its number in GRID [K], and its weights [K, d]."""
     accuracy = accuracies(federation, students, images)
-    best = np.nan_to_num(accuracy, nan=-1).argmax(1)
+    best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: of equals the first (D6)
     return accuracy, best, students[torch.arange(len(students)), torch.from_numpy(best[federation.clients])]
 
 
@@ -251,8 +251,8 @@ def accuracies(federation, students, images):
 def measure(federation, state, students, accuracy, best, args):
     """The last round's personal measures, and those that docs/persfl.md names. students [K, 11, d]; accuracy [K, 11] of them on
     validation images; best [K]: which of them the users keep."""
-    on_test, _, best_on_test = best_students(federation, students, federation.split.test)  # [K, 11]; [K, d]
-    models = {"fedavg": state.G, "lambda=0": students[:, 0], "val": state.A, "test": best_on_test}
+    on_test, _, A_by_test = best_students(federation, students, federation.split.test)  # [K, 11]; [K, d]
+    models = {"fedavg": state.G, "lambda=0": students[:, 0], "val": state.A, "test": A_by_test}
     found = {name: federation.evaluate_clients(W) for name, W in models.items()}
     rounds = federation.gather(state.round_of_O).tolist()
     if args.teacher == "final":

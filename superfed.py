@@ -45,7 +45,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R, t from 0 (our reading). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
-    D5  L: Model Mixing .4 (CIFAR-100 .5), official. Layer Mixing .8, by Table 3 (CIFAR-10); its mu, nu, other L are guesses.
+    D5  L: Model Mixing .4 (CIFAR-100 .5), official. Layer Mixing on CIFAR-10 .8, with mu and nu by Table 3; else guesses.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  CIFAR's split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
@@ -74,7 +74,7 @@ def mix(w_f, w_l, lam):
 
 
 def cosine(w_f, w_l):
-    return (w_f * w_l).sum() / (w_f.norm() * w_l.norm())
+    return (w_f * w_l).sum() / (w_f.norm() * w_l.norm())  # one for the whole model (D6)
 
 
 def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
@@ -88,7 +88,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 def client_step(net, args):
     """step: lines 16 to 18a, for one client and one minibatch b."""
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer; Model Mixing has one lambda (D6)
+    layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer (D6). Model Mixing: one lambda
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
