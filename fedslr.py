@@ -9,7 +9,7 @@ makes it sparse. w + p_i is client i's mixed model. Accuracies: "gkr" of w, "per
 clients, on their own test images (D7); "global" of w, on all central test images.
 
 Algorithm 2, restored. The paper's text names lines 7, 14, 20 of Algorithm 1: here 7, 9 to 14, 20. (4) to (7): equations. M
-clients, a share C in a round; f_i: i's loss; pi(w_l): layer l's weights, a matrix; ||.||_*: sum of singular values; eta_g: step.
+clients, a share C in a round; f_i: i's loss; pi(w_l): layer l as a matrix; ||.||_*: sum of singular values; eta_g: step size.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
