@@ -65,6 +65,7 @@ def test_links_lead_somewhere(name):
             assert anchor in READ[file or name].ids, link
     assert all((HERE / "docs" / picture).exists() for picture in page.pictures)
     assert "](" not in re.sub(r"<code.*?</code>", "", PAGES[name], flags=re.S)  # a link that was left as Markdown
+    assert not re.search(r"^(?:<p>)?\| ", PAGES[name], re.M)  # a row that stands outside of its table
 
 
 @pytest.mark.parametrize("name", PAGES)
