@@ -5,7 +5,7 @@ later published as Fed2 (KDD 2021). We had notes on the paper, and four of Fed2'
     python psinet.py --dataset cifar10 --groups 0 --norm gn     (FedAvg with GroupNorm: .8334; bn: .8546; none: .8413)
     python psinet.py --dataset cifar100 --groups 20             (VGG-16, in Fed2's figure: .6817)
 
-What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 1 to 3 min a round.
+What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; about 2 min a round.
 
     method                rounds   global, last   record
     Psi-Net               100      .8356          results/psinet-norm/psinet-cifar10-prune/0
@@ -13,7 +13,7 @@ What to expect on CIFAR-10: 10 nodes, 4 classes each, --precision bf16, seed 0; 
 
 The method (sections 3 and 4), in our words. There is one model Omega. omega^i is what node i trains: a copy of Omega, or of
 Omega_shared and node i's groups G_i. "global": Omega on the central test images. "personal": Omega on test images for each
-node, drawn from the central ones with the node's class shares. fedavg.py says how to read [d], net and grad.
+node, drawn from the central ones with the node's class shares. fedavg.py says how to read [d] and grad.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each group g, and the depth: the layer where groups begin
@@ -129,7 +129,7 @@ def client_step(net, args):
             logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
             return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
-        grad_w, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r, [d_r] (Weights.running_batchnorm)
+        grad_w, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; has_aux: and loss's second value, the next r
         w, u = common.sgd(args, w, u, grad_w, eta, net.decayed)  # l.12: w - eta * u', u' = grad_w + momentum * u + decay * w
         return w, r, u, G_i
 
@@ -149,7 +149,7 @@ def local_updates(federation, networks, has, w, r, S, t):
     s_i = has_S.sum(1)  # [m]: how many groups node i has
     for s in s_i.unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
         these = (s_i == s).nonzero()[:, 0]  # their places in S
-        G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
+        G_i = has_S[these].nonzero()[:, 1].view(len(these), s)  # [nodes, s]
         has_w, has_r = federation.net.numbers_of(has_S[these])  # which numbers of w and r they have: equally many in each row
         w_part = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, and Omega_g for g in G_i: a smaller network's w
         r_part = r_i[these][has_r].view(len(these), -1)  # l.8
