@@ -1,6 +1,6 @@
 """The methods that the papers of the other files compare with. fedavg-ft, fedprox, fedprox-ft share a function.
 
-    python baselines.py --method scaffold --dataset cifar10
+    python baselines.py --method fedper --dataset cifar10
 
     --method     idea
     local        Every client trains for itself (`local_training`). Nothing is sent.
@@ -48,7 +48,7 @@ V = federation.per_client(x) keeps a row x for every client. V[S] are the rows o
 V.all has all rows.
 
 federation.mean(x) is the plain mean of the rows of x, one for each client of S_t; mean(x, n_k) weighs them by n_k; sum(x) adds
-them up. run.rounds(state) yields t and S = S_t. run.log records what run.evaluates() asks for.
+them up. run.rounds(state) yields t and S = S_t. run.evaluates(): is round t measured? run.log records it.
 
 Whose code the choices cite: docs/baselines.md. "Official" is code by the method's authors.
 """
@@ -943,7 +943,7 @@ BY_DATASET = {
     "shapes": dict(rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5, per_client=4, lr=0.02, lr_decay=0.95,
                    theta_lr=0.02, transform="normalize", eval_every=3),
 }
-WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes: with it they may diverge (docs/shapes.md)
+WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"  # no momentum on shapes (docs/shapes.md says why)
 
 
 def parser():

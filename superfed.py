@@ -4,7 +4,7 @@ Personalized Federated Optimization", 2021, arXiv 2109.07628v1.
     python superfed.py --dataset cifar10 --mix model     (Table 1, row SuPerFed-MM; published: global top-1 .4535)
     python superfed.py --dataset cifar10 --mix layer     (Table 1, row SuPerFed-LM; published: global top-1 .4706)
 
-What to expect: accuracies on CIFAR-10, 200 rounds, means of seeds 0 and 1. Training: 96 to 111 min (EPYC) or 31 to 41 (Xeon).
+What to expect: accuracies on CIFAR-10, 200 rounds, means of seeds 0 and 1. Training: 96 to 111 min, beside other runs.
 
     mixing   global   personal   personal@test   records
     model    .4676    .8590      .8676           results/superfed-1/superfed-cifar10-mix-model
@@ -45,14 +45,14 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R, t from 0 (our reading). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
-    D5  L: Model Mixing .4 (CIFAR-100 .5), official. Layer Mixing on CIFAR-10 .8, with mu and nu by Table 3; else guesses.
+    D5  L: Model Mixing .4 (CIFAR-100 .5), official; Layer Mixing .8, by Table 3 (not CIFAR-10: a guess). mu, nu: official.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  CIFAR's split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
     D9  Line 14: the last, smaller minibatch is used, in tests too. Officially it is dropped.
     D10  ECE is over all of a client's test images. Officially it is a mean over minibatches of 20.
     D11  All clients are evaluated, with the newest w^f. Officially with the w^f that the client got or trained last.
-    D12  "personal": one lambda of 0, .1, ..., 1 for all, that of least training loss (--client-val: best accuracy there).
+    D12  "personal": one lambda of 0, .1, ..., 1 for all: least training loss (--client-val: best validation accuracy).
     D13  Line 5: C*K is rounded down. With --unseen N it is C*(K-N).
     D14  --unseen N: N clients take no part in line 5. Afterwards each does lines 11 to 23 once, in Phase II, also with L = 1.
     D15  Line 7a: n_k counts training images. Officially it counts test images too: the same n_k/n, up to rounding.
