@@ -78,9 +78,9 @@ def main(argv=None):
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
         # federation.train does for each client k of S, at once or one after the other (Federation.plan, train_alone):
-        #     for epoch in range(E):                           l.9
-        #         for b in minibatches(shuffled(P_k), B):      l.8, l.10 (D2)
-        #             client = step(client, b, eta)            l.11
+        #   for epoch in range(E):                     l.9
+        #     for b in minibatches(shuffled(P_k), B):  l.8, l.10 (D2)
+        #       client = step(client, b, eta)          l.11
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.7: weighted by n_k (D1): [d]

@@ -122,10 +122,10 @@ def main(argv=None):
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma, p [M, d]; how many numbers w^t has (D6)
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, [m] (D2)
         eta, w_t = federation.eta(t), state.w
-        # Phase I. federation.train does for each client i of S, at once or one after the other:
-        #     for epoch in range(E):                                 l.10
-        #         for b in minibatches(shuffled(images of i), B):    l.11
-        #             client = step_w(client, b, eta, w_t)           l.12-14; client is w and gamma_i
+        # Phase I. federation.train does for each client i of S (client: its w and gamma_i), at once or one after the other:
+        #   for epoch in range(E):                             l.10
+        #     for b in minibatches(shuffled(images of i), B):  l.11
+        #       client = step_w(client, b, eta, w_t)           l.12-14
         w = w_t.expand(len(S), -1)  # l.9: [m, d]
         # state.gamma.of(S) is state.gamma[S], but a client's row is fetched only when its turn comes
         w_i = federation.train(step_w, (w, state.gamma.of(S)), S, t, eta, w_t)[0]  # l.5, l.8, l.15: w alone, [m, d]

@@ -128,10 +128,10 @@ def stage_2(federation, O, args):
     users, eta_prime = np.arange(len(O)), torch.tensor(args.distill_lr, device=federation.device)
     step = student_step(federation.net, args)
     students = O[:, None].repeat(1, len(GRID), 1)  # l.13: each starts at O_k; `step` takes the students of all pairs at once
-    # federation.train does for each user k, at once or one after the other:      l.14
-    #     for epoch in range(E):                                                  l.16
-    #         for b in minibatches(shuffled(training images), B):                 l.15, l.17 (D4)
-    #             students, u, O = step((students, u, O), b, eta_prime)           l.18-22
+    # federation.train does for each user k (user: students, u, O), at once or one after the other:  l.14
+    #   for epoch in range(E):                        l.16
+    #     for b in minibatches(shuffled(images), B):  l.15, l.17 (D4)
+    #       user = step(user, b, eta_prime)           l.18-22
     t = args.rounds  # a t that no round has, for an order of images that no round has
     start = students, torch.zeros_like(students), O
     return federation.train(step, start, users, t, eta_prime, epochs=args.distill_epochs)[0]

@@ -155,9 +155,9 @@ def local_updates(federation, networks, has, w, r, S, t):
         r_part = r_i[these][has_r].view(len(these), -1)  # l.8
         net, step = networks[s]
         # federation.train does for each of these nodes, at once or one after the other:
-        #     for epoch in range(E):                                 l.11
-        #         for b in minibatches(shuffled(images of i), B):    l.11 (D8)
-        #             node = step(node, b, eta)                      l.12
+        #   for epoch in range(E):                             l.11
+        #     for b in minibatches(shuffled(images of i), B):  l.11 (D8)
+        #       node = step(node, b, eta)                      l.12
         nodes = w_part, r_part, torch.zeros_like(w_part), G_i  # momentum 0 (D7)
         w_part, r_part, _, _ = federation.train(step, nodes, S[these.cpu().numpy()], t, federation.eta(t), net=net)
         w_i[these] = w_i[these].masked_scatter(has_w, w_part)

@@ -118,9 +118,9 @@ def client_update(federation, step, S, t, phase_two_from, w_f, w_l):
         return rng.random((steps, len(federation.net.layers)))  # l.16: a row is b.draw; Model Mixing uses its first number
 
     # federation.train does for each client k of S, at once or one after the other:
-    #     for epoch in range(E):                                      l.13
-    #         for b in minibatches(shuffled(images of k), B):         l.14-15 (D9)
-    #             client = step(client, b, eta, phase_two, w_g)       l.16-18, l.18a
+    #   for epoch in range(E):                             l.13
+    #     for b in minibatches(shuffled(images of k), B):  l.14-15 (D9)
+    #       client = step(client, b, eta, phase_two, w_g)  l.16-18, l.18a
     w_f_k, w_l_k, _, _ = federation.train(step, (w_f_k, w_l_k, u_f, u_l), S, t, eta, phase_two, w_g, draw=draw)
     return w_f_k, w_l_k  # l.23
 
