@@ -427,6 +427,8 @@ class Weights:
         return torch.zeros(shape)
 
     def conv(self, name, x, out, kernel, stride=1, padding=0, groups=1, init=None, bias=True):
+        if not isinstance(kernel, int):
+            raise TypeError(f"the kernel of {name} is {kernel!r}; kernels are square: give one whole number")
         shape = (out, x.shape[1] // groups, kernel, kernel)
         weight, offset = init or default_init(shape)
         weight = self.take(name + ".weight", shape, weight)
@@ -506,7 +508,7 @@ class Net:
         weights = weights or Weights()
         try:
             if getattr(self.model, "__module__", None) != __name__:
-                check_model(self.model, shape, classes)
+                check_model(self.model, shape, classes, device)
             self.model(weights, torch.zeros(1, *shape), classes)
             if not weights.table:
                 raise RuntimeError("it asks for no weights; see the models in common.py")
@@ -716,7 +718,7 @@ def mobilenet(m, x, classes):
 MODELS = {f.__name__: f for f in (cnn, tfcnn, cifarnet, mnistnet, mnistcnn, resnet18, vgg9, vgg16, mobilenet)} | {"2nn": two_nn}
 
 
-def check_model(model, shape, classes):
+def check_model(model, shape, classes, device):
     """Raises what is wrong with a model from elsewhere: its logits must be those of its weights and of each image alone."""
     if isinstance(model, torch.nn.Module) or not callable(model) or isinstance(model, type):
         raise TypeError("it is an nn.Module, a class or no function; a model here is a function model(m, x, classes)")
@@ -741,6 +743,7 @@ def check_model(model, shape, classes):
         raise ValueError("two calls on one batch differ; leave out dropout, all that is random, and what changes x in place")
     if differ(first[:1], alone):
         raise ValueError("an image's logits depend on the others in its batch, as with BatchNorm; use m.groupnorm")
+    model(Weights((name, part.to(device)) for name, part in w), x[:1].to(device), classes)  # fails if it makes tensors elsewhere
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1064,7 +1067,7 @@ class Federation:
 
     def plan(self, row, own, t, epochs, draw=None, order=0):
         """The Plan of the client in this row for round t, from its own random streams. own: the numbers of its images."""
-        size = self.args.batch_size or len(own)
+        size = min(self.args.batch_size or len(own), len(own))
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, int(self.clients[row]), order)
                                        for purpose in ("order", "augmentation", "algorithm"))
         shuffled = np.array([shuffle.permutation(own) for _ in range(epochs)], np.int64)  # [epochs, images]: anew in every epoch

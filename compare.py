@@ -197,8 +197,9 @@ def plan(args, shared):
         own = {word.partition("=")[0].replace("-", "_") for word in mine}  # of the shared settings RATES alone: refuse_foreign
         for key in settings:
             if key not in own and made[key] != wanted[key]:
-                flag = f"--{key.replace('_', '-')} {wanted[key]}"
-                common.refuse(f"--methods: {file} makes {made[key]} of {flag}, which all methods share")
+                flag = f"--{key.replace('_', '-')}"
+                way_out = f"; to give it to all: {flag} {made[key]}" if wanted[key] is None else ""
+                common.refuse(f"--methods: {file} makes {made[key]} of {flag} {wanted[key]}, which all methods share{way_out}")
         if made.get("target"):
             common.refuse(f"--methods: {file} stops at an accuracy (target={made['target']}), others don't; use --set {name}.target "
                           "without a value")
@@ -303,23 +304,22 @@ def stop(number, _):
 
 def train_all(methods, args, shared):
     """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
-    todo, children, images = {}, Children(), None
+    todo, children = {}, Children()
+    data = common.images_for(shared)  # once, before several runs would: downloads, and refusals
+    now = data.fingerprint(), common.split_clients(data, shared).fingerprint()
     places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
               for seed in range(args.seeds) for method in methods}
     for (name, seed), (method, folder) in places.items():
         found = record(method, folder)
-        if found:
-            images = images or common.images_for(shared).fingerprint()
-            if found["data"]["fingerprint"] != images:
-                common.refuse(f"{folder} has a record of other images than {shared.dataset} has now; use another --out")
         stale = found and changed(method, found)
+        if found and not stale and (found["data"]["fingerprint"], found["split"]["fingerprint"]) != now:
+            what = "another split" if found["data"]["fingerprint"] == now[0] else "other images"
+            common.refuse(f"{folder} has a record of {what} than {shared.dataset} has now; use another --out")
         if stale:
             print(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record becomes result.previous.json")
         if stale or not found or found["status"] not in ("finished", "diverged"):
             argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
             todo[name, seed] = argv + ["--resume"] * (not stale)
-    if todo:
-        common.split_clients(common.images_for(shared), shared)  # once, before several runs would: downloads, and refusals
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -401,8 +401,11 @@ def write_table(rows, records, methods, shared, args, out):
     unused = common.unused(shared.split)
     settings = {name: value for name, value in vars(shared).items() if name not in (*FREE, *unused, "seed", "device")}
     notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
-    notes += [f"- {m.name}: {OWN[m.method][1]}: `{' '.join(flags(OWN[m.method][0](shared)))}`." for m in methods if m.method in OWN]
     for m in methods:
+        if m.method in OWN:
+            settings_of, why = OWN[m.method]
+            mine = {key: value if m.args[key] == value else m.args[key] for key, value in settings_of(shared).items()}  # --set
+            notes.append(f"- {m.name}: {why}: `{' '.join(flags(mine))}`.")
         own = flags({key: value for key, value in m.args.items() if key not in vars(shared)})
         if own and m.method not in METHODS:
             notes.append(f"- {m.name} has settings of its own: `{' '.join(own)}`.")

@@ -245,9 +245,9 @@ def fast(fed, step, state, plans, shared, left, way=None):
     if fed.tunes and not way:
         tune(fed, step, tuning, work, places, steps, prove, left)
     way = way or fed.ways.get(step, (fed.training.route, fed.parallel))
-    fed.training.route, start = way[0], now(fed.device)
-    prove(way)
-    fed.ways[step] = way[0], in_parts(fed, put, places, way[1])[1]
+    fed.training.route, most = way[0], prove(way)
+    start = now(fed.device)
+    fed.ways[step] = way[0], in_parts(fed, put, places, most)[1]
     tuning.seconds, tuning.minibatches = tuning.seconds + now(fed.device) - start, tuning.minibatches + steps
     return results
 
@@ -275,22 +275,24 @@ class Different(Exception):
 
 def check(fed, step, state, plans, shared, work, order, way, quiet=False):
     """Raises Different if the first minibatch of two clients changes them otherwise than in the plain loop, at a way's first use.
+    Returns how many clients at once fit into memory (None: all).
 
     How much is rounding? A product that is rounded is the exact product of factors that are off by about its relative rounding
     error: 2^-8 in bf16, 2^-11 in TF32, and in fp32 2^-24 times the root of the number of terms. So the plain loop also runs from
     state and shared tensors that are off by so much at random. Sixteen times the change of its result is rounding; but never
     more than half of what the minibatch changes. Four roundings of the state itself come to that.
     """
-    if (step, way[0], way[1] == 1) in fed.checked:
-        return
+    most = way[1]
+    if (step, way[0], most == 1) in fed.checked:
+        return most
     rng, u = np.random.default_rng(0), ROUNDING[fed.args.precision]
-    m = len(order) if way[1] is None else min(len(order), max(2, way[1]))
+    m = len(order) if most is None else min(len(order), max(2, most))
 
     def ends(trained):
         return [copied(tree_map(lambda z: z[place], trained)) for place in (0, -1)]
 
     for _ in range(1 + fed.graphs):  # with a graph from the second time on
-        parts, _ = in_parts(fed, lambda these: ends(work(these, 1)[1]), range(m), way[1], quiet)
+        parts, most = in_parts(fed, lambda these: ends(work(these, 1)[1]), range(m), most, quiet)
 
     def near(z):
         noise = torch.from_numpy(rng.standard_normal(z.shape).astype(np.float32)).to(fed.device)
@@ -309,6 +311,7 @@ def check(fed, step, state, plans, shared, work, order, way, quiet=False):
                 raise Different(f"a minibatch's change is off by {float(wrong / change):.2g} of it; "
                                 f"rounding explains {float(bound / change):.2g}")
     fed.checked.add((step, way[0], way[1] == 1))
+    return most
 
 
 def norms(*tensors):
@@ -351,7 +354,8 @@ def in_parts(fed, work, items, most, quiet=False):
             if not quiet:
                 print(f"memory  the GPU's is too small: {most} clients at once from here on")
             forget_graphs(fed)
-            torch.cuda.empty_cache()  # nothing where there is no GPU
+            with contextlib.suppress(RuntimeError):  # after a capture that broke PyTorch can't empty it
+                torch.cuda.empty_cache()  # nothing where there is no GPU
     return results, most
 
 
@@ -415,9 +419,9 @@ def tune(fed, step, tuning, work, places, steps, prove, left):
     begin, seconds = now(fed.device), float("inf")
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
-    fed.training.route, most = way
+    fed.training.route = way[0]
     with contextlib.suppress(RuntimeError, Different):  # too little memory, no such convolution on this device, a wrong one
-        prove(way, quiet=True)
+        most = prove(way, quiet=True)
         for _ in range(3):  # without a graph, capturing it, and with it
             start = now(fed.device)
             most = in_parts(fed, lambda these: work(these, TIMED), places, most, quiet=True)[1]
@@ -735,7 +739,8 @@ class Sampled:
         return self.rows[S] if np.ndim(S) else self.rows.all[int(S)].to(self.device)  # which nobody changes
 
 
-FEW_ROWS = 2**25  # bytes that are looked at together: more clients than that has room for take no more memory
+# Bytes. Models are summed, compared and evaluated in pieces of about this size, so that memory does not grow with the clients.
+FEW_ROWS = 2**25
 
 
 def free_memory(device):

@@ -53,7 +53,7 @@ class Run:
             if run.evaluates():                 # stops the round's clock; True every --eval-every rounds
                 run.log(federation.evaluate(state.w), federation.evaluate_clients(...))
 
-    state: any object whose attributes are what survives a round: tensors, numbers, Rows, and nothing else. `rounds` ends the
+    state: any object whose attributes are what survives a round: tensors, Rows, numbers, strings, None. `rounds` ends the
     program when the run diverges (exit code 3) or is interrupted (130 for Ctrl-C); record and state are then on disk. Do not
     leave the loop by `break`: its round would be lost.
     """
@@ -158,7 +158,7 @@ class Run:
         if late := vars(self.state).keys() - self.names:
             refuse(f"the loop adds {', '.join(late)} to `state`; set every name before run.rounds(state)")
         for name, z in vars(self.state).items():
-            # what else could be changed in place unseen, or not be read again
+            # a change in place of other things would not be seen, or torch.load would not read them
             if not torch.is_tensor(z) and type(z) not in (engine.Rows, int, float, bool, str, type(None)):
                 refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
         for name, version in self.versions.items():
@@ -272,7 +272,9 @@ class Run:
             self.unwritten[path] = getattr(problem, "strerror", None) or engine.first_line(problem)
             self.bar.write(f"disk    {path} can't be written: {self.unwritten[path]}")
         failed = torch.tensor(float(path in self.unwritten), device=self.federation.device)
-        if failed if alone else self.federation.all_reduce(failed):
+        if not alone:
+            failed = self.federation.all_reduce(failed)
+        if failed:
             with contextlib.suppress(OSError):
                 part.unlink()
         else:
@@ -298,12 +300,12 @@ class Run:
             status = json.loads(record.read_text())["status"] if record.exists() else None
         except (OSError, ValueError, KeyError, TypeError) as problem:
             refuse(f"{record} can't be read as a record ({type(problem).__name__}); move it elsewhere, or use another --out")
-        others = [*self.out.glob("state.pt"), *self.out.glob("state-*-of-*[0-9].pt")]
+        others = self.states()
         if not path.exists() and others:
-            kind = others[0].stem.partition("-of-")[2] or "1"
-            if kind == str(self.federation.processes):
-                refuse(f"{path} is missing beside {others[0]}; start anew", alone=True)
-            refuse(f"{others[0]} belongs to a run with {kind} process{'es' * (kind != '1')}, this one has "
+            other, count = next(iter(others.items()))
+            if count == self.federation.processes:
+                refuse(f"{path} is missing beside {other}; start anew", alone=True)
+            refuse(f"{other} belongs to a run with {count} process{'es' * (count > 1)}, this one has "
                    f"{self.federation.processes}; use as many, or another --out")
         if not path.exists() and status == "finished":
             refuse(f"{record} is finished, and there is no {path.name} to resume; to run it again, leave out --resume")
@@ -348,6 +350,11 @@ class Run:
                 refuse(f"{path} belongs to other {name}: {then[name]}, now {self.identity[name]}; use another --out")
         return saved
 
+    def states(self):
+        """The states in the folder: path -> how many processes its run had."""
+        paths = [*self.out.glob("state.pt"), *self.out.glob("state-*-of-*[0-9].pt")]
+        return {path: int(path.stem.partition("-of-")[2] or 1) for path in paths}
+
     def restore(self, saved):
         """Puts a saved state back; returns its history and accuracies per client."""
         for name, z in saved["state"].items():
@@ -366,8 +373,11 @@ class Run:
 
     def put_aside(self):
         """What an earlier run left in the folder is kept under another name."""
-        record = [self.out / "result.json"] if is_main_process() else []
-        for path in [*record, self.state_file]:  # each process its own state
+        paths = [self.state_file]  # each process its own
+        if is_main_process():
+            others = [path for path, count in self.states().items() if count != self.federation.processes]
+            paths = [self.out / "result.json", self.state_file, *others]
+        for path in paths:
             if path.exists():
                 os.replace(path, path.with_suffix(".previous" + path.suffix))
                 print(f"kept    the earlier {path.name} in {self.out} as {path.stem}.previous{path.suffix}")

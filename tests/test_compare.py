@@ -174,6 +174,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg,all", [], "the name fedavg is taken"),
     ("fedavg", ["--out", str(HERE / "docs")], "holds files of this repository"),
     ("fedavg", ["--out", str(HERE)], "holds files of this repository"),
+    ("fedavg,persfl", ["--dataset", "mnist", "--split", "classes"], "makes 6000 of --limit None, which all methods share; to give it to all: --limit 6000"),
     ("fedavg,persfl", ["--client-val", "0"], "--methods: persfl: users choose their teachers on validation images"),
 ])
 def test_bad_input(methods, more, words, go, capsys):
@@ -271,6 +272,22 @@ def test_changed_images_are_refused(go, toy, capsys):
     np.savez(toy, **arrays | {"y_train": arrays["y_train"][::-1]})
     refused(capsys, "has a record of other images than", go, "fedavg", "--seeds", "1")
     assert not go.trained
+
+
+def test_a_changed_split_is_refused(go, tmp_path, capsys):
+    """Of a function that reads who owns which image from a file."""
+    (tmp_path / "s.py").write_text(f"import numpy as np\ndef mine(*_): return list(np.load({str(tmp_path / 'owned.npy')!r}))\n")
+    np.save(tmp_path / "owned.npy", np.arange(40).reshape(4, 10))
+    go("fedavg", "--seeds", "1", "--split", f"{tmp_path}/s.py:mine")
+    np.save(tmp_path / "owned.npy", np.arange(40).reshape(10, 4).T)
+    refused(capsys, "has a record of another split than", go, "fedavg", "--seeds", "1", "--split", f"{tmp_path}/s.py:mine")
+    assert not go.trained
+
+
+def test_the_page_has_the_settings_that_were_used(go):
+    """FedAvgM's own ones, of which --set changed one."""
+    go("fedavgm", "--seeds", "1", "--set", "fedavgm.beta=0.5")
+    assert "`--momentum=0 --lr=0.05 --beta=0.5`" in (go.out / "compare.md").read_text()
 
 
 def test_a_file_that_trains_nothing_is_refused(go, tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ import fedavg
 import fedslr
 import pretend
 import superfed
-from conftest import Seen, killed, run
+from conftest import Seen, killed, refused, run
 from test_processes import COMMANDS, SOME
 
 REAL = torch.cuda.is_available()
@@ -215,6 +215,15 @@ def test_when_memory_runs_out_fewer_clients_go_together(tmp_path, capsys):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "the GPU's is too small" in capsys.readouterr().out and state["w"].isfinite().all()
+
+
+def test_a_model_that_makes_tensors_on_the_cpu_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import torch\ndef mine(m, x, classes):\n"
+                                      "    return m.linear('fc', (x * torch.linspace(.5, 1.5, x.shape[3])).flatten(1), classes)\n")
+    argv = [*SOME, "--model", f"{tmp_path}/mine.py:mine", "--out", str(tmp_path)]
+    fedavg.main(argv)
+    with gpu():
+        refused(capsys, "--model", fedavg.main, [*argv, "--device", "cuda"])
 
 
 @pytest.mark.skipif(REAL, reason="for machines without a GPU")

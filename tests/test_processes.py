@@ -113,6 +113,9 @@ def test_a_dying_process_ends_the_run_and_resume_wants_as_many(tmp_path, capsys)
     output, _ = both.communicate(timeout=90)  # a hang fails here
     assert both.returncode and "SIGKILL" in output
     refused(capsys, "belongs to a run with 2 processes, this one has 1", fedavg.main, [*argv, "--resume"])
+    fedavg.main([*argv, "--rounds", "1"])  # a new run: the states of both are put aside, or a later --resume could take them up
+    assert sorted(path.name for path in tmp_path.glob("state*")) == [
+        "state-0-of-2.previous.pt", "state-1-of-2.previous.pt", "state.pt"]
 
 
 def test_two_processes_resume_where_they_stopped(tmp_path):

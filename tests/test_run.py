@@ -545,6 +545,7 @@ def inside(m, x, classes): return end(m, linear(x.flatten(1).repeat(1, 3)))
 def few(m, x, classes): return end(m, x)[:, :2]
 def typo(m, x, classes): return m.dense("fc", x.flatten(1), 3)
 def two(m, x): return end(m, x)
+def pair(m, x, classes): return end(m, m.conv("conv", x, 3, (1, 1)))
 def nothing(m, x, classes): end(m, x)
 def nan(m, x, classes): return end(m, x) / 0
 def depends(m, x, classes): return m.linear("dark" if x.sum() == 0 else "bright", x.flatten(1), 3)
@@ -560,7 +561,7 @@ def running(m, x, classes): return end(m, m.batchnorm("bn", x))
     ("inside", "all weights must come from m"), ("module", "an nn.Module"), ("few", "the shape (8, 2)"), ("norm", "an nn.Module"),
     ("nothing", "gives a NoneType, not the logits"), ("nan", "not finite"), ("depends", "asks for bright.weight, where it asked for dark.weight"),
     ("gauss", "the init of fc.weight is ('gauss', 0.1)"), ("single", "the init of fc.weight is 'normal'"), ("running", "no attribute 'batchnorm'"),
-    ("typo", "has no attribute 'dense'"), ("two", "two() takes 2 positional arguments"), ("nosuch", "has no function nosuch"),
+    ("typo", "has no attribute 'dense'"), ("two", "two() takes 2 positional arguments"), ("nosuch", "has no function nosuch"), ("pair", "kernels are square"),
 ])
 def test_models_that_are_not_functions_of_their_weights_are_refused(model, words, toy, tmp_path, capsys):
     (tmp_path / "others.py").write_text(OTHERS_MODELS)
