@@ -432,7 +432,8 @@ OVERVIEW = """# The papers' tables, and ours
 `python reproduce.py --tables` writes this page, and two pages for each paper, from the records in this folder. Don't edit them.
 `make reproduce` runs what is missing.
 
-A cell is one number of a table. *done*: our run has as many rounds as the paper's, with one seed or more. *short*: it has fewer.
+A cell is one number of a table. *done*: our run has as many rounds as the paper's (Psi-Net: as we guess), with one seed or more.
+*short*: it has fewer.
 *empty*: not run.
 
 Other runs are in folders of their own. The papers' pages in [docs](../docs/) quote them: `fedslr` (a small CNN, 60 rounds; ResNet-18),

@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).resolve().parent.parent
 PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psinet": "Psi-Net", "fedslr": "FedSLR",
           "persfl": "PersFL", "baselines": "Baselines"}
 TEXTS = {"claims": "Claims", "compare": "Compare", "extend": "Your own", "run": "Runs"}  # pages without code beside them
-MORE = ("authors", "speed", "shapes", "faults")  # and such as are not in the bar
+MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
 FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md

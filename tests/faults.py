@@ -1,4 +1,4 @@
-"""What happens when something is wrong: tries it, and writes docs/faults.md, a table of what was tried and what came of it.
+"""What happens when something is wrong: tries it, and writes tests/faults.md, a table of what was tried and what came of it.
 
     python tests/faults.py             all of it (a quarter of an hour on two cores)
     python tests/faults.py --inputs    only bad input (a minute); the other table stays as it is
@@ -29,7 +29,7 @@ import torch
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "tests")]
-PAGE = HERE / "docs" / "faults.md"
+PAGE = HERE / "tests" / "faults.md"
 QUICK = ("--dataset shapes --limit 400 --split iid --clients 8 --model mnistnet --fraction 0.5 --rounds 4 --epochs 1 --lr 0.01 --eval-every 1 "
          "--device cpu --parallel 1")
 

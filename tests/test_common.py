@@ -129,7 +129,7 @@ def test_limit_takes_equally_many_of_each_class(tmp_path):
     assert small.n_train == 12 and np.bincount(small.labels[:12]).tolist() == [5, 5, 2] and len(small.images) == 22
 
 
-# Bad input: one line on stderr, exit code 2. Here is what docs/faults.md does not have (test_faults.py tries that)
+# Bad input: one line on stderr, exit code 2. Here is what tests/faults.md does not have (test_faults.py tries that)
 
 
 @pytest.mark.parametrize("given, words", [

@@ -1,4 +1,4 @@
-"""What docs/faults.md says of bad input, signals and kills is what happens (faults.py makes that page)."""
+"""What tests/faults.md says of bad input, signals and kills is what happens (faults.py makes that page)."""
 
 import faults
 

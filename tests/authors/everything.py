@@ -69,6 +69,7 @@ def page(record):
     scripts = record["scripts"].values()
     lines = [line for part in scripts for line in part["lines"]]
     equal = [line for line in lines if line["because"] is None]
+    with_pytorch = [line for part in scripts if not part["repository"] for line in part["lines"] if line["because"] is None]
     largest = max(line["difference"] for line in equal)
     text = f"""# The same numbers as the authors' code
 
@@ -77,7 +78,7 @@ This page is made by `make authors CLONES=folder`. Do not edit it: edit tests/au
 **What was done.** {len(record["scripts"]) - 1} repositories of authors were run beside ours. Both programs got the same
 weights, the same minibatches, the same random draws and the same sampled clients. Then their numbers were compared.
 
-**What was found.** In {len(equal)} comparisons the two programs agree up to rounding. The largest difference is {largest:.0e}.
+**What was found.** In {len(equal)} comparisons ({len(with_pytorch)} with PyTorch's SGD) the two programs agree up to rounding. The largest difference is {largest:.0e}.
 In the other {len(lines) - len(equal)} the numbers differ on purpose. The last column names the choice (D1, D2, ...) that
 explains the difference. Each choice is in the docstring of the file or method.
 
