@@ -4,7 +4,7 @@ for Federated Visual Classification", 2019, arXiv 1909.06335.
     python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1, 10,000 rounds
 
 What to expect: global accuracy, C=.05, E=1, B=64, seed 0. FedAvg is --beta 0 --lr .03. alpha = .1: --rounds 500, two cores.
-alpha = 0, one class per client: 10,000 rounds, one core, --precision bf16. Published, most skewed clients: .769, FedAvg .301.
+alpha = 0, one class per client: 10,000 rounds, one core, --precision bf16. Published, most skewed: FedAvgM .769, FedAvg .301.
 
     alpha  method   last   best   min  record (in results)
     .1     FedAvgM  .4021  .4068  11   scale-0.05/fedavgm-figure-5/fedavgm-cifar10-alpha-0.1-C-0.05-E-1-lr-0.0003-beta-0.99/0
@@ -12,7 +12,7 @@ alpha = 0, one class per client: 10,000 rounds, one core, --precision bf16. Publ
     0      FedAvgM  .7993  .8015  312  fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
     0      FedAvg   .5413  .6974  310  fedavgm-headline/fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
-Section 4.2, in FedAvg's algorithm (fedavg.py's lines). K clients; P_k: client k's n_k training images; l: mean cross-entropy.
+Section 4.2, in FedAvg's algorithm (fedavg.py's lines). K clients; P_k: client k's n_k training images. loss: cross-entropy.
 There is one model w. "global", "personal" and how to read the code: see fedavg.py.
 
     Server
@@ -29,17 +29,17 @@ There is one model w. "global", "personal" and how to read the code: see fedavg.
      8  cut P_k into minibatches of size B
      9  for each of E local epochs:
     10      for each minibatch b:
-    11          w = w - eta * (gradient of l(w; b) + decay * w)
+    11          w = w - eta * (gradient of loss(w; b) + decay * w)
     12  return w to the server
 
 Choices that change a number. docs/fedavgm.md has each in full.
 
-    D1  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
-    D2  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
-    D3  E, B, alpha, eta, beta: lost in our copy. Here those of Flower's reproduction; eta and beta are its pair for alpha 0, 1.
+    D1  Line 11: the weight decay .004 acts on the kernels of the two hidden fully connected layers. The paper does not say.
+    D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
+    D3  Line 3: C*K is rounded down.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
     D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class, where .01 is .1 here.
-    D6  Line 3: C*K is rounded down.
+    D6  E, B, alpha, eta, beta: lost in our copy. Here Flower's reproduction's; eta, beta: its pair for alpha 0 and 1 (not .1).
     D7  Lines 7 to 7b: formulas lost in our copy. 7b: Nesterov's momentum as in PyTorch; the server's rate is 1 (the paper).
 """
 
@@ -60,7 +60,7 @@ def client_step(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         g = common.grad(loss)(w)  # l.11: its gradient, [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * (g + decay * w) (D2); our --momentum adds u
+        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * (g + decay * w) (D1); our flag adds momentum * u
 
     return step
 
@@ -72,11 +72,14 @@ def main(argv=None):
     step = client_step(federation.net, args)
 
     w_0 = federation.initial_weights()  # l.1: [d]
-    state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: v = 0. Kept from round to round: [d] each
-    for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D6)
+    state = State(w=w_0, v=torch.zeros_like(w_0))  # what the server keeps from round to round; l.1: v = 0, [d]
+    for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D3)
         eta = federation.eta(t)  # --lr, times --lr-decay in every round
         w = state.w.expand(len(S), -1)  # [m, d]
-        # federation.train's loops over epochs and minibatches are l.8-10 (D1), as in fedavg.py
+        # federation.train does for each client k of S, at once or one after the other (Federation.plan, train_alone):
+        #   for epoch in range(E):                     l.9
+        #     for b in minibatches(shuffled(P_k), B):  l.8, l.10 (D2)
+        #       client = step(client, b, eta)          l.11
         w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
         n_k = federation.n[S]  # [m]
         dw = state.w - federation.mean(w_k, n_k)  # l.7, since the n_k/n sum to 1: [d]
@@ -91,9 +94,9 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. E, B, alpha, eta, beta: Flower's (D3)
+# Figure 5 at E=1, C=.05, alpha=.1. K: section 3. T, weight decay: section 4. E, B, alpha, eta, beta: Flower's (D6)
 DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05, rounds=10_000, epochs=1,  # D5
-                batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0, beta=0.99, weight_decay=0.004, model="tfcnn",  # D2, D3
+                batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0, beta=0.99, weight_decay=0.004, model="tfcnn",  # D1, D6
                 transform="tensorflow", eval_every=50, target=[])  # D4
 BY_DATASET = {
     # ours, for a quick look
