@@ -100,8 +100,6 @@ TABLES = [
     L=0.8 | ? 46.74 89.36  ? 47.06 90.07
     L=0.9 | ? 47.73 89.74  ? 48.06 89.62
     """, table_3, 4, "", {
-        "L=0.4": "Table 1's Model Mixing has two seeds, Layer Mixing here has one. With seed 0 Model Mixing has 47.85.",
-        "L=0.8": "Table 1's Layer Mixing has two seeds, Model Mixing here has one. With seed 0 Layer Mixing has 49.21.",
         "L=0.0": "This is one seed, and each client's w^l started from a seed of its own (`--own-start`). An early Phase II "
                  "makes Layer Mixing's global model worse here, too, but half as much as in the paper. We have no explanation.",
     }),
