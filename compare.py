@@ -306,14 +306,14 @@ def train_all(methods, args, shared):
     """Trains what is missing, --jobs runs at a time. Returns the records: method -> one for each seed."""
     todo, children = {}, Children()
     data = common.images_for(shared)  # once, before several runs would: downloads, and refusals
-    now = data.fingerprint(), common.split_clients(data, shared).fingerprint()
+    fingerprints = data.fingerprint(), common.split_clients(data, shared).fingerprint()
     places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
               for seed in range(args.seeds) for method in methods}
     for (name, seed), (method, folder) in places.items():
         found = record(method, folder)
         stale = found and changed(method, found)
-        if found and not stale and (found["data"]["fingerprint"], found["split"]["fingerprint"]) != now:
-            what = "another split" if found["data"]["fingerprint"] == now[0] else "other images"
+        if found and not stale and (found["data"]["fingerprint"], found["split"]["fingerprint"]) != fingerprints:
+            what = "another split" if found["data"]["fingerprint"] == fingerprints[0] else "other images"
             common.refuse(f"{folder} has a record of {what} than {shared.dataset} has now; use another --out")
         if stale:
             print(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record becomes result.previous.json")
@@ -404,7 +404,8 @@ def write_table(rows, records, methods, shared, args, out):
     for m in methods:
         if m.method in OWN:
             settings_of, why = OWN[m.method]
-            mine = {key: value if m.args[key] == value else m.args[key] for key, value in settings_of(shared).items()}  # --set
+            mine = settings_of(shared)
+            mine.update({key: m.args[key] for key in mine if m.args[key] != mine[key]})  # what --set changed
             notes.append(f"- {m.name}: {why}: `{' '.join(flags(mine))}`.")
         own = flags({key: value for key, value in m.args.items() if key not in vars(shared)})
         if own and m.method not in METHODS:
