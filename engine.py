@@ -419,7 +419,7 @@ def tune(fed, step, tuning, work, places, steps, prove, left):
     begin, seconds = now(fed.device), float("inf")
     if fed.device.type == "cuda":
         fed.peak = max(fed.peak, torch.cuda.max_memory_allocated(fed.device))
-    fed.training.route = way[0]
+    fed.training.route, most = way
     with contextlib.suppress(RuntimeError, Different):  # too little memory, no such convolution on this device, a wrong one
         most = prove(way, quiet=True)
         for _ in range(3):  # without a graph, capturing it, and with it
