@@ -271,6 +271,24 @@ def test_the_fastest_way_is_taken_from_the_fifth_round_on_and_found_in_a_tenth_o
     assert spent[0] == before
 
 
+def test_a_way_whose_proof_fails_is_not_taken(monkeypatch, capsys):
+    """It is known as a way that takes for ever, and nothing else is given up."""
+    fed, check = federation([*UNEQUAL, "--rounds", "200"]), engine.check
+    fed.vmap, fed.tunes, fed.parallel, fed.map, ticks = True, True, None, map, iter(range(10**9))
+    monkeypatch.setattr(engine, "now", lambda device: float(next(ticks)))
+
+    def proved(*args, **named):
+        if args[7][0] == "patches":
+            raise engine.Different
+        return check(*args, **named)
+
+    monkeypatch.setattr(engine, "check", proved)
+    step = fedavg.client_step(fed.net, fed.args)
+    for t in range(40):
+        trained_by(fed, step, t=t)
+    assert fed.tuning[step].found["patches", None][0] == float("inf") and fed.net.route == "conv" and not fed.failed
+
+
 @pytest.mark.parametrize("name, most", [("fedavg", 120), ("fedavgm", 120), ("superfed", 150), ("psinet", 150), ("fedslr", 150), ("persfl", 150),
                                         ("scaffold", 150)])
 def test_a_round_is_followed_in_few_lines(name, most):
