@@ -1,14 +1,14 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized Federated Learning", TMLR 2023.
 
     command                                                      GKR    mixed  time    record
-    python fedslr.py --dataset cifar10                           .8752  .9530          published; here only 20 rounds
+    python fedslr.py --dataset cifar10                           .8752  .9530          published; we ran 20 of its 1,000 rounds
     python fedslr.py --dataset cifar10 --model cnn --rounds 60   .5289  .8342  12 min  results/fedslr/cifar10-cnn-lambda-1e-4
 
 w, the "global knowledge representation" (GKR), is one model for all clients. lambda lowers its rank. p_i is client i's own. mu
 makes it sparse. w + p_i is client i's mixed model. Accuracies: "gkr" of w, "personal" of the mixed models, both means over
 clients, on their own test images (D7); "global" of w, on all central test images.
 
-Algorithm 2, restored. The paper's text names lines 7, 14, 20 of Algorithm 1: here 7, 9 to 14, 20. (4) to (7): equations. M
+Algorithm 2, restored. Of Algorithm 1's lines the text names 7, 14 and 20: here 7, 9 to 14, and 20. (4) to (7): equations. M
 clients, a share C in a round; f_i: i's loss; pi(w_l): layer l as a matrix; ||.||_*: sum of singular values; eta_g: step size.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
@@ -119,7 +119,7 @@ def main(argv=None):
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), numbers=net.d, gamma=federation.per_client(torch.zeros_like(w_0)),
-                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma, p [M, d]; how many numbers w^t has (D6)
+                  p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): gamma, p [M, d]. numbers: how many w^t has (D6)
     for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, [m] (D2)
         eta, w_t = federation.eta(t), state.w
         # Phase I. federation.train does for each client i of S (client: its w and gamma_i), at once or one after the other:

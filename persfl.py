@@ -54,7 +54,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, gives lambda = 1 (loss 0).
     D7  Line 13: T 1, 5, 25; lambda 0, .25, .5, .75, 1 (Table 5). With lambda 0, 1 T does nothing: 11 students (above: 15 run).
     D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
-    D9  Only training images are dealt out (MNIST's DS-1: 6,000); the paper counts all. DS-1: even classes. DS-2, DS-3 differ.
+    D9  Only training images are dealt out (MNIST's DS-1: 6,000); the paper counts all. The authors' DS-1, DS-2, DS-3 differ.
     D10  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D11  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
 """
@@ -101,7 +101,7 @@ def student_step(net, args, grid=GRID):
         def loss(w, T, lam):  # of one student: its weights w [d], and two numbers
             A_b = net(w, b.x)  # A_k(b): [B, classes]
             log_s = (O_b / T).log_softmax(1)  # l.21: log s_b
-            log_a = (A_b / T).log_softmax(1)
+            log_a = (A_b / T).log_softmax(1)  # l.20: log softmax(A_k(b) / T)
             difference = log_s - log_a if args.soft == "kl" else -log_a
             soft = (log_s.exp() * difference).sum(1)  # l.20: KL, or CE (D5): [B]
             soft = (soft * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4); b.mask is 0 for padding

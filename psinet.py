@@ -129,7 +129,7 @@ def client_step(net, args):
             logits, new_r = net.forward(w, r, b.x, G_i, b.mask)
             return common.cross_entropy(logits, b), new_r  # D6: the logits of other groups are MISSING
 
-        grad_w, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; has_aux: and loss's second value, the next r
+        grad_w, r = common.grad(loss, has_aux=True)(w)  # l.12: gradient [d]; and the next r [d_r], which loss gives, too
         w, u = common.sgd(args, w, u, grad_w, eta, net.decayed)  # l.12: w - eta * u', u' = grad_w + momentum * u + decay * w
         return w, r, u, G_i
 
@@ -158,8 +158,8 @@ def local_updates(federation, networks, has, w, r, S, t):
         #   for epoch in range(E):                             l.11
         #     for b in minibatches(shuffled(images of i), B):  l.11 (D8)
         #       node = step(node, b, eta)                      l.12
-        nodes = w_part, r_part, torch.zeros_like(w_part), G_i  # momentum 0 (D7)
-        w_part, r_part, _, _ = federation.train(step, nodes, S[these.cpu().numpy()], t, federation.eta(t), net=net)
+        start = w_part, r_part, torch.zeros_like(w_part), G_i  # momentum 0 (D7)
+        w_part, r_part, _, _ = federation.train(step, start, S[these.cpu().numpy()], t, federation.eta(t), net=net)
         w_i[these] = w_i[these].masked_scatter(has_w, w_part)
         r_i[these] = r_i[these].masked_scatter(has_r, r_part)
     return w_i, r_i

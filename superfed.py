@@ -45,7 +45,7 @@ Choices, in full in docs/superfed.md. "Officially": in the authors' code for v1.
     D2  Lines 17 and 18: officially biases have no w^l. They are never mixed, and no part of the cosine.
     D3  Line 2: w^l starts alike for all clients. --own-start: each has a seed of its own, as in the authors' later code.
     D4  Line 16: Phase II is t >= L*R, t from 0 (our reading). Officially t >= int(L*R) - 1, and round t has eta * .995^(t+1).
-    D5  L: Model Mixing .4 (CIFAR-100 .5), official; Layer Mixing .8, by Table 3 (not CIFAR-10: a guess). mu, nu: official.
+    D5  Model Mixing: L .4 (CIFAR-100 .5), mu, nu: official. Layer Mixing: L .8, by CIFAR-10's Table 3; the same mu and nu.
     D6  Layer Mixing: a bias shares the lambda of its layer. The cosine is one for the whole model in both schemes.
     D7  Line 18a: SGD has momentum 0.9, as the paper's text says. Its buffers start each round at 0. There is no weight decay.
     D8  CIFAR's split: a client has two random shards. Officially CIFAR-10's clients have one of five fixed pairs of classes.
@@ -88,7 +88,7 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 def client_step(net, args):
     """step: lines 16 to 18a, for one client and one minibatch b."""
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer (D6). Model Mixing: one lambda
+    layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's place in b.draw (D6); Model Mixing: 0 for all
 
     def step(client, b, eta, phase_two, w_g):
         w_f, w_l, u_f, u_l = client  # [d] each: weights w^f and w^l_k, and their momentum
@@ -150,8 +150,8 @@ def main(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around it
 
-# Table 1, CIFAR-10, and what differs in the other columns of Tables 1 and 2. K and R are the paper's; C, E, B, eta, mu, nu and
-# Model Mixing's L (see `arguments`) are from the official scripts, since our copy has lost them. eval_every is ours.
+# Table 1, CIFAR-10, and what differs in the other columns of Tables 1 and 2. K and R are the paper's. C, E, B, eta, and Model
+# Mixing's mu, nu and L (see `arguments`) are from the official scripts, since our copy has lost them. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2, clients=100, fraction=0.1,  # D8
                 rounds=200, epochs=10, batch_size=20, lr=0.01, momentum=0.9, eval_every=10)
 BY_DATASET = {

@@ -25,8 +25,7 @@ TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tabl
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
 FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
     "fedavg": [("fedavg-figure-1", "Figure 1: the average of two networks", "python -m tables.fedavg_figure_1"),
-               ("fedavg-how-often", "How often one measures: each round, or every 20th", "python -m tables.fedavg_how_often"),
-               ("superfed-1", "SuPerFed's Table 1: pathological non-IID", TABLES)],
+               ("fedavg-how-often", "How often one measures: each round, or every 20th", "python -m tables.fedavg_how_often")],
     "fedslr": [("fedslr-curves", "FedSLR beside other methods", "python -m tables.fedslr_curves"),
                *((f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}", RANKS.format(data))
                  for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")))],
