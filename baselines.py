@@ -991,10 +991,12 @@ def parser():
 
 
 def arguments(argv):
-    args = common.parse(parser(), BY_DATASET, argv)
-    if args.method in WITHOUT_MOMENTUM:
-        args = common.parse(parser(), BY_DATASET | {"shapes": BY_DATASET["shapes"] | dict(momentum=0.0, lr=0.05)}, argv)
-    refuse_foreign(parser(), args.method, sys.argv[1:] if argv is None else argv)
+    p = parser()
+    args = common.parse(p, BY_DATASET, argv)
+    if args.method in WITHOUT_MOMENTUM and args.dataset == "shapes":
+        p.set_defaults(momentum=0.0, lr=0.05)  # flags on the command line stand
+        args = common.parse(p, {}, argv)
+    refuse_foreign(p, args.method, sys.argv[1:] if argv is None else argv)
     return args
 
 

@@ -63,11 +63,6 @@ def everybody(shared):
     return {"fraction": 1, "rounds": rounds, "eval_every": every}
 
 
-def half_the_rounds(shared):
-    """For a method that trains several times in a round."""
-    return {"rounds": max(1, round(shared.rounds / 2))}
-
-
 # What a method has of its own although the others share it: the settings, and why.
 OWN = {
     "fedslr": (plain, "the authors' clients have no momentum"),
@@ -78,7 +73,8 @@ OWN = {
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
                "the paper's clients, from memory, have no momentum; lr = 1/lambda: in the first round a step sets w_k to "
                "theta_k; theta_lr is the rate of SGD"),
-    "fedma": (half_the_rounds, "in a round it trains once for each layer, where others train once"),
+    "fedma": (lambda shared: {"rounds": max(1, round(shared.rounds / 2))},
+              "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
                "no momentum, as in the file; all clients take part in every round; distillation comes on top, in the last one, "
                "with two epochs in place of the file's five"),

@@ -86,7 +86,7 @@ SYMBOL = re.compile(rf"(?<![\w.'])(?<![A-Za-z]-)({'|'.join(GREEK)}|cos|[A-Za-z])
                     r"((?:[_^](?:{[^{}]*}|[*+]|[A-Za-z0-9]+'?))*)(?!\w|-[a-z]{2}|/[a-z]{3}|\.\w)")
 SCRIPT = re.compile(r"([_^])(?:{([^{}]*)}|([*+]|[A-Za-z0-9]+'?))")
 SIGNS = [(r"&lt;([^&]+?), ([^&]+?)&gt;", r"⟨\1, \2⟩"), ("&gt;=", "≥"), ("&lt;=", "≤"), (" -&gt; ", " → "), (r"\.\.\.", "…"),
-         (r"\|\|", "‖"), (r" \* ", " · "), (r"\*", "·"), (" - ", " − "), (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
+         (r"\|\|", "‖"), (r"\*", "·"), (" - ", " − "), (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
          (" ~ ", " ∼ "), (r"(?<=\d) x (?=\d)", " × "), (r"(<i>[a-z]</i>) in (?=<i>[A-Z])", r"\1 ∈ "), (r" \+- ", " ± ")]
 
 
@@ -100,7 +100,7 @@ def scripts(text):
 def symbol(match):
     name, primes, after = match.groups()
     unit = name in "sx" and re.search(r"\d $", match.string[: match.start()])  # 62.6 s, 32 x 32
-    if not primes and not after and (unit or name in ("a", "A", "I", "cos")):
+    if not primes and not after and (unit or name in ("a", "A", "I")):
         return match[0]
     return (name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>") + "′" * len(primes) + scripts(after)
 
@@ -240,8 +240,8 @@ def code_side(file, lines, key):
 
 def listing(file, doc, lines, told, key="", about=""):
     """The two columns, and below them the choices, whose text told[D] is from the page in Markdown."""
-    words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence, and for links to the page
-    words = [s for s in re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if "docs/" not in s] if words else []
+    words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence
+    words = re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if words else []
     full = "\n".join(f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
                      f"{markdown(told[D])}</details>" for D, line in choices(doc).items())
     return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n<div class="pseudo">\n{paper_side(doc, key)}\n'
@@ -270,9 +270,9 @@ def figures(name):
     tables, out = HERE / "results" / f"{name}.md", []
     drawn = re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M) if tables.exists() else ()
     for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn), *FIGURES.get(name, ())]:
-        there = [f"../results/{picture}.{kind}" for kind in ("svg", "png") if (HERE / "results" / f"{picture}.{kind}").exists()]
-        out += [f'<figure><img src="{path}" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
-                f"<code>{html.escape(command)}</code></figcaption></figure>" for path in there[:1]]
+        if (HERE / "results" / f"{picture}.svg").exists():
+            out.append(f'<figure><img src="../results/{picture}.svg" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
+                       f"<code>{html.escape(command)}</code></figcaption></figure>")
     return fold("Figures", "\n".join(out), True) if out else ""
 
 

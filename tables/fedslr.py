@@ -40,7 +40,7 @@ def table_1(row, column):
 def table_2(row, column):
     name, measure = column.split()
     command = table_1(row.replace(" (*)", ""), f"{name} Non-IID")[0]
-    numbers = f"numbers/{row[8:-1]}" if row.startswith("FedSLR") else {"APFL": "2*parameters", "FedSpa": "0.5*parameters"}.get(
+    numbers = f"numbers/{row[8:-1].lower()}" if row.startswith("FedSLR") else {"APFL": "2*parameters", "FedSpa": "0.5*parameters"}.get(
         row, "parameters")  # a client's model: APFL's is two, FedSpa's half of one
     return command, "bytes" if measure == "GB" else numbers
 
@@ -51,7 +51,7 @@ def one_flag(row, column):
     default = {"lambda": "1e-4", "mu": "1e-3", "eta_g": "10", "epochs": "2"}[flag]
     model, _, measure = column.partition(" ")
     more = "" if value == default else f" --{flag.replace('_', '-')} {value}"
-    parts = {"acc": MODEL[model], "GB": "bytes", "10^6": f"numbers/{model}", "std": "numbers/mixed_std"}
+    parts = {"acc": MODEL[model], "GB": "bytes", "10^6": f"numbers/{model.lower()}", "std": "numbers/mixed_std"}
     return run("CIFAR-100", "Non-IID", more), parts[measure]
 
 

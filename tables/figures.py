@@ -36,7 +36,7 @@ def panels(path, title, n, columns, size):
     """n axes, at most `columns` in a row, of a size in inches each."""
     lines, columns = -(-n // columns), min(n, columns)
     with common.drawing(path, lines, columns, (max(6, size[0] * columns), size[1] * lines), title) as axes:
-        axes = list(getattr(axes, "flat", [axes]))
+        axes = list(np.ravel(axes))
         for axis in axes[n:]:
             axis.remove()
         yield axes[:n]

@@ -76,7 +76,7 @@ def plain_model(name, pool_first=False):
 def arguments(model, device, **more):
     words = {"dataset": "shapes", "model": model, "device": device, "split": "iid", "fraction": 1, "epochs": 1, **more}
     argv = [word for name, value in words.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    return common.parse(common.parser("bench\n\nbench", **baselines.DEFAULTS), {}, argv)
+    return common.parse(common.parser("bench", **baselines.DEFAULTS), {}, argv)
 
 
 def plain(args, tidy=False):

@@ -300,7 +300,7 @@ def try_kills(folder, kinds=KINDS, signals=SIGNALS, points=POINTS):
         try:
             status = json.loads((out / "result.json").read_text())["status"]
             rounds = len(torch.load(out / "state.pt", weights_only=True)["history"])
-            code, said, error = attempt(KINDS[kind] + " --resume", folder, out)
+            code, *_ = attempt(KINDS[kind] + " --resume", folder, out)
             have = torch.load(out / "state.pt", weights_only=True)["state"]
             same = all(torch.equal(z, have[key]) if torch.is_tensor(z) else z == have[key] for key, z in want[kind].items())
             right = done.returncode != 0 and "Traceback" not in done.stderr and code == 0 and same and rounds >= 1

@@ -196,7 +196,7 @@ def test_a_run_that_died_is_resumed_bit_for_bit(method, toy_argv, tmp_path, seen
 @pytest.mark.parametrize("dataset, rounds, fraction, split", [
     ("cifar10", 200, 0.1, "shards"), ("cifar100", 300, 0.1, "shards"), ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
 def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
-    """facts.md A1.5: R, C, E, B, eta, momentum and K of each data set; fedavg.py has its own paper's unless tables/superfed.py says them."""
+    """R, C, E, B, eta, momentum and K of each data set; fedavg.py has its own paper's unless tables/superfed.py says them."""
     ours = reproduce.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
     assert (ours["rounds"], ours["fraction"], ours["split"], ours["clients"], ours["per_client"]) == (rounds, fraction, split, 100, 2)
     assert (ours["epochs"], ours["batch_size"], ours["lr"], ours["momentum"], ours["model"]) == (10, 20, 0.01, 0.9, "cnn")
@@ -589,7 +589,7 @@ def test_personal_layers_by_hand(method, toy_argv, tmp_path, seen):
 
 
 def test_which_layers_are_personal():
-    """facts.md A4.7: of FedSLR's ResNet-18, FedRep's head and LG-FedAvg's shared layer are 512 x 10; of the CNN, 512 x 10 + 10
+    """Of FedSLR's ResNet-18, FedRep's head and LG-FedAvg's shared layer are 512 x 10; of the CNN, 512 x 10 + 10
     and the three convolutions, Table 4's."""
     def sizes(*argv):
         args = baselines.arguments(["--method", *argv])

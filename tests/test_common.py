@@ -1,6 +1,5 @@
-"""Data, splits, models, transforms and measures of common.py, against numbers derived here or given in facts.md."""
+"""Data, splits, models, transforms and measures of common.py, against numbers derived here or given in the papers."""
 
-import gzip
 import struct
 import urllib.error
 
@@ -55,8 +54,8 @@ def test_grey_images_get_a_channel(tmp_path):
     assert datasets.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
 
 
-def write_idx(path, array, compress=False):
-    with (gzip.open if compress else open)(path, "wb") as file:
+def write_idx(path, array):
+    with open(path, "wb") as file:
         file.write(struct.pack(">HBB" + "I" * array.ndim, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes())
 
 
@@ -325,7 +324,7 @@ def test_natural_clients_test_on_their_own_images(tmp_path):
 
 
 def test_semantic_clusters_of_emnist():
-    """facts.md A1.7: 5 clusters of 12, 12, 12, 12, 14 classes, each of 2 digits, 5 (6) capitals, 5 (6) small letters."""
+    """5 clusters of 12, 12, 12, 12, 14 classes, each of 2 digits, 5 (6) capitals, 5 (6) small letters."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(62), 1000))
     owned = split("semantic", labels=labels, classes=62)
     sets = [frozenset(np.unique(labels[index])) for index in owned]
@@ -342,7 +341,7 @@ def test_semantic_clusters_of_emnist():
 
 
 def test_semantic_clients_of_tiny_imagenet():
-    """facts.md A1.7: 10 clusters of 20 classes; 390 clients of 252 images there, sizes uniform in [100, 400)."""
+    """10 clusters of 20 classes; 390 clients of 252 images there, sizes uniform in [100, 400)."""
     labels = np.repeat(np.arange(200), 500)
     owned = split("semantic", labels=labels, classes=200)
     assert 365 < len(owned) < 430 and np.mean(list(map(len, owned))) == pytest.approx(250, rel=0.06)
@@ -411,7 +410,6 @@ def test_streams_are_independent():
     ("resnet18", (3, 64, 64), 200, 11_279_112), ("vgg9", (3, 32, 32), 10, 3_491_530),
 ])
 def test_parameter_counts(model, shape, classes, d):
-    """facts.md A1.6, A3.4, A5.4, A4.5, A2.5; fedavg-facts.md."""
     assert common.Net(model, shape, classes).d == d
 
 

@@ -146,7 +146,7 @@ def test_it_learns(tmp_path):
 
 
 def test_defaults_are_tables_2_and_3():
-    """fedavg-facts.md. The target of a data set that is not the paper's is none."""
+    """The target of a data set that is not the paper's is none."""
     def arguments(*argv):
         return common.parse(common.parser(fedavg.__doc__, **fedavg.DEFAULTS), fedavg.BY_DATASET, list(argv))
 

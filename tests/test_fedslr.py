@@ -419,7 +419,7 @@ def gigabytes(row, *ways):
 # what the paper calls 893.92 for every data set
 @pytest.mark.parametrize("classes, size, dense", [(10, 32, 893.92), (100, 32, 897.60), (200, 64, 902.33)])
 def test_table_2_s_closed_forms(classes, size, dense, untrained, tmp_path):
-    """GB of 1000 rounds of FedAvg with 10 clients, from what a round of a run says it sent; facts.md A4.5, A4.7."""
+    """GB of 1000 rounds of FedAvg with 10 clients, from what a round of a run says it sent."""
     record = untrained(fedavg, classes, size, tmp_path, "--momentum", "0")
     whole = [gigabytes(row, "bytes_up", "bytes_down") for row in record["rounds"]]
     assert [round(gb, 2) for gb in whole] == [dense, dense]

@@ -18,7 +18,7 @@ SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "
          "--transform", "scale", "--batch-size", "20", "--lr", "0.05", "--lr-decay", "1", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]
 
 
-PAIRS = list(itertools.product((1, 5, 25), (0, 0.25, 0.5, 0.75, 1)))  # facts.md A5.3: the paper's grid
+PAIRS = list(itertools.product((1, 5, 25), (0, 0.25, 0.5, 0.75, 1)))  # the paper's grid
 
 
 def federation(argv):
@@ -81,12 +81,12 @@ def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
     np.testing.assert_allclose(A - after[0].numpy(), slope, atol=1e-6 * T**2)
 
 
-def objective(monkeypatch, soft, T=3.0, lam=0.4):
+def objective(monkeypatch, soft):
     """The value of the loss that student_step differentiates."""
     values = []
     monkeypatch.setattr(common, "grad", lambda f: lambda *z: values.append(f(*z)) or torch.zeros_like(z[0]))
     monkeypatch.setattr(persfl, "vmap", lambda f: lambda *z: f(*(part[0] for part in z))[None])
-    before, batch, _ = student(soft, T, lam)
+    before, batch, _ = student(soft, 3.0, 0.4)
     return float(values[0]), before, batch
 
 
@@ -364,7 +364,7 @@ def test_a_run_stopped_in_stage_2_repeats_its_last_round_and_no_other(tmp_path, 
 
 
 def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
-    """facts.md A5.3: means over runs first, then the standard deviation over users with divisor K-1."""
+    """Means over runs first, then the standard deviation over users with divisor K-1."""
     argv = [*SMALL, "--rounds", "1", "--distill-epochs", "1", "--seed", "4", "--split-seed", "7"]
     persfl.main([*argv, "--runs", "2", "--out", str(tmp_path)])
     tables = []
@@ -407,7 +407,7 @@ def balanced(tmp_path, per_class):
 
 @pytest.mark.parametrize("per_class, train", [(5000, 3000), (600, 360)])
 def test_ds_1(per_class, train, tmp_path):
-    """facts.md A5.5: 4 classes; 3000/1000/1000 images of CIFAR-10's 50,000, 360/120/120 of 6,000 of MNIST's."""
+    """4 classes; 3000/1000/1000 images of CIFAR-10's 50,000, 360/120/120 of 6,000 of MNIST's."""
     fed = federation(["--dataset", balanced(tmp_path, per_class), "--model", "mnistnet"])
     for parts in zip(*fed.split):
         assert [len(part) for part in parts] == [train, train // 3, train // 3]
@@ -448,7 +448,7 @@ def test_the_spread_of_ds_2_is_that_of_a_dirichlet_draw_per_class():
     share = (0.1 * 0.9 / 10) ** 0.5
     assert counts.std() == pytest.approx(5000 * share, rel=0.08)
     assert counts.sum(2).std() == pytest.approx(10**0.5 * 5000 * share, rel=0.15)
-    published = [  # facts.md A5.5: test images, a fifth, of five runs
+    published = [  # test images, a fifth, of five runs
         1025, 743, 955, 633, 1279, 1493, 1341, 770, 1010, 754, 1059, 907, 1073, 1129, 591, 1878, 770, 953, 841, 802, 1856, 761, 1796, 556,
         986, 697, 1121, 710, 774, 745, 1130, 805, 767, 1014, 705, 1342, 684, 1110, 898, 1548, 1073, 608, 1447, 832, 1654, 803, 1029, 818,
         1086, 653]
@@ -522,7 +522,7 @@ def test_the_page_says_what_ties_do():
 
 
 def test_the_page_compares_persfl_with_fine_tuning_and_its_t_and_lambda_with_the_papers():
-    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48), "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}  # facts.md A5.6
+    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48), "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
     for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
         users = [record["final"]["users"] for record in records(FOLDERS[split])]
         assert T == f"{np.mean([run['T'] for run in users]):.1f}" and paper_T == f"{published['T'][i]:.1f}"

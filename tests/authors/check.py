@@ -261,27 +261,8 @@ def ours(module, argv, data, model=small):
         stack.enter_context(mock.patch.dict(common.MODELS, {model.__name__: model}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        module.main(
-            [
-                "--dataset",
-                folder + "/data.npz",
-                "--split",
-                "natural",
-                "--model",
-                model.__name__,
-                "--transform",
-                "scale",
-                "--device",
-                "cpu",
-                "--parallel",
-                "1",
-                "--eval-every",
-                "1000",
-                "--out",
-                folder + "/run",
-                *argv,
-            ]
-        )
+        flags = "--split natural --transform scale --device cpu --parallel 1 --eval-every 1000".split()
+        module.main(["--dataset", folder + "/data.npz", "--model", model.__name__, "--out", folder + "/run", *flags, *argv])
     return seen
 
 

@@ -132,7 +132,6 @@ def main(argv):
     if len(argv) > 1:
         RECORD.write_text(json.dumps(measure(pathlib.Path(argv[1]).resolve()), indent=1) + "\n")
     record = json.loads(RECORD.read_text())
-    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(record))
     raise SystemExit(not all(check.sound(line) for part in record["scripts"].values() for line in part["lines"]))
 

@@ -234,7 +234,7 @@ def compare_layer_mixing(load, line, name, because=None):
     model.conv1, model.fc1, model.fc2 = layers.LinesConv(1, 4, 3), layers.LinesLinear(36, 8), layers.LinesLinear(8, 5)
     ordered = [n for n, _, _ in run.fed.net.tensors]
     locals_ = [n + "_local" for n in ordered if n.endswith("weight")]
-    parameters, at = dict(model.named_parameters()), 0
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for n, where, shape in run.fed.net.tensors:
             parameters[n].copy_(run.first[0][where].view(shape))
