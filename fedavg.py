@@ -81,10 +81,10 @@ def main(argv=None):
         #   for epoch in range(E):                     l.9
         #     for b in minibatches(shuffled(P_k), B):  l.8, l.10 (D2)
         #       client = step(client, b, eta)          l.11
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]; u starts at 0
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.7: weighted by n_k (D1): [d]
-        run.sent(up=w_k.numel(), down=w_k.numel())
+        run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many numbers travel
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 

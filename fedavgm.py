@@ -80,13 +80,13 @@ def main(argv=None):
         #   for epoch in range(E):                     l.9
         #     for b in minibatches(shuffled(P_k), B):  l.8, l.10 (D2)
         #       client = step(client, b, eta)          l.11
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]
+        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]; u starts at 0
         n_k = federation.n[S]  # [m]
         dw = state.w - federation.mean(w_k, n_k)  # l.7, since the n_k/n sum to 1: [d]
         state.v = args.beta * state.v + dw  # l.7a: [d]
         server_step = state.v if args.server_momentum == "plain" else dw + args.beta * state.v  # l.7b (D7)
         state.w = state.w - server_step  # l.7b: [d]
-        run.sent(up=w_k.numel(), down=w_k.numel())
+        run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many numbers travel
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 

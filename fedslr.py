@@ -62,7 +62,7 @@ def soft(x, tau):
 
 def pi(kernel):
     """A kernel of n outputs, c inputs and k1 x k2 pixels as a matrix: [n, c, k1, k2] -> [n*k1, c*k2]. [n, c] stays."""
-    n, c, k1, k2 = (*kernel.shape, 1, 1)[:4]
+    n, c, k1, k2 = (*kernel.shape, 1, 1)[:4]  # a matrix: as a kernel of 1 x 1 pixel
     return kernel.reshape(n, c, k1, k2).transpose(1, 2).reshape(n * k1, c * k2)
 
 
