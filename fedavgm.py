@@ -1,7 +1,7 @@
 """FedAvgM: Federated Averaging with Server Momentum. Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution
 for Federated Visual Classification", 2019, arXiv 1909.06335.
 
-    python fedavgm.py --dataset cifar10           a point of the paper's Figure 5: E=1, C=.05, alpha=.1, 10,000 rounds
+    python fedavgm.py --dataset cifar10           Figure 5, with Flower's E=1, alpha=.1 (D6); C=.05, 10,000 rounds
 
 What to expect: global accuracy, C=.05, E=1, B=64, seed 0. FedAvg is --beta 0 --lr .03. alpha = .1: --rounds 500, two cores.
 alpha = 0, one class per client: 10,000 rounds, one core, --precision bf16. Published, most skewed: FedAvgM .769, FedAvg .301.
@@ -38,7 +38,7 @@ Choices that change a number. docs/fedavgm.md has each in full.
     D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper does not say.
     D3  Line 3: C*K is rounded down.
     D4  Images are augmented as in the TensorFlow tutorial, which the network is from. The paper does not say whether its were.
-    D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class, where .01 is .1 here.
+    D5  A client's class shares: Dirichlet(alpha/10, ...), the paper's. Some libraries: alpha per class; their .01 is our .1.
     D6  E, B, alpha, eta, beta: lost in our copy. Here Flower's reproduction's; eta, beta: its pair for alpha 0 and 1 (not .1).
     D7  Lines 7 to 7b: formulas lost in our copy. 7b: Nesterov's momentum as in PyTorch; the server's rate is 1 (the paper).
 """

@@ -144,7 +144,7 @@ def groups_of_nodes(federation, args):
 
 
 def local_updates(federation, networks, has, w, r, S, t):
-    """w_i [m, d] and r_i [m, d_r]: what the nodes i in S have after line 8; the server's numbers where node i lacks a group."""
+    """w_i [m, d] and r_i [m, d_r] of the nodes i in S after lines 8 to 12. Where node i lacks a group: the server's numbers."""
     w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # [m, d], [m, d_r], [m, G]
     s_i = has_S.sum(1)  # [m]: how many groups node i has
     for s in s_i.unique().tolist():  # nodes with s groups each: equal shapes, so that they can be trained together
@@ -160,7 +160,7 @@ def local_updates(federation, networks, has, w, r, S, t):
         #       node = step(node, b, eta)                      l.12
         start = w_part, r_part, torch.zeros_like(w_part), G_i  # momentum 0 (D7)
         w_part, r_part, _, _ = federation.train(step, start, S[these.cpu().numpy()], t, federation.eta(t), net=net)
-        w_i[these] = w_i[these].masked_scatter(has_w, w_part)
+        w_i[these] = w_i[these].masked_scatter(has_w, w_part)  # back to the places where they were cut out
         r_i[these] = r_i[these].masked_scatter(has_r, r_part)
     return w_i, r_i
 

@@ -3,13 +3,14 @@
     PYTHONPATH=/path/to/checkout python lastlayer.py --dataset shapes
 
      1  w: the global model; for every client k, v_k: the last layer of its own.  All from w_0.
-     2  for each round t:  S_t
+     2  for each round t, with the sampled clients S_t:
      3      for each client k in S_t:  w_k = w, but its last layer is (1 - lambda) * (that of w) + lambda * v_k
      4          for each minibatch b:  w_k = w_k - eta * gradient of f_k(w_k; b)
      5          v_k = the last layer of w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-Global is w. Personal: the new w and v_k, joined as in line 3. lambda = 0 is FedAvg. lambda = 1 has FedPer's personal models.
+f_k: client k's loss. Global is w. Personal: the new w and v_k, joined as in line 3. lambda = 0 is FedAvg. With lambda = 1 the
+personal models are FedPer's.
 """
 
 from types import SimpleNamespace as State
@@ -41,7 +42,8 @@ def main(argv=None):
     args = common.parse(parser, {"shapes": fedavg.BY_DATASET["shapes"]}, argv)
     federation = common.Federation(args)
     run = common.Run(__file__, federation)
-    step, last, lam = client_step(federation.net, args), federation.net.last_layers(1), args.mix  # last: a slice of w
+    step, lam = client_step(federation.net, args), args.mix
+    last = federation.net.last_layers(1)  # a slice: where the last layer is in w
 
     w_0 = federation.initial_weights()  # [d]
     state = State(w=w_0, V=federation.per_client(w_0[last]))  # l.1: [d], [K, size of the last layer]
