@@ -436,10 +436,10 @@ A cell is one number of a table. *done*: our run has as many rounds as the paper
 *short*: it has fewer.
 *empty*: not run.
 
-Other runs are in folders of their own. The papers' pages in [docs](../docs/) quote them: `fedslr` (a small CNN, 60 rounds; ResNet-18),
-`fedavg-starts`, `fedavg-beyond`, `superfed-own-start`, `superfed-local`, `psinet-softmax`, `persfl-normalize`, `persfl-local`,
-`precision`, and [comparisons of methods](../docs/compare.md), `compare`, `compare-plain` and `compare-cifar10`. What was tried without success:
-[LOG.md](LOG.md).
+Other runs are in folders of their own. The papers' pages in [docs](../docs/) quote them: `fedslr` (a small CNN, 60 rounds;
+ResNet-18), `fedavg-starts`, `fedavg-beyond`, `superfed-own-start`, `superfed-local`, `superfed-official`, `psinet-softmax`,
+`persfl-normalize`, `persfl-local`, `precision`, and [comparisons of methods](../docs/compare.md), `compare`, `compare-plain` and
+`compare-cifar10`. What was tried without success: [LOG.md](LOG.md).
 """
 HOW_TO_READ = """How to read a cell:
 
