@@ -1,7 +1,7 @@
 """FedAvgM: Federated Averaging with Server Momentum. Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution
 for Federated Visual Classification", 2019, arXiv 1909.06335.
 
-    python fedavgm.py --dataset cifar10           Figure 5, with Flower's E=1, alpha=.1 (D6); C=.05, 10,000 rounds
+    python fedavgm.py --dataset cifar10           Figure 5: C=.05, 10,000 rounds; E=1, alpha=.1: from Flower's lists (D6)
 
 What to expect: global accuracy, C=.05, E=1, B=64, seed 0. FedAvg is --beta 0 --lr .03. alpha = .1: --rounds 500, two cores.
 alpha = 0, one class per client: 10,000 rounds, one core, --precision bf16. Published, most skewed: FedAvgM .769, FedAvg .301.

@@ -54,7 +54,7 @@ Choices that change a number. docs/persfl.md has each in full.
     D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, gives lambda = 1 (loss 0).
     D7  Line 13: T 1, 5, 25; lambda 0, .25, .5, .75, 1 (Table 5). At lambda 0 or 1, T does nothing: 11 students (above: 15 ran).
     D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
-    D9  Only training images are dealt out (MNIST's DS-1: 6,000); the paper counts all. The authors' DS-1, DS-2, DS-3 differ.
+    D9  Only training images are dealt out (MNIST's DS-1: 6,000); the paper counts all. Its DS-2, DS-3 differ, its DS-1 may.
     D10  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
     D11  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
 """

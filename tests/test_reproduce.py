@@ -120,7 +120,7 @@ def test_commands_say_what_their_cells_are():
     args, measure = run("fedslr-1", "FedAvg", "TinyImageNet IID")
     assert (args["split"], args["model"], args["rounds"], args["fraction"], args["momentum"], args["client_test"], measure) == (
         "iid", "resnet18", 1000, 0.1, 0, 0.2, "personal/mean")
-    assert [run(*cell)[1] for cell in (("fedslr-2", "FedSLR (GKR)", "CIFAR-10 10^6"), ("fedslr-5", "eta_g=20", "GKR 10^6"))] == ["numbers/gkr"] * 2
+    assert run("fedslr-2", "FedSLR (GKR)", "CIFAR-10 10^6")[1] == run("fedslr-5", "eta_g=20", "GKR 10^6")[1] == "numbers/gkr"
     args, measure = run("fedslr-5", "eta_g=20", "mixed 10^6")
     assert (args["eta_g"], args["lambda_"], args["mu"], args["epochs"], measure) == (20, 1e-4, 1e-3, 2, "numbers/mixed")
     args, _ = run("fedslr-6", "epochs=3", "GKR acc")
