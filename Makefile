@@ -1,21 +1,21 @@
-# make demo    two runs of SuPerFed on the embedded data set, one to three minutes each, with tables and plots
-# make bench   seconds per round against a plain PyTorch loop; wants a quiet machine (about ten minutes on two cores)
-# make compare all 23 methods on the embedded data set, three seeds: a table and two figures, in runs/compare
-# make reproduce        every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
-# make reproduce-quick  who beats whom, on the embedded data set (22 minutes beside other work)
-# make authors CLONES=folder   our numbers beside those of the authors' own programs (two minutes; docs/authors.md)
-# make docs    docs/*.html: each paper's pseudocode beside its code, made from the files and docs/*.md
-# make test    all tests (no network but for the first set-up, no GPU needed)
+# make demo       two runs of SuPerFed on the embedded images, one to three minutes each, and the pages
+# make compare    all 23 methods on the embedded images, three seeds: a table and two figures
+# make reproduce  every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
+# make docs       docs/*.html: each paper's pseudocode beside its code
+# make bench      seconds per round against a plain PyTorch loop; wants a quiet machine
+# make gpu-check  ten minutes on a CUDA GPU: every algorithm's fast way against the plain loop
+# make authors CLONES=folder    our numbers beside those of the authors' programs (docs/authors.md)
+# make test       linter and tests (no network but for the first set-up, no GPU needed)
+# make test-all   also the tests that take long: every method stopped and resumed everywhere
+# make lint       the linter alone
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 
 PYTHON = .venv/bin/python
 
-demo: .venv/ready
+demo: .venv/ready docs
 	$(PYTHON) superfed.py --dataset shapes --mix model --plot --out runs/demo-model
 	$(PYTHON) superfed.py --dataset shapes --mix layer --plot --out runs/demo-layer
-
-bench: .venv/ready
-	$(PYTHON) tests/bench.py
+	@echo "page    file://$(CURDIR)/docs/index.html: each paper's pseudocode beside its code"
 
 compare: .venv/ready
 	$(PYTHON) compare.py --methods all --jobs 2
@@ -23,22 +23,32 @@ compare: .venv/ready
 reproduce: .venv/ready
 	$(PYTHON) reproduce.py $(ARGS)
 
-reproduce-quick: .venv/ready
-	$(PYTHON) reproduce.py --quick
+docs: .venv/ready
+	$(PYTHON) docs/build.py
+
+bench: .venv/ready
+	$(PYTHON) tests/bench.py
+
+gpu-check: .venv/ready
+	$(PYTHON) tests/gpu_check.py
 
 authors: .venv/ready
 	$(PYTHON) tests/authors/everything.py $(CLONES)
 
-docs: .venv/ready
-	$(PYTHON) docs/build.py
+lint: .venv/ready
+	.venv/bin/ruff check .
 
-test: .venv/ready
-	$(PYTHON) -m pytest -q -o tmp_path_retention_policy=failed tests
+test: lint
+	$(PYTHON) -m pytest
 
-.venv/ready: requirements.txt
+test-all: lint
+	$(PYTHON) -m pytest -m "slow or not slow"
+
+.venv/ready: requirements.txt pyproject.toml
 	python3 -m venv .venv
 	$(PYTHON) -m pip install --quiet --upgrade pip
 	$(PYTHON) -m pip install --quiet -r requirements.txt
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	touch .venv/ready
 
-.PHONY: demo bench compare reproduce reproduce-quick authors docs test
+.PHONY: demo compare reproduce docs bench gpu-check authors lint test test-all

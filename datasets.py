@@ -1,4 +1,5 @@
-"""Data sets as arrays: load_data by a name or the path of a .npz, and `shapes`, which is drawn and needs no file."""
+"""Data sets as arrays: load_data by a name or the path of a .npz, and `shapes`, which is drawn and needs no file. TRANSFORMS: what
+a model sees of an image."""
 
 import functools
 import hashlib
@@ -8,6 +9,8 @@ import zipfile
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from PIL import Image
 from tqdm import tqdm
 
@@ -244,3 +247,113 @@ def limit_images(data, limit):
     keep = np.concatenate([np.sort(np.argsort(rank, kind="stable")[:limit]), np.arange(data.n_train, len(data.images))])
     owner = None if data.owner is None else data.owner[keep[:limit]]
     return data._replace(images=data.images[keep], labels=data.labels[keep], n_train=limit, owner=owner)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Transforms: uint8 images [n,H,W,C] and, in training, draws u [n,DRAWS] in [0,1) per image -> floats [n,C,h,w]
+#
+# scale, centre and tensorflow are such functions. normalize and fedslr make one for a data set. TRANSFORMS[name](data) does so for
+# each name.
+#
+# The images stay channels-last in memory, which is what convolutions on CPUs and tensor cores are fastest with.
+
+
+def scale(x, u=None):
+    """To [0, 1], and nothing else (SuPerFed's code)."""
+    return x.permute(0, 3, 1, 2).float() / 255
+
+
+def centre(x, u=None):
+    """To [-1/2, 1/2] (fedavg.py's for MNIST: docs/fedavg.md says why)."""
+    return scale(x) - 0.5
+
+
+def window(x, top, left, size, flip):
+    """Per image, size = (h, w) pixels from row top [n] and column left [n], mirrored where flip [n]: [n,h,w,C]."""
+    i, j = (torch.arange(length, device=x.device) for length in size)
+    rows = top[:, None] + i  # [n, h]
+    columns = left[:, None] + torch.where(flip[:, None], j.flip(0), j)  # [n, w]
+    return x[torch.arange(len(x), device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def augment_once(data, rng, pad=4):
+    """The data set with every image, training and test, moved by up to `pad` pixels each way (0 comes in) and mirrored with
+    probability 1/2, once and for all."""
+    n, height, width, _ = data.images.shape
+    top, left = torch.from_numpy(rng.integers(0, 2 * pad + 1, (2, n)))
+    wide = F.pad(torch.from_numpy(data.images), (0, 0, pad, pad, pad, pad))
+    images = window(wide, top, left, (height, width), torch.from_numpy(rng.random(n) < 0.5))
+    return data._replace(images=images.numpy())
+
+
+def images_for(args, rng):
+    """The Data of args.dataset, with args.limit and, drawn from rng, args.augment_once."""
+    data = load_data(args.dataset, args.data_dir)
+    if args.limit:
+        clients = 0 if data.owner is None else data.owner.max() + 1
+        data = limit_images(data, args.limit)
+        if args.split == "natural" and clients and len(np.unique(data.owner)) < clients:
+            refuse("--limit leaves a client of --split natural without images; use a larger one")
+    return augment_once(data, rng) if args.augment_once else data
+
+
+def tensorflow(x, u=None, size=24):
+    """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip, brightness, contrast; per image
+    mean 0 and standard deviation 1. Without u: the central window. Its ranges (+-63 of 255, 0.2 to 1.8) are from memory.
+    """
+    height, width = x.shape[1:3]
+    if min(height, width) < size:
+        raise ValueError(f"--transform tensorflow cuts out {size}x{size} pixels")
+    if u is None:
+        x = x[:, (height - size) // 2 :, (width - size) // 2 :][:, :size, :size].float()
+    else:
+        top, left = (u[:, 0] * (height - size + 1)).long(), (u[:, 1] * (width - size + 1)).long()
+        x = window(x, top, left, (size, size), u[:, 2] < 0.5).float()
+        x = x + 63 * (2 * u[:, 3, None, None, None] - 1)
+        mean = x.mean((1, 2), keepdim=True)
+        x = (x - mean) * (0.2 + 1.6 * u[:, 4, None, None, None]) + mean
+    x = x - x.mean((1, 2, 3), keepdim=True)
+    std = x.square().mean((1, 2, 3), keepdim=True).sqrt().clamp(min=x[0].numel() ** -0.5)
+    return (x / std).permute(0, 3, 1, 2)
+
+
+def normalize(data):
+    """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
+    channels = range(data.images.shape[3])
+    counts = np.stack([np.bincount(data.images[: data.n_train, :, :, c].ravel(), minlength=256) for c in channels], 1)
+    values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
+    mean = (share * values).sum(0)
+    std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
+
+    @functools.cache
+    def on(device):
+        return torch.tensor(np.stack([mean, std]), dtype=torch.float32, device=device)
+
+    def transform(x, u=None):
+        return ((x.float() / 255 - on(x.device)[0]) / on(x.device)[1]).permute(0, 3, 1, 2)
+
+    return transform
+
+
+def fedslr(data):
+    """FedSLR's: normalize; a flip with probability 1/2; and with probability 1/2 a random window after padding with 0, 4 pixels
+    wide (8 for Tiny ImageNet). Its code normalises Tiny ImageNet by .5 and .5 instead.
+    """
+    normalized = normalize(data)
+    size, pad = data.images.shape[1:3], 8 if data.images.shape[1] == 64 else 4
+
+    def transform(x, u=None):
+        x = normalized(x)
+        if u is None:
+            return x
+        move = u[:, 1] < 0.5
+        top, left = (torch.where(move, (u[:, i] * (2 * pad + 1)).long(), pad) for i in (2, 3))
+        x = F.pad(x.permute(0, 2, 3, 1), (0, 0, pad, pad, pad, pad))
+        return window(x, top, left, size, u[:, 0] < 0.5).permute(0, 3, 1, 2)
+
+    return transform
+
+
+TRANSFORMS = {"scale": lambda data: scale, "centre": lambda data: centre, "normalize": normalize,
+              "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
+DRAWS = {"scale": 0, "centre": 0, "normalize": 0, "tensorflow": 5, "fedslr": 4}  # random numbers per training image

@@ -1,25 +1,22 @@
-"""FedAvg: Federated Averaging. McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of Deep
-Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
+"""FedAvg: Federated Averaging. McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-
+Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
 
-    python fedavg.py --dataset mnist                Table 2: CNN, E=5, B=10, IID (published: 99 % after 20 rounds)
-    python fedavg.py --dataset cifar10              Table 3: FedAvg (published: 80, 82, 85 % after 280, 630, 2000 rounds; hours)
-    python fedavg.py --dataset mnist --model 2nn --epochs 1 --target .97 --lr .147    Table 1: 2NN, IID (published: 97 % in 87)
+    python fedavg.py --dataset mnist      Table 2: CNN, E=5, B=10, IID (published: 20 rounds)
+    python fedavg.py --dataset cifar10    Table 3: 80, 82, 85 % (published: 280, 630, 2000 rounds)
 
-What to expect (seed 0): rounds until the test accuracy is 99 % (CNN) or 97 % (2NN), interpolated. IID: clients' images are
-random. C=.1: a tenth of the clients is in a round. B=all: FedSGD, the third command with `--batch-size 0 --rounds 2948`.
+Rounds until the test accuracy is 99 % (CNN) or 97 % (2NN) on MNIST, i.i.d. clients, C=.1, seed 0:
 
-         E  B    eta   paper  here    top-1 min record
-    CNN  5  10   .1    20     20.0    .9900 27  results/fedavg-1/fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
-    2NN  1  10   .147  87     85.2    .9711 1   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
-    2NN  1  all  .147  1474   2188.8  .9701 5   results/fedavg-1/fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
+         B    paper  here    top-1  record (in results/fedavg-1)
+    CNN  10   20     20.0    .9900  fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
+    2NN  10   87     85.2    .9711  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
+    2NN  all  1474   2188.8  .9701  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
-There is one model w, measured after line 7. "global": on the central test images, as in the paper. "personal": on each client's
-test images, mean over clients. With --client-test above 0 these are its own; else central ones, drawn with its class shares.
+There is one model, w: "global" is its accuracy on the central test images, as in the paper;
+"personal" is its mean accuracy on the clients' test images. In comments, [d] is a vector of the d
+weights of a model, [m, d] holds those of m clients, net(w, b.x) are b's logits, l.7 marks line 7.
 
-How to read the code. "l.7": line 7. net(w, x): the logits with the weights w. grad(loss): the function that gives loss's
-gradient. b: a minibatch, images b.x, labels b.y. [d]: d numbers, a model. [m, d], [m]: d, or one, for each of m clients in S_t.
-
-The paper's Algorithm 1, in our words, with our line numbers. K clients. P_k: client k's n_k images. loss: cross-entropy.
+Algorithm 1 in our words, with our line numbers and t from 0, and our choices, which docs/fedavg.md
+explains. Client k of K holds the n_k training images P_k. The loss is the cross-entropy.
 
     Server
      1  choose w_0
@@ -36,12 +33,10 @@ The paper's Algorithm 1, in our words, with our line numbers. K clients. P_k: cl
     11          w = w - eta * gradient of loss(w; b)
     12  return w to the server
 
-Choices that change a number. docs/fedavg.md has each in full.
-
-    D1  Line 7 is the authors' own correction (arXiv v4): the sum is over the sampled clients S_t, not over all K.
-    D2  Lines 8 to 10: a client's images are shuffled and cut again in every epoch. The paper cuts them once.
+    D1  Line 7 averages over the sampled clients S_t, as the authors' correction (arXiv v4) does.
+    D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: w_0, eta, padding, augmentation's ranges, MNIST's pixels (-1/2 to 1/2, chosen by the 2NN's rounds).
+    D4  Not in the paper: w_0, eta, padding, the ranges of augmentation, and MNIST's pixel range.
 """
 
 from types import SimpleNamespace as State
@@ -51,57 +46,68 @@ import torch
 import common
 
 
-def client_step(net, args):
-    """step: line 11 of ClientUpdate, for one client and one minibatch b."""
+def local_training(net, args):
+    """Returns client_update(w, epochs, eta), which is lines 8 to 12 for one client."""
+    sgd = common.sgd(args, net.decayed)  # w - eta * gradient; our flags add momentum and decay
 
-    def step(client, b, eta):
-        w, u = client  # [d] weights, [d] momentum
-
+    @common.step
+    def sgd_step(w, u, b, eta):  # w, u: [d] weights and momentum
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        g = common.grad(loss)(w)  # l.11: its gradient, [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.11: w - eta * g; our flags add decay * w + momentum * u to g
+        gradient = common.grad(loss)(w)  # [d]
+        return sgd(w, u, gradient, eta)
 
-    return step
+    def client_update(w, epochs, eta):
+        u = torch.zeros_like(w)
+        for minibatches in epochs:  # l.8-9: E epochs, each cut into minibatches of size B (D2)
+            for b in minibatches:  # l.10
+                w, u = sgd_step(w, u, b, eta)  # l.11: w - eta * gradient of loss(w; b)
+        return w  # l.12
+
+    return client_update
 
 
 def main(argv=None):
-    args = common.parse(common.parser(__doc__, **DEFAULTS), BY_DATASET, argv)
+    args = arguments(argv)
     federation = common.Federation(args)
     run = common.Run(__file__, federation)
-    step = client_step(federation.net, args)
+    client_update = local_training(federation.net, args)
 
-    w_0 = federation.initial_weights()  # l.1: [d]
-    state = State(w=w_0)  # what the server keeps from round to round
-    for t, S in run.rounds(state):  # l.2-4: S_t by Federation.sample, m = max(C*K, 1) (D3)
-        eta = federation.eta(t)  # --lr, times --lr-decay in every round
-        w = state.w.expand(len(S), -1)  # [m, d]
-        # federation.train does for each client k of S, at once or one after the other (Federation.plan, train_alone):
-        #   for epoch in range(E):                     l.9
-        #     for b in minibatches(shuffled(P_k), B):  l.8, l.10 (D2)
-        #       client = step(client, b, eta)          l.11
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, eta)  # l.5-6, l.12: [m, d]; u starts at 0
+    state = State(w=federation.initial_weights())  # l.1: w_0, [d]
+    for t in run.rounds(state):  # l.2
+        S = federation.sample(t)  # l.3-4: m = max(C*K, 1) random clients (D3)
+        w_t = state.w.expand(len(S), -1)  # [m, d]: the same for every client
+        eta = federation.eta(t)  # --lr * --lr-decay^t
+        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.5-6: [m, d]
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.7: weighted by n_k (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many numbers travel
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
+    return run.record()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Around it
 
-# Table 2, row E=5, B=10; Table 3, row FedAvg. eta: ours (D4)
-DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200, epochs=5, batch_size=10,
-                lr=0.1, momentum=0.0, target=[])
+# Table 2, row E=5, B=10; Table 3, row FedAvg, whose eta decays. The first eta is ours (D4)
+DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200,
+                epochs=5, batch_size=10, lr=0.1, momentum=0.0, target=[])
 BY_DATASET = {
     "mnist": dict(rounds=1000, model="mnistcnn", transform="centre", target=[0.99]),
-    "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn", transform="tensorflow", target=[0.8, 0.82, 0.85]),
-    # ours, for a quick look
-    "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1, batch_size=10, clients=20, fraction=0.5,
-                   lr=0.02, lr_decay=0.95, momentum=0.9, transform="normalize", eval_every=3),
+    "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn",
+                    transform="tensorflow", target=[0.8, 0.82, 0.85]),
+    # ours, for a quick look; the momentum is not in line 11
+    "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1,
+                   batch_size=10, clients=20, fraction=0.5, lr=0.02, lr_decay=0.95, momentum=0.9,
+                   transform="normalize", eval_every=3),
 }
+
+
+def arguments(argv):
+    return common.parse(common.parser(__doc__, **DEFAULTS), BY_DATASET, argv)
+
 
 if __name__ == "__main__":
     main()

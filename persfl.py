@@ -1,25 +1,27 @@
-"""PersFL: personalised federated learning by distillation. Divi, Farrukh, Celik, "Unifying Distillation with Personalization
-in Federated Learning", 2021, arXiv 2105.15191.
+"""PersFL: personalised federated learning by distillation. Divi, Farrukh, Celik, "Unifying
+Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191.
 
-    python persfl.py --runs 5                              (Table 2, DS-1; published: FedAvg .450, PersFL .819)
-    python persfl.py --runs 5 --split dirichlet-classes    (Table 2, DS-2; published: FedAvg .487, PersFL .596)
-    python persfl.py --runs 5 --split lognormal            (Table 2, DS-3; published: FedAvg, 100 rounds, .466, PersFL .823)
+    python persfl.py --runs 5                              Table 2, DS-1: FedAvg .450, PersFL .819
+    python persfl.py --runs 5 --split dirichlet-classes    Table 2, DS-2: FedAvg .487, PersFL .596
+    python persfl.py --runs 5 --split lognormal            Table 2, DS-3: FedAvg .466, PersFL .823
 
-DS-1: a user has 4 classes, all users have equally many images. DS-2: each class is dealt out in random Dirichlet(.9) shares.
-DS-3: each class is divided between 2 users in log-normal shares. The table has users' mean accuracies on CIFAR-10, 5 runs:
+DS-1: each user has 4 classes and as many images as the others. DS-2: each class is dealt in Dirichlet(.9)
+shares. DS-3: two users share each class in log-normal shares. Mean accuracy of the users on CIFAR-10 (5
+runs of 8 to 25 minutes):
 
-    split   rounds   FedAvg   fine-tuned   PersFL   minutes a run   records
-    DS-1    50       .5068    .6846        .7186    8 to 14         results/persfl-2/persfl-cifar10-split-classes
-    DS-2    25       .5024    .5068        .5817    8 to 14         results/persfl-2/persfl-cifar10-split-dirichlet-classes
-    DS-3    50       .3791    .8859        .8918    9 to 25         results/persfl-2/persfl-cifar10-split-lognormal
+    split  rounds  FedAvg  fine-tuned  PersFL  records
+    DS-1   50      .5068   .6846       .7186   results/persfl-2/persfl-cifar10-split-classes
+    DS-2   25      .5024   .5068       .5817   results/persfl-2/persfl-cifar10-split-dirichlet-classes
+    DS-3   50      .3791   .8859       .8918   results/persfl-2/persfl-cifar10-split-lognormal
 
-G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k is a student of O_k.
-lambda weighs the teacher's answers, softened by the temperature T, against the labels. "fine-tuned": a student with lambda = 0.
-"global" is G on the central test images. "personal" is on each user's own test images: A_k in the last round, G before.
+G is FedAvg's global model. User k's teacher O_k is the G that suits user k best. User k's own model A_k
+is a student of O_k: lambda weighs the teacher's answers, softened by the temperature T, against the
+labels. "fine-tuned" is a student with lambda = 0. "global" measures G on the central test images.
+"personal" measures A_k (before the last round: G) on each user's own test images. fedavg.py explains
+[d], net and grad.
 
-The paper's Algorithm 1, in our words. Three things are ours: "choose G_1" in line 2, the loop in line 13, and lines 9 to 11,
-where the paper has `end`s. K users have n_k training images, n in all. A_k(b), O_k(b): logits. CE: cross-entropy. How to read
-[d], net and grad: fedavg.py.
+The paper's Algorithm 1 in our words. Ours are "choose G_1" in line 2, the loop in line 13, and lines 9
+to 11, where the paper has `end`s. K users have n_k training images, n in all. A_k(b), O_k(b): logits.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -33,29 +35,29 @@ where the paper has `end`s. K users have n_k training images, n in all. A_k(b), 
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each pair (T, lambda) of the grid, lines 14 to 22:  a student A_k, at first O_k. At the end A_k is the best of them
-    14  for each user k:
-    15      cut user k's training images into minibatches of size B
-    16      for each of E local epochs:
-    17          for each minibatch b, with labels y_b:
-    18              loss = (1-lambda) * hard + lambda * T^2 * soft                      (3); PersFL-GD: (7)
-    19              hard = CE(y_b, softmax(A_k(b)))
-    20              soft = KL(s_b || softmax(A_k(b) / T));                              PersFL-GD: CE(s_b, softmax(A_k(b) / T))
-    21              s_b = softmax(O_k(b) / T)
-    22              w = w - eta' * gradient of loss, for the weights w of A_k
+    13  for each pair (T, lambda) in the grid: train a student A_k, initialised to O_k. Keep the best one
+    14      for each user k:
+    15          cut user k's training images into minibatches of size B
+    16          for each of E local epochs:
+    17              for each minibatch b, with labels y_b:
+    18                  loss = (1-lambda) * hard + lambda * T^2 * soft              (3); PersFL-GD: (7)
+    19                  hard = CE(y_b, softmax(A_k(b)))
+    20                  soft = KL(s_b || softmax(A_k(b) / T));    PersFL-GD: CE(s_b, softmax(A_k(b) / T))
+    21                  s_b = softmax(O_k(b) / T)
+    22                  w = w - eta' * gradient of loss, for the weights w of A_k
 
-Choices that change a number. docs/persfl.md has each in full.
+Choices that change a number; docs/persfl.md explains each.
 
-    D1  Lines 5 to 8: the candidates are what users are sent, G_1 (untrained) to G_{E_G}. G_{E_G+1} is no candidate.
-    D2  Line 10: the weights n_k/n are McMahan et al.'s. The paper's objective (4) weighs users alike; its FedAvg: unknown.
-    D3  Ours: B = 20, eta (line 9) = eta' (line 22) = .05, E_L = 1, E = 10 (line 16; the paper: E_L), no momentum.
-    D4  Line 15: cut in every epoch; the paper cuts once. Pixels in [0, 1]. Line 20: sum over classes, mean over images.
-    D5  Line 20: KL(teacher || student); (3) has it in the other order. PersFL and PersFL-GD then have the same gradients.
-    D6  Line 13: best on validation images; on a tie the first. The paper's (3), least training loss, gives lambda = 1 (loss 0).
-    D7  Line 13: T 1, 5, 25; lambda 0, .25, .5, .75, 1 (Table 5). At lambda 0 or 1, T does nothing: 11 students (above: 15 ran).
-    D8  Line 11: with --teacher final all students start at, and learn from, G_{E_G+1}.
-    D9  Only training images are dealt out (MNIST's DS-1: 6,000); the paper counts all. Its DS-2, DS-3 differ, its DS-1 may.
-    D10  --runs 5: five seeds and splits, averaged user by user. Standard deviations are over users, with divisor K-1.
+    D1  Lines 5 to 8: candidates are what users are sent, G_1 (untrained) to G_{E_G}, not G_{E_G+1}.
+    D2  Line 10: weights n_k/n as in FedAvg. The paper's objective (4) weighs users alike.
+    D3  Ours: B = 20, eta (line 9) = eta' (line 22) = .05, E_L = 1, E = 10 (paper: E = E_L), no momentum.
+    D4  Line 15: cut anew in every epoch. Pixels are in [0, 1]. Line 20 averages over images.
+    D5  Line 20: KL(teacher || student); (3) has the reverse. PersFL and PersFL-GD then have equal gradients.
+    D6  Line 13: best on validation images; the first if tied. By (3)'s least training loss, lambda is 1.
+    D7  Line 13: T 1, 5, 25; lambda 0, .25, .5, .75, 1. T does nothing at lambda 0 or 1: 11 students.
+    D8  Line 11: all students start at, and learn from, G_{E_G+1}.
+    D9  Only training images are dealt (MNIST's DS-1: 6,000); the paper counts all.
+    D10  --runs 5: five seeds and splits, averaged user by user. Deviations are over users (K-1).
     D11  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
 """
 
@@ -72,30 +74,39 @@ from torch.func import vmap
 import common
 
 # l.13: (T, lambda) of 11 students (D7)
-GRID = [(1, 0), (1, 0.25), (1, 0.5), (1, 0.75), (1, 1), (5, 0.25), (5, 0.5), (5, 0.75), (25, 0.25), (25, 0.5), (25, 0.75)]
+GRID = [(1, 0), (1, 0.25), (1, 0.5), (1, 0.75), (1, 1), (5, 0.25), (5, 0.5), (5, 0.75), (25, 0.25),
+        (25, 0.5), (25, 0.75)]
 
 
-def client_step(net, args):
-    """Stage 1's step of SGD, for one user and one minibatch b. (Stage 1's loop is in `main`, below.)"""
+def local_training(net, args):
+    """client_update(w, epochs, eta): line 9, for one user."""
+    sgd = common.sgd(args, net.decayed)  # w - eta * gradient; --momentum adds to it
 
-    def step(user, b, eta):
-        w, u = user  # [d] weights, [d] momentum
-
+    @common.step
+    def sgd_step(w, u, b, eta):  # w, u: [d] weights and momentum
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        g = common.grad(loss)(w)  # [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.9: w - eta * u', u' = momentum * u + g + decay * w
+        gradient = common.grad(loss)(w)  # [d]
+        return sgd(w, u, gradient, eta)
 
-    return step
+    def client_update(w, epochs, eta):
+        u = torch.zeros_like(w)
+        for minibatches in epochs:  # l.9: E_L is --epochs
+            for b in minibatches:
+                w, u = sgd_step(w, u, b, eta)
+        return w
+
+    return client_update
 
 
-def student_step(net, args, grid=GRID):
-    """Stage 2's body, for one user and one minibatch b: a step of all of the user's students, one for each pair of the grid."""
-    all_T, all_lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11], [11]
+def distillation(net, args, grid=GRID):
+    """distil(O, epochs, eta_prime): lines 13 to 22 for one user: O [d] -> its students [11, d]."""
+    sgd = common.sgd(args, net.decayed)
+    all_T, all_lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11] each
 
-    def step(user, b, eta_prime):
-        students, u, O = user  # [11, d] the students' weights, [11, d] momentum, [d] the teacher's
+    @common.step
+    def students_step(students, u, O, b, eta_prime):  # [11, d] weights, [11, d] momentum, [d] teacher
         O_b = net(O, b.x)  # O_k(b): [B, classes]
 
         def loss(w, T, lam):  # of one student: its weights w [d], and two numbers
@@ -104,37 +115,23 @@ def student_step(net, args, grid=GRID):
             log_a = (A_b / T).log_softmax(1)  # l.20: log softmax(A_k(b) / T)
             difference = log_s - log_a if args.soft == "kl" else -log_a
             soft = (log_s.exp() * difference).sum(1)  # l.20: KL, or CE (D5): [B]
-            soft = (soft * b.mask).sum() / b.mask.sum().clamp(min=1)  # the mean over b's images (D4); b.mask is 0 for padding
+            soft = (soft * b.mask).sum() / b.mask.sum().clamp(min=1)  # over b's images (D4)
             hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
 
-        g = vmap(common.grad(loss))(students, all_T, all_lam)  # l.22: of each student with its own T and lambda, [11, d]
-        students, u = common.sgd(args, students, u, g, eta_prime, net.decayed)  # l.22: w - eta' * u'
-        return students, u, O
+        # l.13: its loop over the pairs of the grid is this vmap, over the students' weights, T, lambda
+        gradients = vmap(torch.func.grad(loss))(students, all_T, all_lam)  # [11, d]
+        return sgd(students, u, gradients, eta_prime)  # l.22: w - eta' * gradient
 
-    return step
+    def distil(O, epochs, eta_prime):
+        students = O[..., None, :].repeat_interleave(len(grid), -2)  # l.13: each starts at O_k
+        u = torch.zeros_like(students)
+        for minibatches in epochs:  # l.15-16 (D4)
+            for b in minibatches:  # l.17
+                students, u = students_step(students, u, O, b, eta_prime)  # l.18-22
+        return students
 
-
-def best_students(federation, students, images):
-    """The accuracies of the students [K, 11, d] on these images of each user: [K, 11], nan for a student that diverged. And
-    each user's best one, of equals the first: its number in GRID [K], and its weights [K, d]."""
-    accuracy = accuracies(federation, students, images)
-    best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: of equals the first (D6)
-    return accuracy, best, students[torch.arange(len(students)), torch.from_numpy(best[federation.clients])]
-
-
-def stage_2(federation, O, args):
-    """Every user alone, with its teacher O_k: O [K, d] -> its students [K, 11, d]."""
-    users, eta_prime = np.arange(len(O)), torch.tensor(args.distill_lr, device=federation.device)
-    step = student_step(federation.net, args)
-    students = O[:, None].repeat(1, len(GRID), 1)  # l.13: each starts at O_k; `step` takes the students of all pairs at once
-    # federation.train does for each user k (user: students, u, O), at once or one after the other:  l.14
-    #   for epoch in range(E):                        l.16
-    #     for b in minibatches(shuffled(images), B):  l.15, l.17 (D4)
-    #       user = step(user, b, eta_prime)           l.18-22
-    t = args.rounds  # a t that no round has, for an order of images that no round has
-    start = students, torch.zeros_like(students), O
-    return federation.train(step, start, users, t, eta_prime, epochs=args.distill_epochs)[0]
+    return distil
 
 
 def main(argv=None):
@@ -142,38 +139,55 @@ def main(argv=None):
     if args.runs > 1:
         return repeat(args, argv)
     federation = common.Federation(args)
-    run = common.Run(__file__, federation, fixed_rounds="Stage 2 follows the last round")  # so --resume refuses other --rounds
-    step = client_step(federation.net, args)
+    run = common.Run(__file__, federation, fixed_rounds="Stage 2 follows the last round")
+    client_update = local_training(federation.net, args)
+    distil = distillation(federation.net, args)
 
     G = federation.initial_weights()  # l.2: G_1, [d]
-    K = len(federation.clients)  # all users (if there are several processes: this one's)
-    state = State(G=G, O=G.repeat(K, 1), l_prime=G.new_full((K,), torch.inf, dtype=torch.double),
-                  round_of_O=G.new_zeros(K, dtype=torch.long), A=None)  # l.2: l' [K]; O [K, d] is G_1 until l.8
-    for t, S in run.rounds(state):  # l.1, l.3-4: Stage 1; S are all users, [K]
-        e = t + 1
+    K = len(federation.clients)  # all users (of this process)
+    state = State(G=G, O=G.repeat(K, 1), A=None,  # l.2: O [K, d] is G_1 until l.8
+                  l_prime=G.new_full((K,), torch.inf, dtype=torch.double),  # l.2: l' [K]
+                  round_of_O=G.new_zeros(K, dtype=torch.long))
+    for t in run.rounds(state, model="G", clients="A"):  # l.1, l.3: Stage 1
+        e, users = t + 1, federation.rows()  # l.4: all of them, [K]
         l_k = validation_losses(federation, state.G)  # l.5: [K] (D1)
         better = l_k < state.l_prime  # l.6: [K]
         state.l_prime = torch.where(better, l_k, state.l_prime)  # l.7
         state.O = torch.where(better[:, None], state.G, state.O)  # l.8: [K, d]
         state.round_of_O = torch.where(better, e, state.round_of_O)  # l.8, for the record
-        w = state.G.expand(len(S), -1)  # [K, d]
-        w_k, _ = federation.train(step, (w, torch.zeros_like(w)), S, t, federation.eta(t))  # l.9: E_L is --epochs: [K, d]
-        state.G = federation.mean(w_k, federation.n[S])  # l.10: G_{e+1}, [d] (D2)
+        G_e = state.G.expand(K, -1)  # [K, d]: the same for each user
+        eta = federation.eta(t)
+        w_k = federation.train(client_update, users, t, own=[G_e], shared=[eta])  # l.9: [K, d]
+        state.G = federation.mean(w_k, federation.n)  # l.10: G_{e+1}, [d] (D2)
         run.sent(up=w_k.numel(), down=w_k.numel())
         if e == args.rounds:  # e = E_G; in the record Stage 2 is a part of this round
-            run.bar.write(f"stage 2  {federation.K} users, {len(GRID)} students each, {args.distill_epochs} epochs")
+            common.say(f"stage 2  {federation.K} users, {len(GRID)} students each, "
+                       f"{args.distill_epochs} epochs")
             O = teachers(run, state, args)  # state.O, or l.11: [K, d] (D8)
-            students = stage_2(federation, O, args)  # l.12-22: Stage 2, [K, 11, d]
-            accuracy, best, state.A = best_students(federation, students, federation.split.val)  # l.13 (D6): A [K, d]
+            eta_prime = torch.tensor(args.distill_lr, device=federation.device)
+            # l.12, l.14: Stage 2; t = E_G, beyond the last round, has its own shuffling
+            students = federation.train(distil, users, args.rounds, own=[O], shared=[eta_prime],
+                                        epochs=args.distill_epochs)  # l.13-22: [K, 11, d]
+            accuracy, best, state.A = best_students(federation, students, federation.split.val)  # l.13
         if run.evaluates():
             final = measure(federation, state, students, accuracy, best, args) if e == args.rounds else None
-            run.log(federation.evaluate(state.G), **(final or {"personal": federation.evaluate_clients(state.G)}))
-    last = run.record()["rounds"][-1]
-    show([last], run.out, args)
-    return last
+            run.log(federation.evaluate(state.G),
+                    **(final or {"personal": federation.evaluate_clients(state.G)}))
+    show([run.record()["rounds"][-1]], run.out, args)
+    return run.record()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def best_students(federation, students, images):
+    """Returns the accuracies of the students [K, 11, d] on these images of each user: [K, 11], nan for
+    a student that diverged. Also each user's best student (the first one, if tied): its index in GRID
+    [K] and its weights [K, d]."""
+    accuracy = accuracies(federation, students, images)
+    best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: the first of the best (D6)
+    mine = torch.from_numpy(best[federation.clients])
+    return accuracy, best, students[torch.arange(len(students)), mine]
+
+
+# --------------------------------------------------------------------------------------------------
 # Around it
 
 # DS-1 of CIFAR-10, and below what differs elsewhere. Users, classes, shares, network: section 5. Rounds: Table 7. MNIST's 6,000
@@ -218,19 +232,22 @@ def repeat(args, argv):
     rows = []
     for r in range(args.runs):
         new = {"runs": 1, "seed": args.seed + r, "split-seed": args.split_seed + r, "out": out / f"run-{r}"}  # D10
-        rows.append(main([*argv, *(f"--{name}={value}" for name, value in new.items())]))
-    print(f"\naverages of {args.runs} runs")
+        rows.append(main([*argv, *(f"--{name}={value}" for name, value in new.items())])["rounds"][-1])
+    common.say(f"\naverages of {args.runs} runs")
     averages = show(rows, out, args)
+    averages = {"user": common.without_nan(averages)}
     if common.is_main_process():
-        (out / "average.json").write_text(json.dumps({"user": common.without_nan(averages)}, indent=1) + "\n")
+        (out / "average.json").write_text(json.dumps(averages, indent=1) + "\n")
+    return averages
 
 
 def validation_losses(federation, w):
     """Mean cross-entropy of the model w [d] on each user's validation images: [K]."""
     images = federation.split.val  # of each user
-    index = torch.from_numpy(np.concatenate(images)).to(federation.device)
-    user = torch.from_numpy(np.repeat(np.arange(len(images)), list(map(len, images)))).to(federation.device)
-    return common.score(federation.logits(w, index), federation.labels[index], user, len(images))["loss"]  # l.5
+    index = np.concatenate(images)
+    user = np.repeat(np.arange(len(images)), list(map(len, images)))
+    labels, user = federation.labels[index], torch.from_numpy(user).to(federation.device)
+    return common.score(federation.logits(w, index), labels, user, len(images))["loss"]  # l.5
 
 
 def teachers(run, state, args):
@@ -281,11 +298,11 @@ def show(rows, out, args):
     """Prints the tables of the last rounds of one or several runs; draws them, in the form of Figs. 2 and 3 to 8."""
     averages = average(rows)
     titles = ["PersFL-GD" if title == "PersFL" and args.soft == "ce" else title for title in averages["users"]]
-    print(f"\n{'user':<10}" + "".join(f"{title:>17}" for title in titles))
+    common.say(f"\n{'user':<10}" + "".join(f"{title:>17}" for title in titles))
     of_users = dict(enumerate(zip(*averages["users"].values())))
     for user, line in {**of_users, "mean": averages["mean"].values(), "std": averages["std"].values()}.items():
         values = [100 * value if i < 3 else value for i, value in enumerate(line)]  # the first three are accuracies
-        print(f"{user:<10}" + "".join(f"{value:>17.2f}" for value in values))
+        common.say(f"{user:<10}" + "".join(f"{value:>17.2f}" for value in values))
     if args.plot:
         draw(averages, len(rows), out)
     return averages

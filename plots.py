@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from engine import is_main_process
+from engine import is_main_process, say
 
 STYLE = {  # one for all figures. The colours are Okabe and Ito's, which colour-blind readers tell apart
     "axes.prop_cycle": "cycler('color', ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000'])",
@@ -44,7 +44,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
             figure.savefig(path)
             Image.open(path).convert("RGB").quantize(256).save(path, dpi=(300, 300), optimize=True)  # a third of the bytes
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-            print(f"plot    {path}, {path.with_suffix('.svg').name}")
+            say(f"plot    {path}, {path.with_suffix('.svg').name}")
         pyplot.close(figure)
 
 

@@ -41,7 +41,7 @@ def pseudocode(doc):
     """[(number, column, text)] of a docstring's numbered lines. None: a title between them. "": the line above goes on."""
     rows, inside = [], False
     for line in doc.splitlines():
-        match = re.match(r"( {4,5})([1-9]\d?[a-z]?)(  +)([^\s.\d].*)", line)
+        match = re.match(r"( {4,6})(C?[1-9]\d?[a-z]?)(  +)([^\s.\d].*)", line)
         inside = bool(line.strip()) and (inside or bool(match) or line in ("    Server", "    Structure"))
         if match:
             rows.append((match[2], match.start(4), match[4]))
@@ -60,8 +60,9 @@ def tags(text):
     """The lines of the pseudocode that comments cite: l.7, l.7a, l.3-5."""
     cited = set()
     for comment in re.findall(r"#(.*)", text):
-        for first, last in re.findall(r"l\.(\d+[a-z]?)(?:-(\d+))?", comment):
-            cited |= set(map(str, range(int(first), int(last) + 1))) if last else {first}
+        for first, last in re.findall(r"l\.(C?\d+[a-z]?)(?:-(C?\d+))?", comment):
+            part, first_number = re.match(r"(C?)(.*)", first).groups()
+            cited |= {f"{part}{n}" for n in range(int(first_number), int(last.strip("C")) + 1)} if last else {first}
     return cited
 
 
@@ -187,8 +188,8 @@ def paper_side(doc, key):
     rows, lines_of, out = pseudocode(doc), {}, []
     first, label = min(column for number, column, _ in rows if number), None
     for D, line in choices(doc).items():  # which lines it says it is of: Lines 9 to 22: line 9
-        spans = re.match(r"Lines? ((?:\d+[a-z]?(?: to \d+[a-z]?)?(?:, | and )?)+)", line)
-        for number in re.findall(r"(?<!to )\b\d+[a-z]?", spans[1]) if spans else ():
+        spans = re.match(r"Lines? ((?:C?\d+[a-z]?(?: to C?\d+[a-z]?)?(?:, | and )?)+)", line)
+        for number in re.findall(r"(?<!to )\bC?\d+[a-z]?", spans[1]) if spans else ():
             lines_of.setdefault(number, []).append(D)
     for number, column, text in rows:
         text, _, note = re.sub(r" {6,}", "\0", text, count=1).partition("\0")
@@ -216,13 +217,13 @@ def code_side(file, lines, key):
     source, together, seen, out = text.splitlines(), statements(ast.parse(text)), set(), []
 
     def to_pseudocode(match):
-        new = sorted(tags("#" + match[0]) - seen, key=lambda number: (int(re.match(r"\d+", number)[0]), number))
+        new = sorted(tags("#" + match[0]) - seen, key=lambda number: (int(re.search(r"\d+", number)[0]), number))
         seen.update(new)
         anchors = "".join(f'<a id="{key}c{number}"></a>' for number in new)
         return f'{anchors}<a class="l" href="#{key}l{match[1]}">{match[0]}</a>'
 
     def comment(match):
-        words = re.sub(r"l\.(\d+[a-z]?)(?:-\d+)?", to_pseudocode, match[0])
+        words = re.sub(r"l\.(C?\d+[a-z]?)(?:-C?\d+)?", to_pseudocode, match[0])
         return re.sub(r"\bD\d+\b", lambda m: f'<a class="d" href="#{key}{m[0]}">{m[0]}</a>', words)
 
     for before, n in zip([None, *lines], lines):

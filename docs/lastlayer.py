@@ -4,13 +4,14 @@
 
      1  w: the global model; for every client k, v_k: the last layer of its own.  All from w_0.
      2  for each round t, with the sampled clients S_t:
-     3      for each client k in S_t:  w_k = w, but its last layer is (1 - lambda) * (that of w) + lambda * v_k
+     3      for each client k in S_t:
+                w_k = w, but its last layer is (1 - lambda) * (that of w) + lambda * v_k
      4          for each minibatch b:  w_k = w_k - eta * gradient of f_k(w_k; b)
      5          v_k = the last layer of w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-f_k: client k's loss. Global is w. Personal: the new w and v_k, joined as in line 3. lambda = 0 is FedAvg. With lambda = 1 the
-personal models are FedPer's.
+f_k is client k's loss. The global model is w. A personal model joins the new w and v_k as line 3
+does. lambda = 0 is FedAvg. With lambda = 1 the personal models are FedPer's.
 """
 
 from types import SimpleNamespace as State
@@ -21,44 +22,63 @@ import common
 import fedavg
 
 
-def client_step(net, args):
-    """Line 4, for one client and one minibatch b."""
+def mixed(w, v, last, lam):
+    """w [..., d] with the last layer of line 3; v: that of the client; `last`: its slice of w."""
+    return torch.cat([w[..., : last.start], (1 - lam) * w[..., last] + lam * v], -1)
 
-    def step(client, b, eta):
-        w, u = client  # [d] weights, [d] momentum
 
+def local_training(net, last, args):
+    """client_update(w, v, epochs, eta): lines 3 to 5, for one client."""
+    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with --momentum and --weight-decay
+
+    @common.step
+    def sgd_step(w, u, b, eta):  # w, u: [d] weights and momentum; b: a minibatch
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        g = common.grad(loss)(w)  # l.4: [d]
-        return common.sgd(args, w, u, g, eta, net.decayed)  # l.4
+        return sgd(w, u, common.grad(loss)(w), eta)  # l.4
 
-    return step
+    def client_update(w, v, epochs, eta):
+        w = mixed(w, v, last, args.mix)  # l.3
+        u = torch.zeros_like(w)
+        for minibatches in epochs:  # l.4: --epochs of them
+            for b in minibatches:  # l.4
+                w, u = sgd_step(w, u, b, eta)  # l.4
+        return w, w[..., last]  # l.5: w_k, v_k
+
+    return client_update
 
 
 def main(argv=None):
-    parser = common.parser(__doc__)
-    parser.add_argument("--mix", type=common.fraction, default=0.5, help="lambda, the client's share of its last layer")
-    args = common.parse(parser, {"shapes": fedavg.BY_DATASET["shapes"]}, argv)
+    args = arguments(argv)
     federation = common.Federation(args)
     run = common.Run(__file__, federation)
-    step, lam = client_step(federation.net, args), args.mix
     last = federation.net.last_layers(1)  # a slice: where the last layer is in w
+    client_update = local_training(federation.net, last, args)
 
     w_0 = federation.initial_weights()  # [d]
-    state = State(w=w_0, V=federation.per_client(w_0[last]))  # l.1: [d], [K, size of the last layer]
+    state = State(w=w_0, V=federation.per_client(w_0[last]))  # l.1: [d], [K, size of `last`]
 
     def models(S):
-        return common.with_part(state.w, last, (1 - lam) * state.w[last] + lam * state.V[S])  # l.3: [m, d]
+        return mixed(state.w.expand(len(S), -1), state.V[S], last, args.mix)  # [m, d]
 
-    for t, S in run.rounds(state):  # l.2
-        start = models(S)  # l.3: [m, d]
-        w_k, _ = federation.train(step, (start, torch.zeros_like(start)), S, t, federation.eta(t))  # l.4: [m, d]
-        state.V[S] = w_k[:, last]  # l.5
+    for t in run.rounds(state, clients=models):  # l.2
+        S = federation.sample(t)  # l.2
+        w, v, eta = state.w.expand(len(S), -1), state.V[S], federation.eta(t)
+        w_k, v_k = federation.train(client_update, S, t, own=[w, v], shared=[eta])  # l.3-5
+        state.V[S] = v_k  # l.5
         state.w = federation.mean(w_k, federation.n[S])  # l.6: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(models))
+    return run.record()
+
+
+def arguments(argv):
+    parser = common.parser(__doc__)
+    parser.add_argument("--mix", type=common.fraction, default=0.5,
+                        help="lambda, the client's share of its last layer")
+    return common.parse(parser, {"shapes": fedavg.BY_DATASET["shapes"]}, argv)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
 import json
 import pathlib
 import sys
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import common  # noqa: E402
+import engine  # noqa: E402
+import models  # noqa: E402
 import records  # noqa: E402
 
 torch.set_num_threads(1)  # a product with another number of threads is rounded otherwise, and some tests compare bits
@@ -19,9 +23,12 @@ QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--fraction"
          "--lr", "0.01", "--lr-decay", "1", "--batch-size", "20", "--transform", "scale", "--device", "cpu"]
 
 
-def linear(m, x, classes):
+def linear(channels, classes, size):
     """Softmax regression: small enough to be computed by hand."""
-    return m.linear("fc", x.flatten(1), classes)
+    fc = nn.Linear(channels * size[0] * size[1], classes)
+    model = nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc=fc))
+    model.start = models.pytorch_default
+    return model
 
 
 @pytest.fixture
@@ -40,22 +47,18 @@ def federation(argv, **defaults):
     return common.Federation(common.parse(common.parser("test", **defaults), {}, argv))
 
 
-class Seen(set):
-    """Graphs are made when shapes come again, and ways are checked at their first use; here all have come before."""
-
-    def __contains__(self, key):
-        return True
+def eager(function, device):
+    """In place of engine.capture: what a CUDA graph would replay is called."""
+    return function
 
 
-def paths(fed):
+def paths(fed, monkeypatch):
     """Sets a federation to each way of training, the loop, which is the specification, first."""
-    ways = {"loop": {}, "vmap": {"vmap": True}, "vmap in parts": {"vmap": True, "parallel": 3},
-            "replayed": {"vmap": True, "graphs": True}, "patches": {"vmap": True, "route": "patches"}}
-    for way, settings in ways.items():
-        fed.net.route = settings.pop("route", "conv")
-        vars(fed).update({"vmap": False, "graphs": False, "parallel": None, "ways": {}, "replays": {}, "shapes_seen": Seen(), "checked": Seen(),
-                          "map": map, **settings})
+    monkeypatch.setattr(engine, "capture", eager)
+    for way in reversed(engine.WAYS):
+        vars(fed).update(way=way, proved=set(), failed=[], graphs={}, map=map)
         yield way
+        assert fed.way == way and not fed.failed, fed.failed
 
 
 def run(module, argv, out):
@@ -72,10 +75,10 @@ def killed(module, argv, out, when):
 
     train = common.Federation.train
 
-    def dying(self, step, clients, S, t, *shared, **options):
+    def dying(self, client_update, S, t, **options):
         if when(t, options):
             raise Killed
-        return train(self, step, clients, S, t, *shared, **options)
+        return train(self, client_update, S, t, **options)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(common.Federation, "train", dying)

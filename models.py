@@ -1,0 +1,667 @@
+"""The networks, as ordinary nn.Modules, and Net: a network as a function of one flat vector.
+
+    1. Networks          MODELS, and how each draws its initial weights
+    2. Net               logits = net(w, x)
+    3. Other networks    --model path/to/file.py:Name and torchvision:NAME; what is refused
+
+Shapes in comments: B images with C channels and H x W pixels; a model has d weights.
+"""
+
+import copy
+import functools
+import importlib.util
+import inspect
+import pathlib
+import sys
+import threading
+from collections import OrderedDict
+from math import gcd
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from engine import first_line, refuse
+
+# --------------------------------------------------------------------------------------------------
+# 1. Networks
+#
+# A network is built for images with `channels` channels and `size` = (H, W) pixels. Its parameters
+# are registered in the order in which an image passes them. None has BatchNorm or dropout, so that
+# its weights are all there is to send and to average. `start(name, shape)` tells how a parameter is
+# initialised: ("uniform", bound) in +-bound, ("normal", deviation), ("truncated", deviation), a
+# normal distribution without values beyond two deviations, or ("constant", value). `shape` is that
+# of the weight in the parameter's layer.
+
+
+def pytorch_default(name, shape):
+    """PyTorch's: weights and biases uniform in +-1/sqrt(fan in)."""
+    return "uniform", float(np.prod(shape[1:])) ** -0.5
+
+
+def xavier_normal(name, shape):
+    """Glorot and Bengio 2010: variance 2 / (fan in + fan out); biases 0."""
+    if name.endswith("bias"):
+        return "constant", 0.0
+    return "normal", float(2 / ((shape[0] + shape[1]) * np.prod(shape[2:]))) ** 0.5
+
+
+def he_normal(name, shape):
+    """He et al. 2015, over the fan out: variance 2 / fan out; biases 0."""
+    if name.endswith("bias"):
+        return "constant", 0.0
+    return "normal", float(2 / (shape[0] * np.prod(shape[2:]))) ** 0.5
+
+
+class CNN(nn.Sequential):
+    """SuPerFed's five-layer CNN (its Table 4): 109,022 weights for EMNIST, 94,186 and 140,356 for
+    CIFAR-10 and CIFAR-100, 181,416 for Tiny ImageNet. Pooling comes before ReLU: the same result
+    from fewer numbers. Xavier initialisation, as in the authors' code.
+    """
+
+    start = staticmethod(xavier_normal)
+
+    def __init__(self, channels, classes, size):
+        if size not in ((28, 28), (32, 32), (64, 64)):
+            raise ValueError("it is made for 28x28, 32x32 and 64x64; resnet18, mnistnet and 2nn "
+                             "take nearly any size")
+        pool, kernel = (3 if size == (64, 64) else 2), (3 if size == (32, 32) else 2)
+        super().__init__(OrderedDict(
+            conv1=nn.Conv2d(channels, 32, 5), pool1=nn.MaxPool2d(pool), relu1=nn.ReLU(),
+            conv2=nn.Conv2d(32, 64, 5), pool2=nn.MaxPool2d(pool), relu2=nn.ReLU(),
+            conv3=nn.Conv2d(64, 32, kernel), pool3=nn.MaxPool2d(pool), relu3=nn.ReLU(),
+            flatten=nn.Flatten(), fc1=nn.Linear(32, 512), relu4=nn.ReLU(),
+            fc2=nn.Linear(512, classes)))
+
+
+class LocalResponseNorm(nn.Module):
+    """TensorFlow's, with bias 1: x / (1 + alpha * sum of x^2 over the 2*radius+1 nearest
+    channels)^beta. PyTorch's own divides alpha by the number of channels. The sum is a product with
+    a band matrix: a 1x1 convolution.
+    """
+
+    def __init__(self, channels, radius=4, alpha=0.001 / 9, beta=0.75):
+        super().__init__()
+        self.alpha, self.beta = alpha, beta
+        channel = torch.arange(channels)
+        band = (channel[:, None] - channel[None, :]).abs() <= radius
+        self.register_buffer("band", band.float()[:, :, None, None], persistent=False)
+
+    def forward(self, x):
+        return x * (1 + self.alpha * F.conv2d(x * x, self.band)) ** -self.beta
+
+
+class TFCNN(nn.Sequential):
+    """McMahan et al.'s CNN for CIFAR, from the TensorFlow tutorial: 1,068,298 weights with 24x24
+    images and 10 classes. With ceil_mode, pooling pads as TensorFlow's SAME does. The tutorial's
+    initial values are from memory.
+    """
+
+    decayed = "fc3.weight", "fc4.weight"  # where weight decay acts, as in the tutorial
+
+    def __init__(self, channels, classes, size):
+        super().__init__(OrderedDict(
+            conv1=nn.Conv2d(channels, 64, 5, padding=2), relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(3, 2, ceil_mode=True), lrn1=LocalResponseNorm(64),
+            conv2=nn.Conv2d(64, 64, 5, padding=2), relu2=nn.ReLU(),
+            lrn2=LocalResponseNorm(64), pool2=nn.MaxPool2d(3, 2, ceil_mode=True),
+            flatten=nn.Flatten(),
+            fc3=nn.Linear(64 * (size[0] // 4) * (size[1] // 4), 384), relu3=nn.ReLU(),
+            fc4=nn.Linear(384, 192), relu4=nn.ReLU(), out=nn.Linear(192, classes)))
+
+    def start(self, name, shape):
+        layer, _, part = name.partition(".")
+        if part == "bias":
+            return "constant", 0.0 if layer in ("conv1", "out") else 0.1
+        return "truncated", {"fc3": 0.04, "fc4": 0.04, "out": 1 / 192}.get(layer, 0.05)
+
+
+class CifarNet(nn.Sequential):
+    """PersFL's CifarNet: 62,006 weights with 32x32x3 images and 10 classes."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, channels, classes, size):
+        height, width = (((pixels - 4) // 2 - 4) // 2 for pixels in size)
+        super().__init__(OrderedDict(
+            conv1=nn.Conv2d(channels, 6, 5), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
+            conv2=nn.Conv2d(6, 16, 5), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
+            flatten=nn.Flatten(), fc1=nn.Linear(16 * height * width, 120), relu3=nn.ReLU(),
+            fc2=nn.Linear(120, 84), relu4=nn.ReLU(), fc3=nn.Linear(84, classes)))
+
+
+class MnistNet(nn.Sequential):
+    """PersFL's network for MNIST: 784-100-10, 79,510 weights."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, channels, classes, size):
+        super().__init__(OrderedDict(
+            flatten=nn.Flatten(), fc1=nn.Linear(channels * size[0] * size[1], 100), relu=nn.ReLU(),
+            fc2=nn.Linear(100, classes)))
+
+
+class TwoNN(nn.Sequential):
+    """2nn, McMahan et al.'s for MNIST: two hidden layers of 200, 199,210 weights. Its initial
+    values are PyTorch's."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, channels, classes, size):
+        super().__init__(OrderedDict(
+            flatten=nn.Flatten(), fc1=nn.Linear(channels * size[0] * size[1], 200), relu1=nn.ReLU(),
+            fc2=nn.Linear(200, 200), relu2=nn.ReLU(), fc3=nn.Linear(200, classes)))
+
+
+class MnistCNN(nn.Sequential):
+    """McMahan et al.'s CNN for MNIST: 1,663,370 weights, which it has only with padding. Its
+    initial values are PyTorch's."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, channels, classes, size):
+        super().__init__(OrderedDict(
+            conv1=nn.Conv2d(channels, 32, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
+            conv2=nn.Conv2d(32, 64, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
+            flatten=nn.Flatten(), fc1=nn.Linear(64 * (size[0] // 4) * (size[1] // 4), 512),
+            relu3=nn.ReLU(), fc2=nn.Linear(512, classes)))
+
+
+class Block(nn.Module):
+    """A residual block of ResNet18."""
+
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(2, width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(2, width)
+        if stride != 1:
+            self.shortcut = nn.Conv2d(inputs, width, 1, stride, bias=False)
+            self.norm3 = nn.GroupNorm(2, width)
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if hasattr(self, "shortcut"):
+            x = self.norm3(self.shortcut(x))
+        return F.relu(x + y)
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 with GroupNorm(2), as FedSLR's.
+
+    Up to 32x32: a 3x3 stem and a last layer without bias, 11,173,952 weights for 10 classes,
+    11,220,032 for 100. Larger: torchvision's, with its 7x7 stem and pooling, its initial weights
+    and a bias, 11,279,112 weights for 200 classes.
+    """
+
+    def __init__(self, channels, classes, size):
+        super().__init__()
+        self.small = size[0] <= 32
+        kernel, stride, padding = (3, 1, 1) if self.small else (7, 2, 3)
+        self.conv1 = nn.Conv2d(channels, 64, kernel, stride, padding, bias=False)
+        self.norm1 = nn.GroupNorm(2, 64)
+        inputs = 64
+        for i, width in enumerate((64, 128, 256, 512)):
+            blocks = {"1": Block(inputs, width, 2 if i else 1), "2": Block(width, width, 1)}
+            self.add_module(f"stage{i + 1}", nn.Sequential(OrderedDict(blocks)))
+            inputs = width
+        self.fc = nn.Linear(512, classes, bias=not self.small)
+
+    def start(self, name, shape):
+        linear = len(shape) == 2
+        return pytorch_default(name, shape) if self.small or linear else he_normal(name, shape)
+
+    def forward(self, x):
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = x if self.small else F.max_pool2d(x, 3, 2, 1)
+        x = self.stage4(self.stage3(self.stage2(self.stage1(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+def vgg(channels, classes, size, plan):
+    """The layers of a VGG: plan has (name, width, whether pooling follows) for each convolution.
+    Behind them come three fully connected layers."""
+    layers, inputs, (height, width) = OrderedDict(), channels, size
+    for name, outputs, pool in plan:
+        layers[name] = nn.Conv2d(inputs, outputs, 3, padding=1)
+        if pool:
+            layers[name + "-pool"], height, width = nn.MaxPool2d(2), height // 2, width // 2
+        layers[name + "-relu"], inputs = nn.ReLU(), outputs
+    layers.update(
+        flatten=nn.Flatten(), fc1=nn.Linear(inputs * height * width, 512), relu1=nn.ReLU(),
+        fc2=nn.Linear(512, 512), relu2=nn.ReLU(), fc3=nn.Linear(512, classes))
+    return layers
+
+
+class VGG9(nn.Sequential):
+    """VGG-9 as in FedMA, without its dropout: 3,491,530 weights with 32x32x3 images, 10 classes."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, channels, classes, size):
+        plan = (("conv1", 32, 0), ("conv2", 64, 1), ("conv3", 128, 0), ("conv4", 128, 1),
+                ("conv5", 256, 0), ("conv6", 256, 1))
+        super().__init__(vgg(channels, classes, size, plan))
+
+
+class VGG16(nn.Sequential):
+    """VGG-16 (Simonyan and Zisserman 2015, configuration D) for 32x32 images, with fully connected
+    layers of 512."""
+
+    def start(self, name, shape):
+        return pytorch_default(name, shape) if name.startswith("fc3") else he_normal(name, shape)
+
+    def __init__(self, channels, classes, size):
+        stages = (64, 2), (128, 2), (256, 3), (512, 3), (512, 3)
+        plan = [(f"conv{stage}-{i}", width, i == depth)
+                for stage, (width, depth) in enumerate(stages, 1) for i in range(1, depth + 1)]
+        super().__init__(vgg(channels, classes, size, plan))
+
+
+class MobileNet(nn.Sequential):
+    """MobileNetV1 (Howard et al. 2017) for 32x32 images: no stride in the stem, GroupNorm(2)
+    instead of BatchNorm."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, channels, classes, size):
+        layers = OrderedDict(conv1=nn.Conv2d(channels, 32, 3, 1, 1, bias=False),
+                             norm1=nn.GroupNorm(2, 32), relu1=nn.ReLU())
+        plan = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5,
+                (1024, 2), (1024, 1))
+        inputs = 32
+        for i, (width, stride) in enumerate(plan, 1):
+            layers[f"block{i}"] = nn.Sequential(OrderedDict(
+                depthwise=nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False),
+                norm1=nn.GroupNorm(2, inputs), relu1=nn.ReLU(),
+                pointwise=nn.Conv2d(inputs, width, 1, bias=False),
+                norm2=nn.GroupNorm(2, width), relu2=nn.ReLU()))
+            inputs = width
+        layers.update(mean=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(),
+                      fc=nn.Linear(inputs, classes))
+        super().__init__(layers)
+
+
+MODELS = {"cnn": CNN, "tfcnn": TFCNN, "cifarnet": CifarNet, "mnistnet": MnistNet,
+          "mnistcnn": MnistCNN, "resnet18": ResNet18, "vgg9": VGG9, "vgg16": VGG16,
+          "mobilenet": MobileNet, "2nn": TwoNN}
+
+# --------------------------------------------------------------------------------------------------
+# 2. Net
+
+
+class Net:
+    """logits = net(w, x): a network as a function of one flat vector w [d].
+
+    tensors: (name, slice of w, shape) of each parameter, in the order of w, which is that of
+    named_parameters(). layers: (name, slice of w) of each module with parameters of its own.
+    layer_of [d]: the number of each weight's layer. decayed [d]: 1 where weight decay acts.
+    constants: what the network has beside w: buffers, and parameters with requires_grad = False.
+
+    build: makes the nn.Module anew. module: one of these; its values are never used or changed.
+    Refuses a network that cannot be built for images [C, H, W].
+    """
+
+    def __init__(self, name, shape, classes, device="cpu", batchnorm=None, no_dropout=False,
+                 build=None):
+        self.name, self.classes, self.device, self.notes = name, classes, device, []
+        self.batchnorm, self.copies = batchnorm, threading.local()
+        try:
+            self.build = build or builder(name, shape, classes, batchnorm, no_dropout)
+            self.module = fresh(self.build)
+            self.batchnorms = self.count_batchnorms()
+            self.read_table()
+            if build is None and name not in MODELS:
+                self.notes += check(self, shape)
+            elif build is None:
+                self(torch.zeros(self.d, device=device), torch.zeros(1, *shape, device=device))
+        except Exception as problem:  # whatever somebody else's network does
+            known = isinstance(problem, (RuntimeError, ValueError, TypeError))
+            why = "" if known else f"{type(problem).__name__}: "
+            refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with "
+                   f"{shape[0]} channels: {why}{first_line(problem)}")
+
+    def count_batchnorms(self):
+        """How many BatchNorm layers --batchnorm has replaced or frozen."""
+        if self.batchnorm is None:
+            return 0
+        found = sum(isinstance(layer, (*BATCHNORM, GroupNormInstead))
+                    for layer in self.module.modules())
+        became = "became GroupNorm" if self.batchnorm == "group" else "are frozen"
+        self.notes.append(f"model   {found} BatchNorm layers {became}")
+        return found
+
+    def read_table(self):
+        """Sets the table of parameters and all that follows from it."""
+        trained = {name: z for name, z in self.module.named_parameters() if z.requires_grad}
+        if not trained:
+            raise ValueError("it has no parameters to train")
+        frozen = {name: z for name, z in self.module.named_parameters() if not z.requires_grad}
+        if frozen:
+            self.notes.append(f"model   {sum(z.numel() for z in frozen.values()):,} weights with "
+                              "requires_grad = False stay as they are")
+        self.constants = {name: z.detach().clone().to(self.device)
+                          for name, z in (*frozen.items(), *self.module.named_buffers())}
+        self.names, self.shapes = list(trained), [z.shape for z in trained.values()]
+        self.sizes = [z.numel() for z in trained.values()]
+        self.d, ends = sum(self.sizes), np.cumsum(self.sizes).tolist()
+        self.tensors = [(name, slice(end - size, end), tuple(shape)) for name, shape, size, end
+                        in zip(self.names, self.shapes, self.sizes, ends)]
+        spans = {}  # "conv1": the slices of its weight and bias, which lie side by side
+        for name, where, _ in self.tensors:
+            spans.setdefault(name.rpartition(".")[0], []).append(where)
+        self.layers = [(name, slice(parts[0].start, parts[-1].stop))
+                       for name, parts in spans.items()]
+        only = getattr(self.module, "decayed", self.names)
+        self.decayed = self.per_weight([float(name in only) for name in self.names])
+
+    @functools.cached_property
+    def layer_of(self):
+        """Made when it is asked for: it is twice as large as the model."""
+        sizes = torch.tensor([where.stop - where.start for _, where in self.layers])
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
+
+    def first_layers(self, N):
+        """The slice of w with the first N layers; a normalisation counts as one."""
+        return slice(0, self.borders(N)[N])
+
+    def last_layers(self, N):
+        """The slice of w with the last N layers."""
+        return slice(self.borders(N)[-1 - N], self.d)
+
+    def borders(self, N):
+        """Where each layer begins in w, and d at the end. Refuses a model with fewer than N
+        layers."""
+        if N > len(self.layers):
+            refuse(f"{N} layers are wanted of the model {self.name}, which has only "
+                   f"{len(self.layers)}")
+        return [*(where.start for _, where in self.layers), self.d]
+
+    def per_weight(self, values):
+        """[d]: a number for each tensor, repeated for all of its weights."""
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
+
+    def __call__(self, w, x):
+        """w [d], x [B, C, H, W] -> logits [B, classes], in the precision of x, given in that of
+        w."""
+        return self.apply(w.to(x.dtype).split(self.sizes), x).to(w.dtype)
+
+    def apply(self, tensors, *inputs, **named):
+        """What the module gives for `tensors`, one for each parameter, flat or not."""
+        values = {name: z.view(shape) for name, z, shape in zip(self.names, tensors, self.shapes)}
+        for name, z in self.constants.items():
+            values.setdefault(name, z.to(tensors[0].dtype) if z.is_floating_point() else z)
+        if not hasattr(self.copies, "module"):
+            # functional_call puts tensors into the module, so that threads must not share one
+            memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
+            self.copies.module = copy.deepcopy(self.module, memo)
+        return functional_call(self.copies.module, values, inputs, named)
+
+    def init(self, rng):
+        """Initial weights [d] from a numpy Generator, the same on every device. A network without
+        `start` is built again, its constructor drawing from a torch generator with a seed from rng.
+        """
+        start = getattr(self.module, "start", None)
+        if start is None or isinstance(start, nn.Module):  # a layer may be called so
+            module = fresh(self.build, int(rng.integers(2**63)))
+            found = dict(module.named_parameters())
+            w = torch.cat([found[name].detach().float().flatten() for name in self.names])
+            return w.to(self.device)
+        kernels = {name: shape for name, _, shape in self.tensors}
+        parts = []
+        for name, size in zip(self.names, self.sizes):
+            layer, _, part = name.rpartition(".")
+            shape = kernels.get(f"{layer}.weight", kernels[name])
+            norm = len(shape) == 1
+            parts.append(draw(rng, *(("constant", float(part == "weight")) if norm
+                                     else start(name, shape)), size))
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
+
+    def load(self, path):
+        """Takes weights and buffers from a state dict in a file, for --init: w [d]. Refuses
+        others."""
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = {name: torch.as_tensor(z) for name, z in found.items()}
+        except Exception as problem:  # torch.load raises nearly anything
+            refuse(f"--init {path} can't be read as a state dict: {first_line(problem)}")
+        wanted = dict(zip(self.names, self.shapes))
+        wanted |= {name: z.shape for name, z in self.constants.items()
+                   if name in self.module.state_dict()}
+        for name, shape in wanted.items():
+            if name not in found:
+                refuse(f"--init {path} has no {name}, which {self.name} has"
+                       + self.batchnorm_hint(found))
+            if found[name].shape != shape:
+                refuse(f"--init {path}: {name} has the shape {tuple(found[name].shape)}, in "
+                       f"{self.name} {tuple(shape)}")
+        if unknown := found.keys() - self.module.state_dict().keys():
+            refuse(f"--init {path} has {min(unknown)}, which {self.name} does not have"
+                   + self.batchnorm_hint(found))
+        for name in self.constants.keys() & found.keys():
+            self.constants[name] = found[name].to(self.constants[name])
+        w = torch.cat([found[name].float().flatten() for name in self.names]).to(self.device)
+        if not w.isfinite().all():
+            refuse(f"--init {path} has weights that are not finite")
+        return w
+
+    def batchnorm_hint(self, found):
+        running = any(name.endswith("running_mean") for name in found)
+        return ("; it is of a network with BatchNorm: use --batchnorm frozen"
+                if running and self.batchnorm != "frozen" else "")
+
+    def state_dict(self, w):
+        """w [d] as the module's own state dict, on the CPU. w may also be [K, d]."""
+        found = {name: w[..., where].reshape(*w.shape[:-1], *shape).cpu().clone()
+                 for name, where, shape in self.tensors}
+        found |= {name: z.cpu().clone() for name, z in self.constants.items()}
+        first = {id(z): name for name, z in (*self.module.named_parameters(),
+                                             *self.module.named_buffers())}  # of tied weights
+        every = {**dict(self.module.named_parameters(remove_duplicate=False)),
+                 **dict(self.module.named_buffers(remove_duplicate=False))}
+        return {name: found[first[id(every[name])]] for name in self.module.state_dict()}
+
+
+def draw(rng, kind, scale, size):
+    """`size` initial values from the distribution that `start` names."""
+    if kind == "uniform":
+        return rng.uniform(-scale, scale, size)
+    if kind == "normal":
+        return rng.normal(0, scale, size)
+    if kind == "truncated":
+        values = rng.normal(0, scale, size)
+        while (far := np.abs(values) > 2 * scale).any():
+            values[far] = rng.normal(0, scale, far.sum())
+        return values
+    if kind == "constant":
+        return np.full(size, scale)
+    raise ValueError(f"its `start` gives {kind!r}, which is none of uniform, normal, truncated and "
+                     "constant")
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Other networks
+
+@functools.cache
+def load_file(path):
+    """The module of a .py file anywhere, which may import what lies beside it. Refuses what can't
+    be loaded."""
+    path = pathlib.Path(path)
+    if path.suffix != ".py" or not path.is_file():
+        refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    # dataclasses look there
+    sys.modules[str(path)] = module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.resolve().parent))
+    try:
+        fresh(lambda: spec.loader.exec_module(module))
+    except Exception as problem:  # whatever the file does
+        refuse(f"{path} can't be loaded: {type(problem).__name__}: {first_line(problem)}")
+    return module
+
+
+def find(flag, name, known):
+    """What --model NAME or --split NAME means: one of `known`, or what a file has,
+    path/to/file.py:NAME."""
+    path, colon, inside = name.rpartition(":")
+    if name in known:
+        return known[name]
+    if name.endswith(".py"):
+        refuse(f"--{flag} {name} names nothing in the file; use {name}:NAME")
+    if not colon:
+        more = ", torchvision:NAME" if flag == "model" else ""
+        refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}{more}, or "
+               "path/to/file.py:NAME")
+    if not hasattr(load_file(path), inside):
+        refuse(f"--{flag} {name}: {path} has no {inside}")
+    return getattr(load_file(path), inside)
+
+
+BATCHNORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+           nn.FeatureAlphaDropout)
+
+
+def fresh(build, seed=0):
+    """What build() gives; its constructor draws from a torch generator with this seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+def builder(name, shape, classes, batchnorm=None, no_dropout=False):
+    """A function without arguments that builds the network of --model, as the flags change it."""
+    known = {"channels": shape[0], "in_channels": shape[0], "classes": classes,
+             "num_classes": classes, "size": tuple(shape[1:])}
+    make = construct(name, known)
+
+    def build():
+        module = make()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"it gives a {type(module).__name__}, not an nn.Module")
+        if batchnorm == "group":
+            module = group_norms(module)
+        batchnorms = [z for z in module.modules() if isinstance(z, BATCHNORM) and z.training]
+        if no_dropout:
+            module.eval()  # all layers, since F.dropout has none of its own
+        for layer in batchnorms:
+            layer.train(batchnorm != "frozen")
+        return module
+
+    return build
+
+
+def construct(name, known):
+    """A function that makes the module of --model NAME, with those of `known` that it asks for."""
+    if name.startswith("torchvision:"):
+        import torchvision  # not above: it takes as long as all other imports
+
+        there, wanted = torchvision.models.list_models(module=torchvision.models), name[12:]
+        if wanted not in there:
+            refuse(f"--model {name}: torchvision has no such network for classification; it has "
+                   f"{', '.join(there)}")
+        return lambda: torchvision.models.get_model(wanted, weights=None,
+                                                    num_classes=known["classes"])
+    make = find("model", name, MODELS)
+    if isinstance(make, nn.Module):
+        return lambda: copy.deepcopy(make)
+    if not callable(make):
+        refuse(f"--model {name} is a {type(make).__name__}; it must be a class of nn.Module, or a "
+               "function that returns one")
+    asked = inspect.signature(make).parameters.values()
+    missing = [z.name for z in asked if z.name not in known and z.default is z.empty
+               and z.kind not in (z.VAR_POSITIONAL, z.VAR_KEYWORD)]
+    if missing:
+        refuse(f"--model {name} asks for {', '.join(missing)}, which nobody can give; it may ask "
+               f"for {', '.join(known)} (docs/extend.md)")
+    given = {z.name: known[z.name] for z in asked if z.name in known}
+    return lambda: make(**given)
+
+
+class GroupNormInstead(nn.GroupNorm):
+    """In the place of a BatchNorm: 2 groups of channels, or 1 where their number is odd."""
+
+    def __init__(self, norm):
+        if type(norm) not in BATCHNORM:
+            raise ValueError(f"a {type(norm).__name__} does more than BatchNorm; --batchnorm group "
+                             "can't replace it")
+        channels = norm.num_features
+        super().__init__(gcd(2, channels), channels, norm.eps, norm.affine)
+
+
+def group_norms(module):
+    """The module with GroupNorm in the place of each BatchNorm."""
+    if isinstance(module, BATCHNORM):
+        return GroupNormInstead(module)
+    for name, child in module.named_children():
+        setattr(module, name, group_norms(child))
+    return module
+
+
+def check(net, shape):
+    """Raises what is wrong with somebody else's network: its logits must be those of its weights
+    and of each image alone. Returns notes: a line each."""
+    layers = list(net.module.named_modules())
+    batchnorms = [name for name, layer in layers if isinstance(layer, BATCHNORM) and layer.training]
+    if batchnorms:
+        raise ValueError(f"it has {len(batchnorms)} BatchNorm layers, with which an image's logits "
+                         "depend on the others of its minibatch; use --batchnorm group (GroupNorm "
+                         "in their place), or --batchnorm frozen (its running statistics are "
+                         "constants, for a pretrained --init)")
+    dropouts = [name for name, layer in layers if isinstance(layer, DROPOUT) and layer.training]
+    if dropouts:
+        raise ValueError(f"it has {len(dropouts)} dropout layers, which draw at random; use "
+                         "--no-dropout, which makes them inactive")
+    for name, layer in layers:
+        if loose := [key for key, z in vars(layer).items() if torch.is_tensor(z)]:
+            where = f"{name}.{loose[0]}" if name else loose[0]
+            raise ValueError(f"{where} is a tensor that is neither parameter nor buffer; use "
+                             "nn.Parameter or register_buffer")
+    rng = np.random.default_rng(0)
+    w_0 = net.init(rng)
+    scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])
+    noise = torch.from_numpy(rng.standard_normal(net.d).astype(np.float32)).to(net.device)
+    w = w_0 + 0.1 * scale * noise  # since layers that begin with 0 would hide what is behind them
+    x = rng.normal(0, np.arange(1, 9)[:, None, None, None], (8, *shape)).astype(np.float32)
+    x, before = torch.from_numpy(x).to(net.device), [z.clone() for z in net.constants.values()]
+    with torch.no_grad():
+        first = net.apply(w.split(net.sizes), x)
+        if not torch.is_tensor(first):
+            raise TypeError(f"it gives a {type(first).__name__}, not the logits, a tensor [B, "
+                            "classes]")
+        if first.dim() != 2 or len(first) != 8:
+            raise ValueError(f"its logits have the shape {tuple(first.shape)} for 8 images")
+        if first.shape[1] != net.classes:
+            raise ValueError(f"it gives {first.shape[1]} logits, and there are {net.classes} "
+                             "classes")
+        second, alone = net(w, x), net(w, x[:1])
+    with torch.enable_grad():
+        if net(w, x[:2]).requires_grad:
+            raise ValueError("it trains tensors that are not its parameters: register them, as "
+                             "modules in an nn.ModuleList, not in a list")
+        if not net(w.clone().requires_grad_(), x[:2]).requires_grad:
+            raise ValueError("its logits carry no gradient of its weights (.detach(), "
+                             "torch.no_grad, numpy?)")
+    if not first.isfinite().all():
+        raise ValueError("its logits are not finite, with weights and pixels drawn at random")
+    if any(not torch.equal(a, b) for a, b in zip(before, net.constants.values())):
+        raise ValueError("it changes its buffers in training, which all clients share")
+
+    def differ(a, b):
+        return not (a - b).norm() <= 1e-4 * a.norm()
+
+    if differ(first, second):
+        raise ValueError("two calls on one batch differ: it draws at random, or changes x in "
+                         "place; --no-dropout makes dropout inactive")
+    if differ(first[:1], alone):
+        raise ValueError("an image's logits depend on the others of its minibatch, as with "
+                         "BatchNorm")
+    notes = []
+    if (first >= 0).all() and (first.sum(1) - 1).abs().max() < 1e-4:
+        notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
+    if torch.equal(w_0, net.init(rng)):
+        notes.append("note    the model's initial weights are the same for every --seed")
+    return notes
