@@ -39,17 +39,17 @@ the number of test images (`weighted_mean` in the record). Each function says wh
 are. A personal model combines the server's newest part with the part that the client last trained.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
-(docs/baselines.md). Its buffer u starts at 0 in each round. There is no momentum in pfedme's steps
-on theta_k, in apfl's on alpha_k, and in lines 5 and 8 of per-fedavg. Weight decay is added to each
-gradient of f_k. The record counts the bytes that S_t sends and receives.
+(docs/baselines.md). Its buffer u starts at 0 before each loop. There is no momentum in pfedme's
+steps on theta_k, in apfl's on alpha_k, and in lines 5 and 8 of per-fedavg. Weight decay is added to
+each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
-client_update(*own, epochs, *shared) is written for one client: `own` are its tensors, `shared` is
-the same for all. It goes through its minibatches by `for minibatches in epochs: for b in
-minibatches` and returns its new tensors; epochs(epochs=3, order=1) gives it other epochs, in
-another order of the images. What it does with b is a function with @common.step.
-federation.train(client_update, S, t, own=[...], shared=[...]) calls it for each client of S and
-returns its results, a row for each client. A GPU may train all m clients at once: client_update
-then sees [m, d] instead of [d].
+client_update(*own, epochs, *shared) is the work of one client. `own` are its tensors, `shared` is
+the same for all clients. `for minibatches in epochs:` is the loop over its local epochs, `for b in
+minibatches:` that over the minibatches of an epoch; epochs(epochs=3, order=1) are others of the
+same client, with another number of epochs or another order of the images. A function with
+@common.step does the work on b. federation.train(client_update, S, t, own=[...], shared=[...])
+calls client_update for each client of S and returns its results, a row for each client. A GPU may
+train all clients at once: client_update then sees [m, d] instead of [d].
 
 V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S,
 V[S] = y replaces them, V.all has all rows. federation.mean(x) is the plain mean of the rows of x
@@ -119,13 +119,6 @@ def sum_of_gradients(gradient):
 
 # What several methods share: parts of w. Layers lie side by side in w. A cut at the start of a
 # layer makes two parts of w, the lower layers w[:cut] and the upper layers w[cut:].
-
-
-def with_part(w, part, V):
-    """Returns the model w [d] with each client's weights V [m, ...] in the slice `part`: [m, d]."""
-    W = w.repeat(len(V), 1)
-    W[:, part] = V
-    return W
 
 
 def personal_layers(federation, args):
@@ -457,8 +450,7 @@ def apfl(federation, run, args):
         How often the paper moves alpha_k is not settled. By default it is fixed, at FedSLR's .5.
     D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper all gradients come before any
         step.
-    D4  Personal is with the averaged w. FedTorch evaluates with the client's own w_k, before line
-        9.
+    D4  Personal is with the averaged w. FedTorch evaluates with the client's w_k, before line 9.
     D5  Line 9: weighted by n_k. In FedTorch, in FedSLR's code and in the paper the mean is plain.
     """
     gradient, sgd = local_sgd(federation.net, args)
@@ -540,7 +532,7 @@ def fedper(federation, run, args):
                   V=federation.per_client(w_0[head]))  # l.1: [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
@@ -596,7 +588,7 @@ def fedrep(federation, run, args):
                   V=federation.per_client(w_0[head]))  # l.1 (D4): [K, ...]
 
     def models(S):
-        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t in run.rounds(state, model=None, clients=models):  # l.2 (D2)
         S, eta = federation.sample(t), federation.eta(t)  # l.2
@@ -647,7 +639,7 @@ def lg_fedavg(federation, run, args):
                   V=federation.per_client(w_0[lower]))  # l.1: [K, ...]
 
     def models(S):
-        return with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
+        return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2
@@ -794,8 +786,8 @@ def per_fedavg(federation, run, args):
     is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
     D1  Line 4: b and b' are the next minibatches of the E epochs: half as many steps as FedAvg's. A
         minibatch that is left over at the end of a round is not used.
-    D2  Line 6: the step is from w_k. PersFL's code takes it from z. It has momentum by default; the
-        paper has none.
+    D2  Line 6: the step is from w_k. PersFL's code takes it from z. Ours has momentum by default;
+        the paper's has none.
     D3  Line 7: weighted by n_k, as in PersFL's code. The paper's mean is plain.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
         on TEST images instead.
@@ -986,8 +978,7 @@ def fedma(federation, run, args):
     D5  Line 9: a class of which no client of S_t has images takes the plain mean.
     D6  Line 3: own random weights, as in the authors' code. With --common-start from w_0, as all
         other methods here.
-    D7  Line 2: by default a tenth of the clients. In the authors' script all take part (--fraction
-        1).
+    D7  Line 2: a tenth of the clients by default; in the authors' script all (--fraction 1).
     """
     net, device, L = federation.net, federation.device, len(federation.net.layers)
     units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L]: of each layer
@@ -1006,7 +997,7 @@ def fedma(federation, run, args):
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t in run.rounds(state):  # l.2
         S = federation.sample(t)  # l.2 (D7)
-        # the sampled clients of all processes, and which of them are this one's
+        # the sampled clients of all processes (of one: S), and which of them are this one's
         numbers = sampled_numbers(federation, S)
         mine = np.flatnonzero(np.isin(numbers, federation.clients))
         w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3: [d], [m, d]

@@ -26,14 +26,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+import datasets
 import engine
 import plots
+import splits
 from datasets import DATASETS, DRAWS, TRANSFORMS, images_for, limit_images, load_data
-from engine import Batch, grad, is_main_process, now, refuse, say, step
-from models import MODELS, Net, find, load_file
-from plots import drawing
+from engine import grad, is_main_process, now, refuse, say, step
+from models import MODELS, Net, find, load_file, with_part
+from plots import drawing, setting, spread
 from records import Rows, Run, without_clients, without_nan
-from splits import SPLITS, USED_BY, Split, setting, split_clients, unused
+from splits import SPLITS, USED_BY, Split, renamed, split_clients, unused
 
 # what is not used here is for the algorithms' files, as common.NAME
 
@@ -80,6 +82,23 @@ def sgd(args, decayed=None):
     return descend
 
 
+def all_reduce(x):
+    """The sum of a tensor over all processes."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x)
+    return x
+
+
+class Batch(NamedTuple):
+    """One client's minibatch: images x [B, C, H, W], labels y [B], mask [B] (0 where a row only
+    fills up), draw [...] (the algorithm's own random numbers; see Federation.train)."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    mask: torch.Tensor
+    draw: torch.Tensor
+
+
 class Plan(NamedTuple):
     """What a client does in a call of train: arrays over its epochs and minibatches."""
 
@@ -87,6 +106,18 @@ class Plan(NamedTuple):
     mask: np.ndarray  # [epochs, steps, B] False where a row only fills up the last minibatch
     uniform: np.ndarray  # [epochs, steps, B, DRAWS] draws from [0, 1) for the transform
     draw: np.ndarray  # [epochs, steps, ...] for the algorithm
+
+
+def filled(plans, B, way):
+    """One Plan, whose minibatches are all filled up to B images: that of one client or, in the way
+    "together", those of several, with an axis for the clients behind epochs and steps."""
+    B = max(B, *(plan.mask.shape[2] for plan in plans))
+
+    def wide(z):
+        return np.pad(z, [(0, 0), (0, 0), (0, B - z.shape[2]), *[(0, 0)] * (z.ndim - 3)])
+
+    plans = [Plan(*map(wide, plan[:3]), plan.draw) for plan in plans]
+    return Plan(*(np.stack(z, 2) for z in zip(*plans))) if way == "together" else plans[0]
 
 
 class Epochs:
@@ -113,7 +144,7 @@ class Epochs:
         if not self.clients:
             return
         plans = [self.fed.plan(*client, self.t, **self.options) for client in self.clients]
-        plan = engine.stacked(plans) if self.way == "together" else plans[0]
+        plan = plans[0] if self.way == "loop" else filled(plans, self.fed.B, self.way)
         if self.first_only:
             plan = Plan(*(z[:1, :1] for z in plan))
         arrays = [torch.as_tensor(z, device=self.fed.device) for z in plan]
@@ -156,59 +187,60 @@ class Federation:
         self.K = len(self.whole_split.train)
         if self.K < self.processes:
             refuse(f"{self.processes} processes for {self.K} clients; start at most one per client")
-        self.images = torch.from_numpy(self.data.images).to(self.device)
+        if "clients" in unused(args.split):
+            args.clients = self.K  # for the record
+        self.images = datasets.as_tensor(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
         self.clients = np.arange(self.rank, self.K, self.processes)
-        self.split = Split(*([part[k] for k in self.clients] for part in self.whole_split))
+        parts = self.whole_split.measured(args.limit_test)
+        self.split = Split(*([part[k] for k in self.clients] for part in parts))
         self.n = torch.tensor([float(len(index)) for index in self.split.train], device=self.device)
         self.transform = TRANSFORMS[args.transform](self.data)
+        before, hint = "{}x{}".format(*self.data.images.shape[1:3]), ""
         try:
             shape = tuple(self.transform(self.images[:1]).shape[1:])
         except ValueError as problem:
-            height, width = self.data.images.shape[1:3]
-            refuse(f"{problem}, but {self.data.name} has {height}x{width}")
-        self.net = make_net(shape) if make_net else Net(
-            args.model, shape, self.data.classes, self.device, args.batchnorm, args.no_dropout)
+            refuse(f"{problem}, but {self.data.name} has {before}; use --transform normalize")
+        if shape[1:] != self.data.images.shape[1:3]:
+            hint = (f"; --transform {args.transform}, fedavg.py's default on cifar10, cuts "
+                    f"{before} images so: --transform normalize leaves them whole")
+        self.net = make_net(shape, self.data.classes, self.device) if make_net else Net(
+            args.model, shape, self.data.classes, self.device, args.batchnorm, args.no_dropout,
+            hint=hint)
         self.w_0 = self.net.load(args.init) if args.init else None
-        self.notes = [*self.net.notes, *self.oddities()]  # `describe` prints them below its lines
+        self.notes = [*self.net.notes, *datasets.remarks(self.data),  # for `describe`
+                      *splits.remarks(self.whole_split, self.data, args)]
         # set when the run is interrupted: clients give up at their next minibatch
         self.stop = False
         self.all_rows = []  # every Rows
+        # a GPU's minibatches are filled up to B images: all have one shape
+        self.B = min(args.batch_size or len(self.labels), max(map(len, self.split.train)))
         gpu = self.device.type == "cuda"
+        if gpu and engine.before_ampere():
+            transform = self.transform
+            self.transform = lambda *images: transform(*images).contiguous()
         self.threads = 0 if gpu else args.parallel or engine.cores()
         self.map = engine.pool(self.threads)  # over items; on a CPU several at once
-        # of a GPU: how it trains, ways that were proved, why others failed, CUDA graphs
-        self.way = engine.WAYS[0] if gpu and args.engine == "auto" else "loop"
-        self.proved, self.failed, self.graphs = set(), [], {}
+        # of a GPU: its fastest way, that in use, those proved, why others failed, CUDA graphs
+        fast = "together" if self.net.d <= engine.SMALL else "graphs"
+        self.way = fast if gpu and args.engine == "auto" else "loop"
+        self.used, self.proved, self.failed, self.graphs = "loop", set(), [], {}
         if gpu:
             torch.cuda.reset_peak_memory_stats(self.device)  # of an earlier run in this process
         engine.keep_memory()
-
-    def oddities(self):
-        """What a user should know of the images and their split: a line each."""
-        data, notes = self.data, []
-        if self.args.split == "natural" and data.test_owner is not None:
-            notes.append("note    the clients' own test images are those that client_test names; "
-                         "--client-test is not used")
-        dealt = np.unique(np.concatenate([i for part in self.whole_split for i in part]))
-        if nobodys := data.n_train - (dealt < data.n_train).sum():
-            notes.append(f"note    {nobodys} of {data.n_train} training images go to no client")
-        if data.classes == 1:
-            notes.append("warning all images are of one class: every model is right")
-        if all(np.array_equal(x, data.images[0]) for x in data.images):
-            notes.append("warning all images are alike: nothing can be learnt from them")
-        return notes
 
     def describe(self):
         """Prints three lines on what is trained, images, split and model, and the notes."""
         data, args, K = self.data, self.args, self.K
         m = max(int(args.fraction * K + 1e-9), 1)
-        train, _, test = ([len(index) for index in part] for part in self.whole_split)
+        train, _, test = ([len(index) for index in part]
+                          for part in self.whole_split.measured(args.limit_test))
         own = args.client_test or (args.split == "natural" and data.test_owner is not None)
-        kinds = [len(np.unique(data.labels[index])) for index in self.whole_split.train]
-        say(f"data    {data.name}: {data.n_train} training and {len(data.images) - data.n_train} "
-            f"central test images, {data.classes} classes, "
-            + "x".join(map(str, data.images.shape[1:]))
+        kinds = self.whole_split.classes(data.labels)
+        say(f"data    {data.name}: {data.n_train} training and {len(data.central)} central test "
+            f"images, {data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
+            + f", {data.n_val} validation images" * (data.n_val > 0)
+            + f", {data.images.dtype}" * (data.images.dtype != np.uint8)
             + ", with client_train (for --split natural)" * (data.owner is not None))
         say(f"split   {args.split}: {K} client{'s' * (K > 1)}, {'all' if m == K else m} in a round"
             f", training images {spread(train)}, {'own' if own else 'central'} test images "
@@ -245,7 +277,7 @@ class Federation:
 
     def all_reduce(self, x):
         """The sum of a tensor over all processes; with one process, x itself."""
-        return engine.all_reduce(x) if self.processes > 1 else x
+        return all_reduce(x) if self.processes > 1 else x
 
     def sum(self, x, n=None):
         """The sum of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m] of
@@ -336,7 +368,7 @@ class Federation:
         shuffled = np.array([shuffle.permutation(own) for _ in range(epochs)], np.int64)
         shuffled = shuffled.reshape(epochs, len(own))
         fill = (0, 0), (0, -len(own) % size)  # to whole minibatches, with image 0, which mask hides
-        index, mask = (np.pad(z, fill).reshape(epochs, -1, size)
+        index, mask = (np.pad(z, fill).reshape(epochs, -(-len(own) // size), size)
                        for z in (shuffled, np.ones_like(shuffled, bool)))
         form = index.shape[:2]
         uniform = augment.random((*index.shape, DRAWS[self.args.transform]), np.float32)
@@ -350,7 +382,7 @@ class Federation:
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2))
         x = x.unflatten(0, index.shape)
         x = x.bfloat16() if self.args.precision == "bf16" else x
-        return engine.Batch(x, self.labels[index], mask, draw)
+        return Batch(x, self.labels[index], mask, draw)
 
     # Evaluation
 
@@ -367,8 +399,8 @@ class Federation:
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece,
         mce."""
-        labels = self.labels[self.data.n_train :]
-        logits = self.logits(w, np.arange(self.data.n_train, len(self.data.images)))
+        labels = self.labels[torch.as_tensor(self.data.central, device=self.device)]
+        logits = self.logits(w, self.data.central)
         one = score(logits, labels, torch.zeros_like(labels), 1)
         return {name: float(value[0]) for name, value in one.items()}
 
@@ -407,7 +439,7 @@ class Federation:
             **{name: float(one[name].mean()) for name in ("top5", "loss", "ece", "mce")},
             "per_client": top1.tolist(),
         }
-        if self.args.client_val and images is None:
+        if images is None and (self.args.client_val or self.data.n_val):
             on_val = self.evaluate_clients(W, self.split.val)
             measures.update(val_mean=on_val["mean"], val_loss=on_val["loss"])
         return measures
@@ -438,11 +470,6 @@ def score(logits, y, group, groups, bins=15):
     return {"top1": total(top, group, groups) / n, "top5": total(right.any(1), group, groups) / n,
             "loss": total(loss, group, groups) / n, "ece": gap.view(groups, bins).sum(1) / n,
             "mce": (gap / count.clamp(min=1)).view(groups, bins).amax(1)}
-
-
-def spread(values):
-    """least/mean/most, shortly."""
-    return f"{min(values)}/{np.mean(values):.1f}/{max(values)}".replace(".0/", "/")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -488,23 +515,32 @@ def parser(doc, **defaults):
     p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
     flag = p.add_argument_group("data (the same in every file)").add_argument
     flag("--dataset", default="cifar10",
-         help=f"{' '.join(DATASETS)}, or the path of a .npz; defaults of other flags depend on it "
-              "(--dataset NAME --help)")
+         help=f"{' '.join(DATASETS)}, the path of a .npz or of a folder of images, or leaf:FOLDER "
+              "(docs/extend.md); defaults of other flags depend on it (--dataset NAME --help)")
     flag("--data-dir", default="data",
          help="NAME.npz is taken from here if it exists, else downloads go here")
+    flag("--resize", type=positive_int, metavar="N",
+         help="scale and cut the images of a folder to N x N pixels")
+    flag("--test-share", type=fraction, metavar="SHARE",
+         help="of a data set without test images: hold out this share of each class")
+    flag("--classes", type=positive_int,
+         help="how many classes there are, if the training images lack some")
     flag("--limit", type=positive_int,
          help="use only this many training images, equally many of each class")
+    flag("--limit-test", type=positive_int,
+         help="measure on this many central test images only, equally many of each class, and on "
+              "as many of the clients' own, all together")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")
     flag("--split", default="shards", metavar="NAME",
          help=f"how the training images are given to the clients: {' '.join(SPLITS)}, or "
-              "path/to/file.py:function (docs/extend.md); natural: as the .npz says (its array "
-              "client_train; client_test, if it is there, gives out the test images)")
+              "path/to/file.py:function (docs/extend.md); natural: as the data set says (the "
+              "array client_train of a .npz, the users of LEAF)")
     flag("--alpha", type=nonnegative, default=1.0,
-         help="alpha of the Dirichlet splits: alpha/classes per class for dirichlet (Hsu et al.'s "
-              "convention), alpha per client for dirichlet-classes and fedma, alpha per class for "
-              "fedslr; other splits refuse it")
+         help="alpha of the Dirichlet splits. dirichlet-classes, fedma: of each class's shares "
+              "over the clients; fedslr: of each client's shares over the classes; dirichlet-hsu: "
+              "the same, times p, the classes' shares; other splits refuse it")
     flag("--per-client", type=positive_int, default=2,
          help="s, shards (--split shards) or classes (classes, lognormal) of a client; other "
               "splits refuse it")
@@ -517,8 +553,8 @@ def parser(doc, **defaults):
          help="share of a client's images held out for validation: the record then has val_mean "
               "and val_loss; superfed.py and persfl.py also choose on these images")
     flag("--transform", default="scale", choices=TRANSFORMS,
-         help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; normalize: each channel to "
-              "mean 0 and deviation 1; the others: a paper's")
+         help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; half: to [-1, 1], by (x - .5)"
+              " / .5; normalize: each channel to mean 0 and deviation 1; the others: a paper's")
     flag = p.add_argument_group("training (the same in every file)").add_argument
     flag("--model", default="cnn", metavar="NAME",
          help=f"the network: {' '.join(MODELS)}, torchvision:NAME, or path/to/file.py:NAME of a "
@@ -554,7 +590,7 @@ def parser(doc, **defaults):
          help="on a CPU: threads, one for each client that trains (default: its cores)")
     flag("--precision", choices=("fp32", "tf32", "bf16"),
          help="of the models' products in training; weights, sums and evaluation are always fp32 "
-              "(default: fp32 on the CPU, tf32 on a GPU)")
+              "(default: tf32 on a GPU from Ampere on, else fp32)")
     flag("--engine", choices=("auto", "loop"), default="auto",
          help="on a GPU. auto: all clients at once, or CUDA graphs, where they give what the loop "
               "gives; loop: plainly one client after the other")
@@ -588,12 +624,14 @@ def parse(p, by_dataset, argv=None):
         first.add_argument(f"--{name}".replace("_", "-"))
     given = first.parse_known_args(argv)[0]
     p.set_defaults(**by_dataset.get(given.dataset, {}))
+    if given.dataset.startswith("leaf:"):
+        p.set_defaults(split="natural")
     split = given.split or p.get_default("split")
     p.set_defaults(**by_dataset.get((given.dataset, split), {}))
     args = p.parse_args(argv)
     if not args.model.startswith("torchvision:"):
         find("model", args.model, MODELS)  # refuses a name that nothing has
-    find("split", args.split, SPLITS)
+    splits.scheme(args.split)
     for name in unused(args.split):
         if getattr(given, name):
             default = "" if given.split else " (the default here)"
@@ -602,8 +640,11 @@ def parse(p, by_dataset, argv=None):
                     f"--split {' or '.join(USED_BY[name])}")
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
-    if args.precision is None:
-        args.precision = "tf32" if args.device.startswith("cuda") else "fp32"
-    if args.precision == "tf32" and not args.device.startswith("cuda"):
+    gpu = args.device.startswith("cuda")
+    old = gpu and engine.before_ampere()
+    args.precision = args.precision or ("tf32" if gpu and not old else "fp32")
+    if args.precision == "tf32" and not gpu:
         p.error("--precision tf32 is for GPUs; use fp32 or bf16")
+    if args.precision != "fp32" and old:
+        p.error(f"--precision {args.precision} is for GPUs from Ampere on; use fp32")
     return args

@@ -1,22 +1,16 @@
 """How the work is spread: threads on a CPU, CUDA graphs on a GPU, several processes.
 
 Nothing here changes what is computed, up to rounding. The plain loop is the specification: one
-client after the other, one minibatch after the other. Tests compare every faster way with it.
-
-    1. What a command line names         refuse, find
-    2. Processes and devices             find_device, cores, now
-    3. Clients and their minibatches     Epochs, train
-    4. Steps                             step, Graph
-    5. Gradients                         grad
-    6. What clients keep                 Rows
-
-fed is common.py's Federation.
+client after the other, one minibatch after the other. Tests compare every faster way with it. fed
+is common.py's Federation.
 """
 
+import atexit
 import contextlib
 import ctypes
 import datetime
 import functools
+import math
 import os
 import pathlib
 import platform
@@ -27,7 +21,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.func import vmap
@@ -35,7 +28,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 # --------------------------------------------------------------------------------------------------
-# 1. What a command line names
+# 1. Errors, processes, devices
+
+
+def is_main_process():
+    """Whether this is the only process, or the one among torchrun's that prints and writes."""
+    # RANK alone is another program's
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def refuse(message, alone=False):
@@ -51,22 +50,13 @@ def first_line(problem):
     return (str(problem).splitlines() or [type(problem).__name__])[0]
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Processes and devices
-
-
-def is_main_process():
-    """Whether this is the only process, or the one among torchrun's that prints and writes."""
-    # RANK alone is another program's
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
-
-
 def say(text=""):
     """Prints a line, above a progress bar, by the first process alone. If nobody reads any more
     (`| head`), the run goes on."""
     if is_main_process():
         try:
-            tqdm.write(text)
+            encoding = sys.stdout.encoding or "utf-8"
+            tqdm.write(text.encode(encoding, "replace").decode(encoding))  # ascii has no ±
             sys.stdout.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,22 +82,21 @@ def find_device(name):
     return device
 
 
+def before_ampere():
+    """Whether the GPU is one without TF32, on which bf16 and channels-last images are slow."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+
+
 def join_processes(device):
     """(rank, number of processes), after joining the others where torchrun started this one."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
+    atexit.unregister(dist.destroy_process_group)  # Run.finish registers it
     if processes > 1 and not dist.is_initialized():
         gpu = device.type == "cuda"
         patience = datetime.timedelta(hours=2)  # the others wait while one downloads
         dist.init_process_group("nccl" if gpu else "gloo", timeout=patience,
                                 device_id=device if gpu else None)
     return int(os.environ.get("RANK", 0)) if processes > 1 else 0, processes
-
-
-def all_reduce(x):
-    """The sum of a tensor over all processes."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x)
-    return x
 
 
 def cores():
@@ -134,14 +123,6 @@ def keep_memory():
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
-def give_back_memory(size):
-    """Undoes keep_memory for what is free now, where large tensors of a gigabyte in all would
-    otherwise lie between the gaps."""
-    if size > 2**30:
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def now(device):
     """Waits until the device has done all that it was asked for. Then the clock, in seconds."""
     getattr(torch, device.type).synchronize(device)  # torch.cpu's does nothing
@@ -163,11 +144,8 @@ def fast_kernels(precision):
 
 def pool(threads):
     """map over items by so many threads, each with one thread of torch; Python's own map for 0.
-
-    torch's own threads wait for each other wherever another program takes a core. So on a CPU all
-    heavy work is cut into parts for this pool, and torch has one thread everywhere else, too. Then
-    results do not depend on the number of threads.
-    """
+    Torch's own threads wait for each other wherever another program takes a core. So on a CPU all
+    heavy work is cut into parts for this pool; results do not depend on the number of threads."""
     if not threads:
         return map
     torch.set_num_threads(1)
@@ -175,36 +153,15 @@ def pool(threads):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Clients and their minibatches
+# 2. Steps, and training on a GPU
 
+STEPS = threading.local()  # .vmapped: whether this thread is in a step of all clients at once
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
-SMALL = 500_000  # weights; above it clients gain nothing from going together (a guess: gpu.md)
+SMALL = 500_000  # weights; above it clients gain nothing from going together (a guess)
+MOST = 32  # graphs, since PyTorch has so many streams, and each graph needs one of its own
 
 
-class Batch(NamedTuple):
-    """One client's minibatch: images x [B,C,H,W], labels y [B], mask [B] (0 where a row only fills
-    up), draw [...] (the algorithm's own random numbers; see Federation.train)."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    mask: torch.Tensor
-    draw: torch.Tensor
-
-
-def stacked(plans):
-    """The Plans of several clients as one, with an axis for the clients behind epochs and steps."""
-    size = max(plan.index.shape[2] for plan in plans)
-
-    def filled(z):
-        return np.pad(z, [(0, 0), (0, 0), (0, size - z.shape[2]), *[(0, 0)] * (z.ndim - 3)])
-
-    parts = [(*map(filled, plan[:3]), plan.draw) for plan in plans]
-    return type(plans[0])(*(np.stack(z, 2) for z in zip(*parts)))
-
-
-class Filled(NamedTuple):
-    """A minibatch that a Graph makes: fed.batch(*inputs), filled up to B images."""
-
+class Filled(NamedTuple):  # a minibatch that a Graph makes: fed.batch(*inputs)
     fed: object
     way: str
     inputs: tuple
@@ -212,173 +169,135 @@ class Filled(NamedTuple):
 
 def train(fed, client_update, own, clients, shared):
     """Federation.train on a GPU: all clients at once where the model is small and they have equally
-    many minibatches, else one after the other by CUDA graphs. What fails, or does not give what the
-    plain loop gives, is given up for good, with one line."""
+    many minibatches, else one after the other by CUDA graphs. A way that fails, or does not give
+    what the plain loop gives, is given up for good, with one line."""
+
+    def trained(way, first_only=False):
+        if way != "together":
+            epochs = [one.by(way, first_only) for one in clients]
+            return fed.one_by_one(client_update, own, epochs, shared)
+        rows = [one.clients[0] for one in clients]
+        epochs = clients[0].by(way, first_only, rows)
+        return client_update(*(z[:] for z in own), epochs, *shared)
+
+    B = fed.args.batch_size or math.inf
+    alike = len({-(-len(images) // B) for one in clients for _, images in one.clients}) == 1
     with fast_kernels(fed.args.precision):
         while fed.way != "loop":
-            counts = {-(-len(images) // fed.args.batch_size) for epochs in clients
-                      for _, images in epochs.clients} if fed.args.batch_size else {1, 2}
-            small = fed.net.d <= SMALL and len(counts) == 1
-            way = "graphs" if fed.way == "graphs" or not small else "together"
-            work = functools.partial(train_by, fed, client_update, own, clients, shared, way)
+            fed.used = way = fed.way if alike else "graphs"
             try:
                 if (client_update, way) not in fed.proved:
-                    prove(fed, client_update, own, clients, shared, work)
+                    start = [z[0] for z in own]
+                    wanted = client_update(*start, clients[0].by("loop", True), *shared)
+                    prove(start, wanted, tree_map(lambda z: z[0], trained(way, first_only=True)))
                     fed.proved.add((client_update, way))
-                return work()
+                return trained(way)
             except Exception as problem:
-                if isinstance(problem, torch.AcceleratorError) and not out_of_memory(problem):
-                    raise  # the GPU can't be used any more
+                now(fed.device)  # raises if the GPU can't be used any more
                 fed.way, why = WAYS[WAYS.index(way) + 1], first_line(problem)
             fed.failed.append(f"{way}: {why}")
             say(f"engine  {fed.way!r} in place of {way!r} from here on, slower: {why}")
             fed.graphs.clear()
             with contextlib.suppress(RuntimeError):  # after a capture that broke
                 torch.cuda.empty_cache()
+        fed.used = "loop"
         try:
-            return fed.one_by_one(client_update, own, clients, shared)
-        except RuntimeError as problem:
-            if not out_of_memory(problem):
-                raise
+            return trained("loop")
+        except torch.OutOfMemoryError as problem:
             refuse(f"out of GPU memory with one client at a time ({first_line(problem)}); use a "
                    "smaller --batch-size or --model", alone=True)
 
 
-def train_by(fed, client_update, own, clients, shared, way, first_only=False):
-    """What client_update gives for each client, in one of the ways "together" and "graphs"."""
-    clients = [epochs.by(way, first_only)
-               for epochs in clients]
-    if way == "graphs":
-        return fed.one_by_one(client_update, own, clients, shared)
-    every = slice(0, len(clients))
-    epochs = clients[0].by(way, first_only, [epochs.clients[0] for epochs in clients])
-    return copied(client_update(*(z[every] for z in own), epochs, *shared))
-
-
-def prove(fed, client_update, own, clients, shared, work):
-    """Raises if the first minibatch changes the first client quite otherwise than in the plain
-    loop: by more than a quarter of the change. Rounding does not come near that."""
-    start = [z[0] for z in own]
-    wanted = copied(client_update(*start, clients[0].by("loop", True), *shared))
-    found = tree_map(lambda z: z[0], work(first_only=True))
+def prove(start, wanted, found):
+    """Raises if `found`, a client's tensors after a minibatch, is off from the plain loop's by more
+    than a quarter of the change since `start`. Rounding does not come near that."""
     for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
-        near = [z for z in start if z.shape == want.shape] + [torch.zeros_like(want)]
-        change = min((want - z).norm() for z in near)
+        want, got = want.double(), got.double()
+        near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
+        change = min((want - z).norm() for z in [*near, torch.zeros_like(want)])
         if change.isfinite() and not (got - want).norm() <= change / 4 + 1e-5 * want.norm():
             raise ValueError("one minibatch does not give what the plain loop gives")
-
-
-def out_of_memory(problem):
-    """Whether an error is PyTorch's for too little memory, or what CUDA's libraries say of it."""
-    words = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED",
-             "CUDNN_STATUS_NOT_INITIALIZED", "unable to find an engine")
-    return isinstance(problem, torch.OutOfMemoryError) or any(s in str(problem) for s in words)
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Steps
 
 
 def step(function):
     """Decorates the work of one client on one minibatch:  new = function(*own, b, *shared).
 
-    own: tensors of this client, before the minibatch b; shared: tensors that are the same for all
-    clients. A step changes nothing in place and draws no random numbers. It returns the new values
-    of its first arguments. In a plain loop it is just called. On a GPU it becomes a CUDA graph, of
-    one client, or of all at once by vmap. Its results then live until it is called again: clone
-    what you keep longer.
+    own: tensors of this client, before the minibatch b; shared: what is the same for all clients.
+    A step returns the new values of its first arguments, changes nothing in place, and draws no
+    random numbers. In the plain loop it is just called. On a GPU it becomes a CUDA graph, of one
+    client or, by vmap, of all. It then repeats its capture: nothing but its arguments may change.
     """
 
     @functools.wraps(function)
     def run(*args):
-        place = next(i for i, z in enumerate(args) if isinstance(z, (Batch, Filled)))
-        own, b, shared = args[:place], args[place], args[place + 1 :]
-        if isinstance(b, Batch):
-            return function(*args)
-        form = tuple((z.shape, z.dtype) if torch.is_tensor(z) else z
-                     for z in tree_leaves((own, b.inputs, shared)))
-        if (function, b.way, form) not in b.fed.graphs:
-            b.fed.graphs[function, b.way, form] = Graph(function, own, b, shared)
-        return b.fed.graphs[function, b.way, form](own, b.inputs, shared)
+        place = next((i for i, z in enumerate(args) if isinstance(z, Filled)), None)
+        return function(*args) if place is None else by_graph(function, place, *args)
 
     return run
 
 
+def by_graph(function, place, *args):
+    """A step by its graph. place: that of the minibatch among args."""
+    b, graphs = args[place], args[place].fed.graphs
+    given = *args[:place], *b.inputs, *args[place + 1 :]
+    form = ((z.shape, z.dtype) if torch.is_tensor(z) else z for z in given)
+    key = function, b.way, *form
+    if key not in graphs and len(graphs) == MOST:
+        raise RuntimeError(f"more than {MOST} kinds of steps: make tensors of their numbers")
+    graph = graphs[key] = graphs.get(key) or Graph(function, place, b, given)
+    return graph(given)
+
+
 class Graph:
-    """A step for one set of shapes, as a CUDA graph.
+    """A step for tensors of given shapes, as a CUDA graph. It reads and writes the same memory in
+    every replay: what it is given is copied there, and what it returns is a copy."""
 
-    A graph reads and writes the same memory in every replay. So what it is given is copied there,
-    but for what lies there already: its own last results, and what has not changed since.
-    """
-
-    def __init__(self, function, own, b, shared):
-        self.memory = own, inputs, shared = copied((own, b.inputs, shared))
-        together = b.way == "together"
-        if together:
-            function = vmap(function, (0,) * len(own) + (0,) + (None,) * len(shared))
+    def __init__(self, function, place, b, given):
+        fed, end = b.fed, place + len(b.inputs)
+        memory = [z.to(fed.device, copy=True, memory_format=torch.contiguous_format)
+                  if torch.is_tensor(z) else z for z in given]
 
         def once():
-            STEPS.vmapped = together
+            args = (*memory[:place], fed.batch(*memory[place:end]), *memory[end:])
+            if b.way != "together":
+                return function(*args)
+            STEPS.vmapped = True
             try:
-                new = function(*own, b.fed.batch(*inputs), *shared)
+                rows = tuple(0 if i <= place else None for i in range(len(args)))
+                return vmap(function, rows)(*args)
             finally:
                 STEPS.vmapped = False
-            several = isinstance(new, tuple)
-            new, places = new if several else (new,), {z.data_ptr() for z in own}
-            # what a step hands on, perhaps in another place, must be read before it is overwritten
-            new = [z.clone() if z.data_ptr() in places else z for z in new]
-            for memory, z in zip(own, new):
-                memory.copy_(z)
-            return own[: len(new)] if several else own[0]
 
-        self.results = once()
-        self.changing = len(tree_leaves(self.results))  # the first of `memory`
-        self.last = {}
-        self.replay = capture(once, own[0].device)
+        self.memory, self.replay = memory, capture(once, fed.device)
 
-    def __call__(self, *given):
-        for i, (memory, z) in enumerate(zip(*map(tree_leaves, (self.memory, given)))):
-            if not torch.is_tensor(z) or z is memory:
-                continue
-            now = z, z._version
-            if i < self.changing or not (i in self.last and self.last[i][0] is z
-                                         and self.last[i][1] == now[1]):
+    def __call__(self, given):
+        for memory, z in zip(self.memory, given):
+            if torch.is_tensor(z):
                 memory.copy_(z)
-                self.last[i] = now
-        self.replay()
-        return self.results
+        return tree_map(torch.clone, self.replay())
 
 
 def capture(function, device):
-    """A function that replays `function` as a CUDA graph. Each graph has a stream of its own: when
-    a graph goes, PyTorch frees the cuBLAS workspace of its stream."""
+    """A function that does by a CUDA graph what `function` does. The graph has a stream of its own:
+    when one goes, PyTorch frees the cuBLAS workspace of its stream (PyTorch's issue 193402)."""
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(main)
     try:
-        # libraries choose and set up their kernels before the capture
-        with torch.cuda.stream(side):
-            for _ in range(2):
+        with torch.cuda.stream(side):  # libraries choose and set up their kernels before it
+            for _ in range(3):
                 function()
         # thread_local: NCCL's thread may do what a capture may not
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            function()
+            results = function()
     finally:
-        torch.cuda.set_stream(main)  # torch 2.11 stays on the other one after a failed capture
-        with contextlib.suppress(RuntimeError):  # a capture that could not be ended
-            main.wait_stream(side)
-    return graph.replay
+        torch.cuda.set_stream(main)  # PyTorch stays on the other one after a failed capture
 
+    def replay():
+        graph.replay()
+        return results
 
-def copied(tree):
-    return tree_map(lambda z: z.clone(memory_format=torch.contiguous_format)
-                    if torch.is_tensor(z) else z, tree)
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. Gradients
-
-STEPS = threading.local()  # .vmapped: whether this thread is in a step of all clients at once
+    return replay
 
 
 def grad(function, argnums=0, has_aux=False):

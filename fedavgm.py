@@ -34,7 +34,7 @@ docs/fedavgm.md explains. fedavg.py explains the symbols, "global", "personal", 
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper does not say.
     D3  Line 3: C*K is rounded down.
     D4  Images are augmented as in this network's TensorFlow tutorial; the paper does not say.
-    D5  Class shares are Dirichlet(alpha/10), as in the paper; some libraries use alpha per class.
+    D5  Class shares are Dir(alpha/10), as in the paper (dirichlet-hsu); others use alpha per class.
     D6  E, B, alpha, eta and beta are lost in our copy. We use Flower's: eta, beta of alpha 0 and 1.
     D7  Lines 7 to 7b are lost in our copy. Nesterov's form is PyTorch's; the server's rate is 1.
 """
@@ -99,7 +99,7 @@ def main(argv=None):
 
 # Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay from section 4,
 # E, B, alpha, eta and beta from Flower (D6)
-DEFAULTS = dict(split="dirichlet", alpha=0.1, clients=100, client_test=0.0, fraction=0.05,  # D5
+DEFAULTS = dict(split="dirichlet-hsu", alpha=0.1, clients=100, client_test=0.0, fraction=0.05,  # D5
                 rounds=10_000, epochs=1, batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0,
                 beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D1, D4, D6
                 eval_every=50, target=[])

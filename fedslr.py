@@ -6,7 +6,7 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
 
 w, the "global knowledge representation" (GKR), is one model for all; lambda lowers its rank. p_i is
 client i's own; mu makes it sparse. "gkr" tests w, "personal" the mixed models w + p_i, on clients'
-own test images (D7), "global" w on the central ones. docs/fedslr.md explains our choices D1 to D8.
+own test images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8, fedavg.py [d].
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -30,7 +30,7 @@ own test images (D7), "global" w on the central ones. docs/fedslr.md explains ou
     19              g = gradient by p_i of f_i(w^t + p_i; b)
     20              p_i = soft(p_i - eta * g, eta*mu)                                        (7)
 
-    D1  Line 1: p_i = 0. With resnet18 and mobilenet it is a copy of w^0, as in the official code.
+    D1  Line 1: p_i = 0; with resnet18 and mobilenet w^0's kernels and matrices, as officially.
     D2  Line 3 rounds C*M down; officially clients join with probability C. Line 7 has plain means.
     D3  Lines 13, 20: weight decay adds 1e-3 * w or p_i to g. eta is multiplied by .998 each round.
     D4  Line 19: w^t stays as it is. "personal" is w^{t+1} + p_i of all clients, not of S_t alone.
@@ -48,7 +48,7 @@ import common
 
 
 def soft(x, tau):
-    """Returns sign(x) * max(|x| - tau, 0): each number of x moves towards 0 by tau and stops at 0."""
+    """Returns sign(x) * max(|x| - tau, 0): numbers of x move towards 0 by tau and stop at 0."""
     return x - x.clamp(-tau, tau)
 
 
@@ -227,7 +227,7 @@ def count_factors(net, ranks):
 
 
 def measures(federation, state):
-    """Returns measures of the GKR and of the mixed models on the clients' images, and their sizes."""
+    """Returns measures of the GKR and the mixed models on the clients' images, and their sizes."""
     nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
     mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0

@@ -306,7 +306,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", batchnorm=None, no_dropout=False,
-                 build=None):
+                 build=None, hint=""):
         self.name, self.classes, self.device, self.notes = name, classes, device, []
         self.batchnorm, self.copies = batchnorm, threading.local()
         try:
@@ -322,7 +322,7 @@ class Net:
             known = isinstance(problem, (RuntimeError, ValueError, TypeError))
             why = "" if known else f"{type(problem).__name__}: "
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with "
-                   f"{shape[0]} channels: {why}{first_line(problem)}")
+                   f"{shape[0]} channels: {why}{first_line(problem)}{hint}")
 
     def count_batchnorms(self):
         """How many BatchNorm layers --batchnorm has replaced or frozen."""
@@ -330,8 +330,8 @@ class Net:
             return 0
         found = sum(isinstance(layer, (*BATCHNORM, GroupNormInstead))
                     for layer in self.module.modules())
-        became = "became GroupNorm" if self.batchnorm == "group" else "are frozen"
-        self.notes.append(f"model   {found} BatchNorm layers {became}")
+        became = "became GroupNorm" if self.batchnorm == "group" else "got constant statistics"
+        self.notes.append(f"model   {counted(found, 'BatchNorm layer')} {became}")
         return found
 
     def read_table(self):
@@ -428,9 +428,8 @@ class Net:
             found = {name: torch.as_tensor(z) for name, z in found.items()}
         except Exception as problem:  # torch.load raises nearly anything
             refuse(f"--init {path} can't be read as a state dict: {first_line(problem)}")
-        wanted = dict(zip(self.names, self.shapes))
-        wanted |= {name: z.shape for name, z in self.constants.items()
-                   if name in self.module.state_dict()}
+        wanted, own = dict(zip(self.names, self.shapes)), self.module.state_dict().keys()
+        wanted |= {name: z.shape for name, z in self.constants.items() if name in own}
         for name, shape in wanted.items():
             if name not in found:
                 refuse(f"--init {path} has no {name}, which {self.name} has"
@@ -438,7 +437,7 @@ class Net:
             if found[name].shape != shape:
                 refuse(f"--init {path}: {name} has the shape {tuple(found[name].shape)}, in "
                        f"{self.name} {tuple(shape)}")
-        if unknown := found.keys() - self.module.state_dict().keys():
+        if unknown := found.keys() - own:
             refuse(f"--init {path} has {min(unknown)}, which {self.name} does not have"
                    + self.batchnorm_hint(found))
         for name in self.constants.keys() & found.keys():
@@ -454,10 +453,12 @@ class Net:
                 if running and self.batchnorm != "frozen" else "")
 
     def state_dict(self, w):
-        """w [d] as the module's own state dict, on the CPU. w may also be [K, d]."""
+        """w [d] as the module's own state dict, on the CPU. With w [K, d] each tensor in it is
+        [K, ...], buffers too."""
         found = {name: w[..., where].reshape(*w.shape[:-1], *shape).cpu().clone()
                  for name, where, shape in self.tensors}
-        found |= {name: z.cpu().clone() for name, z in self.constants.items()}
+        found |= {name: z.cpu().clone().expand(w.shape[:-1] + z.shape)
+                  for name, z in self.constants.items()}
         first = {id(z): name for name, z in (*self.module.named_parameters(),
                                              *self.module.named_buffers())}  # of tied weights
         every = {**dict(self.module.named_parameters(remove_duplicate=False)),
@@ -480,6 +481,13 @@ def draw(rng, kind, scale, size):
         return np.full(size, scale)
     raise ValueError(f"its `start` gives {kind!r}, which is none of uniform, normal, truncated and "
                      "constant")
+
+
+def with_part(w, part, V):
+    """Returns the model w [d] with each client's weights V [m, ...] in the slice `part`: [m, d]."""
+    W = w.repeat(len(V), 1)
+    W[:, part] = V
+    return W
 
 
 # --------------------------------------------------------------------------------------------------
@@ -523,6 +531,10 @@ def find(flag, name, known):
 BATCHNORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
            nn.FeatureAlphaDropout)
+
+
+def counted(n, noun):
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def fresh(build, seed=0):
@@ -575,8 +587,8 @@ def construct(name, known):
     missing = [z.name for z in asked if z.name not in known and z.default is z.empty
                and z.kind not in (z.VAR_POSITIONAL, z.VAR_KEYWORD)]
     if missing:
-        refuse(f"--model {name} asks for {', '.join(missing)}, which nobody can give; it may ask "
-               f"for {', '.join(known)} (docs/extend.md)")
+        refuse(f"--model {name} asks for {', '.join(missing)}, which nobody can give; it must "
+               f"return an nn.Module and may ask for {', '.join(known)} (docs/extend.md)")
     given = {z.name: known[z.name] for z in asked if z.name in known}
     return lambda: make(**given)
 
@@ -605,16 +617,14 @@ def check(net, shape):
     """Raises what is wrong with somebody else's network: its logits must be those of its weights
     and of each image alone. Returns notes: a line each."""
     layers = list(net.module.named_modules())
-    batchnorms = [name for name, layer in layers if isinstance(layer, BATCHNORM) and layer.training]
-    if batchnorms:
-        raise ValueError(f"it has {len(batchnorms)} BatchNorm layers, with which an image's logits "
-                         "depend on the others of its minibatch; use --batchnorm group (GroupNorm "
-                         "in their place), or --batchnorm frozen (its running statistics are "
-                         "constants, for a pretrained --init)")
-    dropouts = [name for name, layer in layers if isinstance(layer, DROPOUT) and layer.training]
-    if dropouts:
-        raise ValueError(f"it has {len(dropouts)} dropout layers, which draw at random; use "
-                         "--no-dropout, which makes them inactive")
+    if norms := sum(isinstance(layer, BATCHNORM) and layer.training for _, layer in layers):
+        raise ValueError(f"it has {counted(norms, 'BatchNorm layer')}, with which an image's "
+                         "logits depend on the others of its minibatch; use --batchnorm group "
+                         "(GroupNorm in their place), or --batchnorm frozen (its running "
+                         "statistics are constants, for a pretrained --init)")
+    if drops := sum(isinstance(layer, DROPOUT) and layer.training for _, layer in layers):
+        raise ValueError(f"it has {counted(drops, 'dropout layer')}, drawing at random; use "
+                         "--no-dropout, which makes dropout inactive")
     for name, layer in layers:
         if loose := [key for key, z in vars(layer).items() if torch.is_tensor(z)]:
             where = f"{name}.{loose[0]}" if name else loose[0]

@@ -1,5 +1,5 @@
 """Psi-Net: features allocated by a grouped structure. Yu et al., "Heterogeneous Federated
-Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had notes on it, and four figures.
+Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had notes and four figures.
 
     python psinet.py --dataset cifar10                         VGG-9 (published: .8826)
     python psinet.py --dataset cifar10 --groups 0 --norm gn    FedAvg (.8334; bn .8546, none .8413)
@@ -9,17 +9,17 @@ CIFAR-10, ten nodes with four classes each, --precision bf16, seed 0: "global" a
     Psi-Net            .8356  results/psinet-norm/psinet-cifar10-prune/0
     FedAvg, GroupNorm  .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
-There is one model, Omega. "personal" tests it on central test images in a node's class proportions.
-fedavg.py explains [d]. Sections 3 and 4, and our choices, which docs/psinet.md explains:
+There is one model, Omega. "personal" tests it on central test images drawn in each node's class
+proportions. fedavg.py explains [d]. Sections 3 and 4, and our choices (see docs/psinet.md):
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
      3  convolutions from the depth on are cut into G groups, each followed by GroupNorm
-     4  fully connected layers have G blocks: g sees the g before; the last gives M(g)'s logits
+     4  fully connected layers have G blocks, which see their group; the last give M(g)'s logits
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
-     6  G_i = node i's groups: all; in extreme non-IID cases those with a class of its images
+     6  G_i = node i's groups: all; in extreme non-IID cases those of whose classes it has images
      7  for each round t = 0, 1, ..., T-1, with the nodes S:
      8      for each i in S, in parallel: omega^i = LocalUpdate(i, Omega_shared and G_i's Omega_g)
      9      Omega_shared = average of omega^i_shared over i in S, running statistics included
@@ -31,12 +31,12 @@ fedavg.py explains [d]. Sections 3 and 4, and our choices, which docs/psinet.md 
     D1  Line 3: the first layer with groups sees all channels and is initialised as if ungrouped.
     D2  Layers keep their widths, rounded up to multiples of G. Initial weights fit a group's size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
-    D4  GroupNorm's groups are the node's. With --groups 0 it has two and follows all convolutions.
+    D4  GroupNorm has as many groups as the node; with --groups 0 two, behind all convolutions.
     D5  Lines 9 and 10 weight node i by its number of images. A group that no node of S has stays.
-    D6  Line 6 takes every split as extreme (else --no-prune). The softmax has G_i's classes only.
-    D7  eta, B, momentum (0 at first), weight decay are FedMA's; T, E Fed2's; flips, crops FedSLR's.
+    D6  Line 6 counts all splits as extreme; --no-prune: none. The softmax has G_i's classes only.
+    D7  eta, B, momentum (reset each round), decay are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7: S are all nodes; --fraction samples some. Line 11 shuffles images in every epoch.
-    D9  tables/psinet_depth.py suggests the first layer whose total variance is above the middle.
+    D9  tables/psinet_depth.py suggests a depth: the first layer with TV in the upper half.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def cut(layer, inputs, outputs, groups):
 
 
 class GroupedLinear(nn.Linear):
-    """Its weight is [outputs, inputs of a group]: as many groups as x has times these inputs."""
+    """Block g of the outputs sees block g of the inputs; the weight is [outputs, inputs/groups]."""
 
     def forward(self, x):  # [B, inputs] -> [B, outputs]
         groups = x.shape[1] // self.in_features
@@ -136,17 +136,17 @@ def local_training(net, args):
     sgd = common.sgd(args, net.decayed)  # with --momentum and --weight-decay (D7)
 
     @common.step
-    def step(w, u, r, G_i, b, eta):  # [d] weights and momentum, [d_r] running statistics, [s]
+    def step(w, u, r, G_i, b, eta):  # w, u [d]; r [d_r]: the running statistics; G_i [s]
         def loss(w):
             logits, next_r = net.forward(w, r, b.x, G_i, b.mask)
             return common.cross_entropy(logits, b), next_r
 
-        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: [d], and what loss gives, too
+        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: [d], and the next r
         w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
         return w, u, r
 
     def local_update(w, r, G_i, epochs, eta):
-        u = torch.zeros_like(w)  # D7
+        u = torch.zeros_like(w)  # momentum (D7)
         for minibatches in epochs:  # l.11 (D8)
             for b in minibatches:  # l.11
                 w, u, r = step(w, u, r, G_i, b, eta)  # l.12
@@ -163,17 +163,17 @@ def groups_of_nodes(federation, args):
 
 
 def local_updates(federation, update, has, w, r, S, t):
-    """w_i [m, d] and r_i [m, d_r], which are omega^i of the nodes i in S after line 8. Groups that
-    node i lacks are the server's. update[s]: local_update of nodes with s groups."""
+    """Returns omega^i after line 8 for the nodes i in S: w_i [m, d] and r_i [m, d_r]. Groups that
+    node i lacks keep the server's numbers. update[s]: local_update for nodes with s groups."""
     w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # has_S [m, G]
     s_i = has_S.sum(1)  # [m]
     for s in s_i.unique().tolist():  # nodes with equally many groups have one network: together
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.numbers_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # A mask takes the numbers of the first row, from left to right, then those of the second.
-        # All rows have equally many, so `view` gives each node its own, in the order of its
-        # network, where groups lie in the same order. masked_scatter puts them back in this order.
+        # Indexing by a mask reads row after row, each from left to right. All rows have equally
+        # many numbers, so `view` gives each node its own. They are in the order of its smaller
+        # network, where a layer's groups ascend, too. masked_scatter writes in the same order.
         w_own = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
@@ -184,8 +184,8 @@ def local_updates(federation, update, has, w, r, S, t):
 
 
 def aligned_average(federation, z_i, has_z, n_i, z):
-    """[d]: the average of z_i [m, d] (w_i or r_i) over the nodes that have it, by has_z [m, d]."""
-    n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of these nodes (D5); 0: z [d] stays
+    """Returns for each number of z [d] (w or r) the average of z_i [m, d] where has_z [m, d]."""
+    n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
     return torch.where(n > 0, federation.sum(z_i * has_z, n_i) / n.clamp(min=1), z)
 
 
@@ -224,7 +224,7 @@ DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_
                 weight_decay=1e-4, transform="fedslr")
 QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
 BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
-DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # D3; cnn's is ours
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # D3, and see D9; cnn's is ours
 MISSING = -1e9  # the logit of a class that a pruned node doesn't have: its probability is 0 (D6)
 
 
@@ -246,11 +246,11 @@ def arguments(argv):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Its next running statistics are results: under vmap nothing may be written in place."""
+    """Returns its next running statistics: under vmap nothing may be written in place."""
 
     def forward(self, x, mask=None):
-        """x [B, C, H, W], normalised; the next running means and variances, [C] each. With a mask
-        the statistics of its images normalise x, and the running ones move by a tenth."""
+        """Returns x [B, C, H, W] normalised, the next running means and the next variances [C]. In
+        training, with mask [B], the statistics are of its images; the running ones move a tenth."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)

@@ -1,7 +1,9 @@
 """Runs: the loop over the rounds, the record (result.json), the state on disk, resuming,
 interruption. And Rows: what clients keep between rounds."""
 
+import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -22,11 +24,13 @@ from typing import NamedTuple
 import filelock
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import engine
 from engine import is_main_process, refuse, say
+from splits import renamed
 
 try:
     import resource
@@ -37,6 +41,16 @@ except ImportError:  # on Windows
 SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "records.py"
 # what a run may change when it is resumed
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
+
+
+# How often the numbers of an algorithm or method have changed (tests/test_golden.py);
+# 0 if it is not named. "all" counts for each of them, and for a file of a user's own.
+NUMBERS = {}
+
+
+def numbers(algorithm):
+    """Returns what a record of `algorithm` made today has as environment["numbers"]."""
+    return NUMBERS.get("all", 0) + NUMBERS.get(algorithm, 0)
 
 
 class Kept(NamedTuple):
@@ -83,6 +97,7 @@ class Run:
                                       else f"state-{rank}-of-{processes}.pt")
         here = pathlib.Path(__file__).parent
         own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
+        own += [args.init] if args.init else []
         sources = [pathlib.Path(path) for path in (file, *(here / name for name in SHARED), *own)]
         for path in sources:
             if any(path.name == other.name and path.resolve() != other.resolve()
@@ -299,11 +314,18 @@ class Run:
         self.federation.stop = True  # clients give up at their next minibatch
         for known in self.handlers:
             signal.signal(known, signal.SIG_IGN)
-        # in a thread of its own, since this one may be in the midst of a vmap
-        finish = threading.Thread(target=self.finish, args=["interrupted"])
-        finish.start()
-        finish.join()
-        raise SystemExit(2 if self.unwritten else 128 + number)
+        codes = [128 + number]
+
+        def end():
+            try:
+                self.finish("interrupted")
+            except SystemExit as refusal:  # which would end this thread alone
+                codes.append(refusal.code)
+
+        thread = threading.Thread(target=end)  # since this one may be in the midst of a vmap
+        thread.start()
+        thread.join()
+        raise SystemExit(codes[-1])
 
     # The record and the state
 
@@ -360,7 +382,7 @@ class Run:
             w = self.model(SimpleNamespace(**state)) if given else state[self.model]
             self.write(self.out / "model.pt", lambda part: torch.save(net.state_dict(w), part),
                        alone=True)
-        if self.args.save_clients and self.models:
+        if self.args.save_clients and self.models and self.status == "finished":
             of = self.models if callable(self.models) else state[self.models].__getitem__
             W = federation.gather(torch.cat([of([row]) for row in federation.rows()]))
             if is_main_process():
@@ -433,8 +455,9 @@ class Run:
             writer = next(iter(then["sources"]), "another file")
             refuse(f"{path} was written by {writer}, not by {file}; use another --out")
         done = len(then["history"])
-        for name in {**then["args"], **self.identity["args"]}:
-            a, b = then["args"].get(name), self.identity["args"].get(name)
+        args = renamed(then["args"])
+        for name in {**args, **self.identity["args"]}:
+            a, b = args.get(name), self.identity["args"].get(name)
             more_rounds = name == "rounds" and not self.fixed_rounds and done < b
             if a != b and name not in FREE and not more_rounds:
                 flag = "--" + name.strip("_").replace("_", "-")
@@ -491,8 +514,8 @@ class Run:
 
     def record(self, failed=()):
         """result.json's content; docs/run.md says what each field means."""
-        federation, split = self.federation, self.federation.whole_split
-        _, history, per_client = self.kept
+        federation, net = self.federation, self.federation.net
+        split, data, (_, history, per_client) = federation.whole_split, federation.data, self.kept
         final, best = {}, {}
         for part, key in (("global", "top1"), ("personal", "mean")):
             seen = [{**row[part], "round": row["round"]} for row in history if part in row]
@@ -506,9 +529,10 @@ class Run:
         final.update({name: value for name, value in next(evaluated, {}).items()
                       if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
+        self.environment["numbers"] = numbers(self.algorithm)  # here: baselines.py names its method late
         if federation.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(federation.device)
-            self.environment["way"] = federation.way
+            self.environment["way"] = federation.used
         else:
             unit = 1 if sys.platform == "darwin" else 1024
             peak = resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -519,10 +543,13 @@ class Run:
             "algorithm": self.algorithm, "status": self.status,
             "diverged": self.status == "diverged", "args": self.identity["args"],
             "environment": self.environment,
-            "data": {"name": federation.data.name, "fingerprint": self.identity["data"]},
+            "data": {"name": data.name, "fingerprint": self.identity["data"],
+                     **({"classes": data.names} if data.names else {})},
             "split": {"fingerprint": self.identity["split"], "clients": len(split.train),
-                      "sizes": [len(index) for index in split.train]},
-            "parameters": federation.net.d, "rounds": history, "final": final, "best": best,
+                      "sizes": [len(index) for index in split.train],
+                      "classes": split.classes(data.labels)},
+            "parameters": net.d, **({"batchnorm_layers": net.batchnorms} if net.batchnorms else {}),
+            "rounds": history, "final": final, "best": best,
             **({"rounds_to": reached} if reached else {}),
             "bytes_up": sum(row["bytes_up"] for row in history),
             "bytes_down": sum(row["bytes_down"] for row in history),
@@ -543,6 +570,9 @@ class Run:
         if status != "diverged":
             self.save_models()
         self.show(self.record(failed))
+        self.federation.graphs.clear()
+        if self.federation.processes > 1 and status != "interrupted":  # else NCCL might wait
+            atexit.register(dist.destroy_process_group)
         if self.unwritten:
             self.end_unwritten(status)
         go_on = "; to go on: the same command with --resume" * (status == "interrupted")
@@ -665,10 +695,6 @@ def commit(sources):
 # --------------------------------------------------------------------------------------------------
 # What clients keep
 
-# Bytes. Models are summed and compared in pieces of about this size, so that memory does not grow
-# with the clients.
-PIECE = 2**25
-
 
 class Rows:
     """What the clients of this process keep between rounds, a row each: rows[S] are copies of those
@@ -718,8 +744,11 @@ class Rows:
             self.all[int(k)].copy_(row)
 
     def make_room(self):
-        if self.device.type == "cpu":
-            engine.give_back_memory(self.all.nbytes)
+        """Has glibc return the free memory that engine.keep_memory keeps: these are large tensors,
+        which would lie between the gaps."""
+        if self.device.type == "cpu" and self.all.nbytes > 2**30:
+            with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
 
     def numbers(self, S):
         """Those of the rows S: a number, a list or an array of numbers, a slice, or a mask."""
@@ -731,10 +760,7 @@ class Rows:
 
     def sum(self, dim=0):
         """Over this process's clients: [...]. dim: as a tensor's sum, for Federation.sum."""
-        if not self.far:
-            return self.all.sum(0)
-        parts = np.array_split(np.arange(len(self.all)), -(-self.all.nbytes // PIECE))
-        return sum(self[i].sum(0) for i in parts)
+        return self.all.sum(0).to(self.device)
 
     def load(self, x):
         self.all = x if self.far else x.to(self.device)

@@ -1,8 +1,8 @@
 """Who gets which images: split_clients, and one function for each scheme of --split.
 
 A scheme takes (labels [n] of the training images, classes, rng, args) and returns an array of image
-numbers for each client. split_clients then shuffles each client's images, and cuts them into
-training, validation and test images.
+numbers for each client, whose images split_clients shuffles and cuts into training, validation and
+test images. A scheme with `overlap = True` may give an image to several clients.
 """
 
 import functools
@@ -16,161 +16,258 @@ from models import find
 
 
 class Split(NamedTuple):
-    """Per client, numbers of the images it trains, validates and tests on (numbers of Data.images)."""
+    """For each client the numbers (in Data.images) of its training, validation and test images."""
 
     train: list
     val: list
     test: list
 
     def fingerprint(self):
-        """Equal for equal splits: a hash over all lists, in the order of the clients."""
+        """A hash over all lists, in the order of the clients."""
         digest = hashlib.sha256()
         for part in self:
             for index in part:
                 digest.update(np.int64(len(index)).tobytes() + index.astype(np.int64).tobytes())
         return digest.hexdigest()[:16]
 
+    def classes(self, labels):
+        """Of how many classes each client has training images."""
+        return [len(np.unique(labels[index])) for index in self.train]
+
+    def measured(self, n):
+        """The same, with n test images of all clients together, if n is given."""
+        m = [min(max(1, n // len(self.test)), len(i)) if n else len(i) for i in self.test]
+        return self._replace(test=[i[np.arange(m) * len(i) // m] for i, m in zip(self.test, m)])
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. From a scheme to a Split
+
 
 def split_clients(data, args, rng):
-    """The Split that args.split, args.clients, args.client_test, args.client_val and args.split_seed ask for.
+    """The Split that --split, --clients, --client-test, --client-val and --split-seed ask for."""
+    validate(data, args)
+    owned = deal(data, args, rng)
+    parts = [cut(data, args, rng, k, index) for k, index in enumerate(owned)]
+    return Split(*map(list, zip(*parts)))
 
-    Without client_test a client's test images are central ones (matched_test). With the split natural they are those that the
-    data set's array client_test names, where it has that array. Every client gets at least one training image, and one
-    validation and one test image where those are asked for; otherwise the split is refused.
-    """
-    labels = data.labels[: data.n_train]
-    elsewhere = ":" in args.split  # a user's own: path/to/file.py:function
-    if args.clients > data.n_train and "clients" not in unused(args.split) and not elsewhere:
-        refuse(f"{data.n_train} training images can't be split among {args.clients} clients; use fewer --clients")
+
+def validate(data, args):
+    """Refuses what no draw can satisfy."""
+    if args.split in USED_BY["clients"] and args.clients > data.n_train:
+        refuse(f"{data.n_train} training images can't be split among {args.clients} clients; use "
+               "fewer --clients")
+    if args.split in ("classes", "lognormal") and args.per_client > data.classes:
+        refuse(f"--per-client {args.per_client}: there are only {data.classes} classes")
     if args.client_test + args.client_val >= 1:
-        refuse("--client-test and --client-val leave nothing to train on; their sum must be below 1")
-    if args.split == "fedslr" and (args.client_test or args.client_val):  # a client's training and test images could share some
-        refuse("--split fedslr may give a client an image twice; use --client-test 0 --client-val 0")
-    tests_of = data.test_owner if args.split == "natural" else None
-    test_share = args.client_test if tests_of is None else 0
-    deal = find("split", args.split, SPLITS)
-    if elsewhere:
-        owned = own_split(deal, labels, data.classes, rng, args)
-    else:
-        owned = split_natural(data) if args.split == "natural" else deal(labels, data.classes, rng, args)
-    split = Split([], [], [])
+        refuse("--client-test and --client-val leave nothing to train on; their sum must be below "
+               "1")
+    if getattr(scheme(args.split), "overlap", False) and (args.client_test or args.client_val):
+        refuse(f"--split {args.split} may give an image twice, for training and for testing; use "
+               "--client-test 0 --client-val 0")
+
+
+def deal(data, args, rng):
+    """What the scheme gives each client: a list of arrays of image numbers."""
+    if args.split == "natural":
+        if data.owner is None:
+            refuse("--split natural wants an array client_train in the .npz, each training image's "
+                   f"client; {data.name} has none")
+        return [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]
+    give = scheme(args.split) if args.split in SPLITS else own_split
+    return give(data.labels[: data.n_train], data.classes, rng, args)
+
+
+def cut(data, args, rng, k, index):
+    """The training, validation and test images of client k, which was dealt those in `index`.
+    Without --client-test its test images are central ones (see matched), or those that the data
+    set's client_test names. Without --client-val its validation images are drawn from the data
+    set's, if it has some. Refuses a client that is left without images."""
+    index, n, labels = rng.permutation(index), len(index), data.labels[index]
+    named = data.test_owner if args.split == "natural" else None
+    tests, vals = args.client_test if named is None else 0, args.client_val  # shares
+    n_train = int((1 - tests - vals) * n + 1e-9)
+    n_test = int(tests * n + 1e-9) if vals else n - n_train
+    train, val, test = np.split(index, [n_train, n - n_test])
+    if not len(train) or vals and not len(val) or tests and not len(test):
+        refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, "
+               f"{len(val)} to validate, {len(test)} to test; use "
+               f"{', '.join(advice(args, tests, not len(train)))} or more images")
+    if named is not None:
+        test = data.n_train + np.flatnonzero(named == k)
+    elif not tests:
+        test = matched(labels, data, data.central, rng)
+    if data.n_val and not vals:
+        val = matched(labels, data, data.validation, rng)
+    for kind, images, wanted in (("test", test, True), ("val", val, data.n_val)):
+        if wanted and not len(images):
+            remedy = "a smaller --alpha" if args.split == "fedslr" else f"--client-{kind} 0.2"
+            refuse(f"client {k} gets no central {kind} images: none has its classes, or each of "
+                   f"its classes has less than a hundredth of its images; use {remedy}")
+    return train, val, test
+
+
+def advice(args, tests, untrained):
+    """What helps a client that has too few images."""
+    if args.split == "natural" or ":" in args.split:
+        return ["--client-test 0"] * bool(tests) + ["--client-val 0"] * bool(args.client_val)
+    shares = (("test", tests), ("val", args.client_val)) if untrained else ()
+    return ["fewer --clients", *["a larger --alpha"] * ("dirichlet" in args.split),
+            *(f"a smaller --client-{part}" for part, share in shares if share)]
+
+
+def matched(labels, data, numbers, rng, size=100):
+    """Those of the images `numbers` that have the class shares of `labels`: floor(share * size) of
+    each class, or all (FedSLR, B.1). Two clients' may overlap. Shares below 1/size add nothing."""
+    pools = by_class(data.labels[numbers], data.classes, rng)
+    counts = np.bincount(labels, minlength=data.classes)
+    return numbers[np.concatenate([pool[: int(n / len(labels) * size + 1e-9)]
+                                   for pool, n in zip(pools, counts)])]
+
+
+def own_split(labels, classes, rng, args):
+    """What a user's function gives, as a list of arrays. Refuses what is no array of image numbers
+    for each client, and an image of two clients unless the function says overlap."""
+    name, deal, holder = f"--split {args.split}", scheme(args.split), np.full(len(labels), -1)
+    try:
+        owned = deal(labels.copy(), classes, rng, args)
+        owned = [*map(np.asarray, owned)] if isinstance(owned, (list, tuple, np.ndarray)) else []
+    except Exception as problem:  # whatever the function does
+        refuse(f"{name} fails: {type(problem).__name__}: {first_line(problem)}")
+    if not owned:
+        refuse(f"{name} gives no list with an array of image numbers for each client")
     for k, index in enumerate(owned):
-        index, n = rng.permutation(index), len(index)
-        n_train = int((1 - test_share - args.client_val) * n + 1e-9)
-        n_test = int(test_share * n + 1e-9) if args.client_val else n - n_train
-        train, val, test = np.split(index, [n_train, n - n_test])
-        if not len(train) or (args.client_val and not len(val)) or (test_share and not len(test)):
-            hints = []
-            if args.split == "natural" or elsewhere:
-                hints += ["--client-test 0"] if test_share else []
-                hints += ["--client-val 0"] if args.client_val else []
-            else:
-                hints += ["fewer --clients"]
-                hints += ["a larger --alpha"] if "dirichlet" in args.split else []
-                hints += [f"a smaller --client-{part}" for part, share in (("test", test_share), ("val", args.client_val))
-                          if share and not len(train)]
-            refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, {len(val)} to validate, "
-                   f"{len(test)} to test; use {', '.join(hints)} or more images")
-        if tests_of is not None:
-            test = data.n_train + np.flatnonzero(tests_of == k)
-        elif not test_share:
-            test = matched_test(labels[index], data, rng)
-        if not len(test):
-            refuse(f"client {k} gets no central test images: none has its classes, or each of its classes has less than a hundredth "
-                   f"of its images; use {'a smaller --alpha' if args.split == 'fedslr' else '--client-test'}")
-        for part, numbers in zip(split, (train, val, test)):
-            part.append(numbers)
-    return split
+        if not index.size:
+            refuse(f"{name} gives client {k} no images")
+        numbers = index.ndim == 1 and index.dtype.kind in "iu"
+        if not numbers or index.min() < 0 or index.max() >= len(labels):
+            refuse(f"{name} gives client {k} something else than an array of image numbers from 0 "
+                   f"to {len(labels) - 1}")
+        if len(np.unique(index)) < len(index):
+            refuse(f"{name} gives client {k} an image twice: it could be trained on and tested on")
+        two = index[holder[index] >= 0]
+        if len(two) and not getattr(deal, "overlap", False):
+            refuse(f"{name} gives image {two[0]} to clients {holder[two[0]]} and {k}; if that is "
+                   f"meant, write {name.rpartition(':')[2]}.overlap = True below the function")
+        holder[index] = k
+    return [index.astype(np.int64) for index in owned]
 
 
-def matched_test(labels, data, rng, size=100):
-    """Central test images with the class shares of `labels`: floor(share * size) of each class, or all (FedSLR, B.1).
+def remarks(split, data, args):
+    """What a user should know of a split: a line each."""
+    notes, K, labels = [], len(split.train), data.labels[: data.n_train]
+    if args.split == "natural" and data.test_owner is not None:
+        notes.append("note    the clients' own test images are the data set's (client_test); "
+                     "--client-test is not used")
+    if data.n_val and args.client_val:
+        notes.append(f"note    --client-val holds out the clients' own images for validation; the "
+                     f"{data.n_val} of {data.name} are not used")
+    own = [np.concatenate(parts) for parts in zip(*split)]
+    own = [index[index < data.n_train] for index in own]  # without central images
+    if nobodys := data.n_train - len(np.unique(np.concatenate(own))):
+        notes.append(f"note    {nobodys} of {data.n_train} training images go to no client")
+    if args.split == "dirichlet-hsu" and args.alpha:
+        counts = np.array([np.bincount(labels[index], minlength=data.classes) for index in own])
+        whole = np.bincount(labels, minlength=data.classes)
+        used_up = ((counts.cumsum(0) == whole) & (whole > 0)).any(1)[:-1]  # after each client
+        if used_up.any():
+            k, kinds = used_up.argmax() + 1, (counts > 0).sum(1)
+            means = kinds[:k].mean(), kinds[k:].mean()
+            notes.append("note    a class is used up after {} of {} clients; the others get {:.1f} "
+                         "classes on average, these {:.1f}".format(k, K, *means[::-1]))
+    return notes
 
-    Without replacement within a client; different clients' may overlap. Shares below 1/size add nothing.
-    """
-    pools, counts = by_class(data.labels[data.n_train :], data.classes, rng), np.bincount(labels, minlength=data.classes)
-    return np.concatenate([pool[: int(n / len(labels) * size + 1e-9)] for pool, n in zip(pools, counts)]) + data.n_train
+
+# --------------------------------------------------------------------------------------------------
+# 2. The schemes
 
 
 def by_class(labels, classes, rng):
-    """Per class, the numbers of its images in random order."""
+    """For each class the numbers of its images, in random order."""
     return [rng.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
 
 
 def split_iid(labels, classes, rng, args):
-    """Shuffled and cut into equal parts (McMahan et al. 2017, section 3: IID). What remains is not used."""
+    """Shuffled and cut into equal parts (McMahan et al. 2017: IID). The remainder is not used."""
     n = len(labels) // args.clients
     return list(rng.permutation(len(labels))[: n * args.clients].reshape(args.clients, n))
 
 
 def split_shards(labels, classes, rng, args):
-    """Sorted by label, cut into K*s shards of equal size, s random shards each (McMahan et al. 2017, section 3). What remains is
-    not used."""
+    """Sorted by label and cut into K*s equal shards; each client gets s random ones (McMahan et al.
+    2017, section 3). The remainder is not used."""
     shards = args.clients * args.per_client
     size = len(labels) // shards
     if not size:
-        refuse(f"{len(labels)} training images don't make {shards} shards; use fewer --clients or a smaller --per-client")
+        refuse(f"{len(labels)} training images don't make {shards} shards; use fewer --clients or "
+               "a smaller --per-client")
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")][: shards * size].reshape(shards, size)
     return list(order[rng.permutation(shards)].reshape(args.clients, -1))
 
 
-def split_dirichlet(labels, classes, rng, args):
-    """Equal sizes; a client's class shares are q ~ Dir(alpha * p), p = 1/classes (Hsu et al. 2019, section 3).
-
-    alpha is the paper's: each class has the concentration alpha/classes. alpha = 0 is one random class per client. No image is
-    dealt twice. When a class is used up, its share goes to the client's other classes; if q is 0 for these, q is drawn again
-    over them. The paper does not say this. The last clients get what is left.
-    """
-    pools = by_class(labels, classes, rng)
-    n = len(labels) // args.clients
-    owned = []
+def split_dirichlet_hsu(labels, classes, rng, args):
+    """Equal sizes; a client's class shares are q ~ Dir(alpha * p), where p are the class shares of
+    all training images (Hsu et al. 2019, section 3). alpha = 0 gives each client one random class.
+    When a class is used up, its share goes to the client's other classes; if q is 0 for all of
+    these, q is drawn again over them. The paper does not say this. So the last clients get what is
+    left: `remarks` says from which client on."""
+    pools, sizes = by_class(labels, classes, rng), np.bincount(labels, minlength=classes)
+    n, equal = len(labels) // args.clients, len(set(sizes)) == 1
+    a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p; with equal classes
+    there, owned = sizes > 0, []  # alpha / classes to the bit
     for k in range(args.clients):
         left = np.array([len(pool) for pool in pools])
         if args.alpha == 0:
             able = np.flatnonzero(left >= n)
             if not len(able):
-                refuse(f"--alpha 0 gives client {k} one class, but no class has {n} images left; change --clients so that "
-                       "the images per client divide the images per class")
-            count = np.bincount([rng.choice(able)], minlength=classes) * n
+                refuse(f"--alpha 0 gives client {k} one class, but no class has {n} images left; "
+                       "change --clients so that the images per client divide the images per class")
+            p = None if equal else sizes[able] / sizes[able].sum()
+            count = np.bincount([rng.choice(able, p=p)], minlength=classes) * n
         else:
-            q = rng.dirichlet(np.full(classes, args.alpha / classes))
-            count = np.zeros(classes, np.int64)
+            q, count = np.zeros(classes), np.zeros(classes, np.int64)
+            q[there] = rng.dirichlet(a[there])
             while (need := n - count.sum()) > 0:
                 open_ = left > count
-                if q[open_].sum() < 1e-12:  # the shares of some classes, re-normalised, are Dirichlet again
+                if q[open_].sum() < 1e-12:  # shares of some classes, normalised: again Dirichlet
                     q = np.zeros(classes)
-                    q[open_] = rng.dirichlet(np.full(open_.sum(), args.alpha / classes))
+                    q[open_] = rng.dirichlet(a[open_])
                 share = np.where(open_, q, 0)
-                count = np.minimum(count + whole_numbers(share / share.sum() * need), left)
+                share = share / share.sum() * need
+                count = np.minimum(count + whole_numbers(share, None if equal else rng), left)
         owned.append(np.concatenate([pool[:c] for pool, c in zip(pools, count)]))
         pools = [pool[c:] for pool, c in zip(pools, count)]
     return owned
 
 
-def whole_numbers(values):
-    """Rounds values [n] up or down so that their (whole) sum stays: the largest fractions go up."""
+def whole_numbers(values, rng=None):
+    """Rounds values [n] up or down so that their (whole) sum stays: the largest fractions go up.
+    With rng each has its own probability: if classes are unequal, the largest fractions are the
+    same classes' for each client, and the last clients would get what these left."""
+    if rng:
+        return np.diff(np.floor(values.cumsum().round(9) + rng.random()), prepend=0).astype(int)
     low = np.floor(values).astype(int)
     low[np.argsort(low - values, kind="stable")[: int(round(values.sum() - low.sum()))]] += 1
     return low
 
 
 def split_dirichlet_classes(labels, classes, rng, args, balance=False):
-    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ, as PersFL's DS-2. (The
-    generator that PersFL names takes from every class as many images as the shares of class 0 are.)
-
-    balance: a client that already holds N/K images gets nothing of the classes still to be dealt.
-    Drawn again until every client has at least 10 images, as FedMA does, but at most 1000 times.
-    """
+    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ:
+    what most papers and libraries mean by Dir(alpha), and PersFL's DS-2. Drawn again until each
+    client has 10 images or more, as in FedMA's code, but at most 1000 times. balance: a client that
+    already holds N/K images gets nothing of the classes still to be dealt."""
     least = 10
     if args.clients * least > len(labels):
-        refuse(f"--split {args.split} gives {least} images at least to a client; use fewer --clients than {args.clients}")
+        refuse(f"--split {args.split} gives {least} images at least to a client; use fewer "
+               f"--clients than {args.clients}")
     for _ in range(1000):
         owned = [[] for _ in range(args.clients)]
         for pool in by_class(labels, classes, rng):
             share = rng.dirichlet(np.full(args.clients, max(args.alpha, 1e-300)))
             if balance:
-                share = share * [sum(map(len, parts)) < len(labels) / args.clients for parts in owned]
+                held = np.array([sum(map(len, parts)) for parts in owned])
+                share = share * (held < len(labels) / args.clients)
                 share = share / max(share.sum(), 1e-300)
             cuts = (share.cumsum()[:-1] * len(pool)).astype(int)
             for k, part in enumerate(np.split(pool, cuts)):
@@ -178,28 +275,23 @@ def split_dirichlet_classes(labels, classes, rng, args, balance=False):
         owned = [np.concatenate(parts) for parts in owned]
         if min(map(len, owned)) >= least:
             return owned
-    refuse(f"--split {args.split} with --alpha {args.alpha:g} left some client fewer than {least} images in 1000 draws; "
-           "use a larger --alpha or fewer --clients")
+    refuse(f"--split {args.split} with --alpha {args.alpha:g} left some client fewer than {least} "
+           "images in 1000 draws; use a larger --alpha or fewer --clients")
 
 
 def split_classes(labels, classes, rng, args):
-    """s random classes per client and equal sizes (Psi-Net's "N x c"; PersFL's DS-1, FedPer's).
-
-    Classes are given out evenly: the next client takes those that the fewest clients have, ties at random.
-    """
-    if args.per_client > classes:
-        refuse(f"--per-client {args.per_client}: there are only {classes} classes")
-    holders = np.zeros(classes, int)
-    chosen = []
+    """s random classes per client and equal sizes (Psi-Net's "N x c"; PersFL's DS-1, FedPer's). The
+    next client takes the classes that the fewest clients have; ties are broken at random."""
+    holders, chosen = np.zeros(classes, int), []
     for _ in range(args.clients):
         chosen.append(np.lexsort((rng.random(classes), holders))[: args.per_client])
         holders[chosen[-1]] += 1
     pools = by_class(labels, classes, rng)
     n = min(len(pool) // h for pool, h in zip(pools, holders) if h)
     if not n:
-        refuse(f"{args.clients} clients with {args.per_client} classes each need more images than some class has")
-    start = np.zeros(classes, int)
-    owned = []
+        refuse(f"{args.clients} clients with {args.per_client} classes each need more images than "
+               "some class has; use fewer --clients or a smaller --per-client")
+    start, owned = np.zeros(classes, int), []
     for mine in chosen:
         owned.append(np.concatenate([pools[c][start[c] : start[c] + n] for c in mine]))
         start[mine] += n
@@ -207,19 +299,16 @@ def split_classes(labels, classes, rng, args):
 
 
 def split_lognormal(labels, classes, rng, args):
-    """s labels per client, k, k+1, ... (mod classes), in amounts from a log-normal with mu = 0, sigma = 2, as PersFL's DS-3.
-
-    A class's images are divided among its holders in proportion to log-normal draws, after 10 for each of them. pFedMe's
-    generator, which PersFL seems to have used, adds 300 to 600 images to each amount and so is far more even.
-    """
-    least = 10
-    if args.per_client > classes:
-        refuse(f"--per-client {args.per_client}: there are only {classes} classes")
-    owned = [[] for _ in range(args.clients)]
+    """s labels per client: k, k+1, ... (mod classes), as PersFL's DS-3. A class's images are split
+    among its holders in proportion to log-normal draws (mu = 0, sigma = 2), after 10 for each
+    (pFedMe's generator is far more even: docs/persfl.md)."""
+    least, owned = 10, [[] for _ in range(args.clients)]
     for c, pool in enumerate(by_class(labels, classes, rng)):
-        holders = [k for k in range(args.clients) for j in range(args.per_client) if (k + j) % classes == c]
+        holders = [k for k in range(args.clients) for j in range(args.per_client)
+                   if (k + j) % classes == c]
         if len(pool) < least * len(holders):
-            refuse(f"class {c} has {len(pool)} images for {len(holders)} clients, {least} each at least; use fewer --clients")
+            refuse(f"class {c} has {len(pool)} images for {len(holders)} clients, {least} each at "
+                   "least; use fewer --clients")
         if holders:
             share = rng.lognormal(0, 2, len(holders))
             sizes = least + (share / share.sum() * (len(pool) - least * len(holders))).astype(int)
@@ -229,17 +318,14 @@ def split_lognormal(labels, classes, rng, args):
 
 
 def split_semantic(labels, classes, rng, args):
-    """Clusters of classes that no two clusters share; clients of random size within a cluster (SuPerFed, appendix A).
-
-    62 classes (EMNIST): 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform in [100, 800).
-    Otherwise (Tiny ImageNet): 10 clusters of random classes, equally many but for the last; sizes in [100, 400). What
-    remains of a cluster when the next client doesn't fit, or when at most 100 images are left, is not used. K is what
-    comes out.
-    """
+    """Each class belongs to one cluster; clients of random size within a cluster (SuPerFed, A). 62
+    classes (EMNIST): 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform
+    in [100, 800). Otherwise (Tiny ImageNet): 10 clusters of random classes, equally many but for
+    the last; sizes in [100, 400). What remains of a cluster when the next client doesn't fit, or
+    when at most 100 images are left, is not used. K is what comes out."""
+    groups, clusters, largest = [range(classes)], min(10, classes), 400
     if classes == 62:
         groups, clusters, largest = [range(10), range(10, 36), range(36, 62)], 5, 800
-    else:
-        groups, clusters, largest = [range(classes)], min(10, classes), 400
     cluster = np.empty(classes, int)
     for group in groups:
         size = len(group) // clusters
@@ -251,22 +337,18 @@ def split_semantic(labels, classes, rng, args):
             owned.append(pool[:n])
             pool = pool[n:]
     if not owned:
-        refuse("--split semantic needs more than 100 images in some cluster of classes")
+        refuse("--split semantic needs more than 100 images in some cluster of classes; use more "
+               "images or another --split")
     return owned
 
 
 def split_fedslr(labels, classes, rng, args):
-    """Equal sizes; class shares ~ Dir(alpha, ..., alpha) per client; a class that is used up is refilled (FedSLR's code).
-
-    alpha is per class (the paper's 0.1). Refilling means that clients can share images and some images are never used. The
-    authors deal image by image to random clients, we deal client by client. So an image is less often twice with one client: 6
-    to 29 images, all 100 clients together, and 128 to 213 there. Their sizes are 499 and once 599, not 500 (a rounded logarithm).
-    """
+    """Equal sizes; class shares ~ Dir(alpha, ..., alpha) per client; a class that is used up is
+    refilled (FedSLR's code, but client by client: docs/fedslr.md). So clients can share images, a
+    client can hold an image twice, and some images are never used."""
     if args.alpha == 0:
         refuse("--split fedslr needs --alpha above 0")
-    pools = by_class(labels, classes, rng)
-    n = len(labels) // args.clients
-    owned = []
+    pools, n, owned = by_class(labels, classes, rng), len(labels) // args.clients, []
     for _ in range(args.clients):
         count = rng.multinomial(n, rng.dirichlet(np.full(classes, args.alpha)))
         parts = []
@@ -281,43 +363,32 @@ def split_fedslr(labels, classes, rng, args):
     return owned
 
 
-def own_split(deal, labels, classes, rng, args):
-    """What a split from elsewhere gives, as a list of arrays. Refuses what is no array of image numbers for each client."""
-    name, images = args.split, len(labels)
-    try:
-        owned = deal(labels, classes, rng, args)
-        owned = [np.asarray(index) for index in owned] if isinstance(owned, (list, tuple, np.ndarray)) else []
-    except Exception as problem:  # whatever the function does
-        refuse(f"--split {name} fails: {type(problem).__name__}: {first_line(problem)}")
-    if not owned:
-        refuse(f"--split {name} gives no list with an array of image numbers for each client")
-    for k, index in enumerate(owned):
-        if not index.size:
-            refuse(f"--split {name} gives client {k} no images")
-        if index.ndim != 1 or index.dtype.kind not in "iu" or index.min() < 0 or index.max() >= images:
-            refuse(f"--split {name} gives client {k} something else than an array of image numbers from 0 to {images - 1}")
-        if len(np.unique(index)) < len(index):
-            refuse(f"--split {name} gives client {k} an image twice: it could be trained on and tested on")
-    return [index.astype(np.int64) for index in owned]
+# --------------------------------------------------------------------------------------------------
+# 3. Their names
 
-
-def split_natural(data):
-    """Each image to the client that it belongs to (users, writers, hospitals): the data set's array client_train."""
-    if data.owner is None:
-        refuse(f"--split natural wants an array client_train in the .npz, each training image's client; {data.name} has none")
-    return [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]  # images_for: no client without images
-
-
-USED_BY = {  # arguments and the splits that they are for; semantic and natural find their own clients
-    "clients": ("iid", "shards", "dirichlet", "dirichlet-classes", "classes", "lognormal", "fedslr", "fedma"),
-    "per_client": ("shards", "classes", "lognormal"), "alpha": ("dirichlet", "dirichlet-classes", "fedslr", "fedma"),
-}
 SPLITS = {
-    "iid": split_iid, "shards": split_shards, "dirichlet": split_dirichlet, "dirichlet-classes": split_dirichlet_classes,
-    "classes": split_classes, "lognormal": split_lognormal, "semantic": split_semantic, "fedslr": split_fedslr,
+    "iid": split_iid, "shards": split_shards, "dirichlet-classes": split_dirichlet_classes,
+    "dirichlet-hsu": split_dirichlet_hsu, "classes": split_classes, "lognormal": split_lognormal,
+    "semantic": split_semantic, "fedslr": split_fedslr,
     "fedma": functools.partial(split_dirichlet_classes, balance=True),  # FedMA's hetero-dir
-    "natural": split_natural,  # the only one that takes the Data
+    "natural": None,  # the data set says it
 }
+split_fedslr.overlap = True
+USED_BY = {  # arguments, and the splits that they are for
+    "clients": [name for name in SPLITS if name not in ("semantic", "natural")],  # find their own
+    "per_client": ["shards", "classes", "lognormal"],
+    "alpha": ["dirichlet-classes", "dirichlet-hsu", "fedslr", "fedma"],
+}
+NAMES_BEFORE = {"dirichlet": "dirichlet-hsu"}  # in old records
+
+
+def scheme(name):
+    """The function of --split NAME. Refuses a name that nothing has, or that is ambiguous."""
+    if name in NAMES_BEFORE:
+        refuse(f"--split {name} can mean two: dirichlet-classes deals each class to the clients in "
+               "Dir(alpha) shares, as most papers and libraries do; dirichlet-hsu draws a client's "
+               "class shares from Dir(alpha * p), p the classes' shares (Hsu et al.; so far here)")
+    return find("split", name, SPLITS)
 
 
 def unused(split):
@@ -325,9 +396,6 @@ def unused(split):
     return [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
 
 
-def setting(record):
-    """The data set and the split of a record, for titles of figures."""
-    args, split = record["args"], record["args"]["split"]
-    size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
-    size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
-    return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
+def renamed(args):
+    """The arguments of a record, with the split's name as it is today."""
+    return {name: NAMES_BEFORE.get(z, z) if name == "split" else z for name, z in args.items()}

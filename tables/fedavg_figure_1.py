@@ -33,11 +33,13 @@ def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
     p = common.parser(__doc__, **fedavg.DEFAULTS)
     args = common.parse(p, fedavg.BY_DATASET, [*SETTING.split(), *(sys.argv[1:] if argv is None else argv)])
     federation = common.Federation(args)
-    step, two = fedavg.client_step(federation.net, args), np.array([0, 1])
-    first, other = (federation.net.init(common.stream(args.seed + i, "initialisation")) for i in (0, 1))
+    client_update, two = fedavg.local_training(federation.net, args), np.array([0, 1])
+    first, other = (federation.net.init(common.stream(args.seed + i, "initialisation"))
+                    for i in (0, 1))
     found = {}
-    for name, start in (("shared", torch.stack([first, first])), ("different", torch.stack([first, other]))):
-        W, _ = federation.train(step, (start, torch.zeros_like(start)), two, 0, federation.eta(0))
+    for name, second in (("shared", first), ("different", other)):
+        own, eta = [torch.stack([first, second])], federation.eta(0)
+        W = federation.train(client_update, two, 0, own=own, shared=[eta])
         found[name] = losses(federation, W)
     record = {"args": vars(args), "commit": records.commit([__file__]), "theta": THETA.tolist(), "loss": found}
     (out / "fedavg-figure-1.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -2,16 +2,16 @@
 
 from tables import DATA, figures, pairs, table, unknown
 
-TITLE = "Huang et al. 2023, Fusion of Global and Local Knowledge for Personalized Federated Learning (FedSLR)"
-COMMON = ("--client-test 0 --fraction 0.1 --rounds 1000 --epochs 2 --batch-size 20 --lr 0.1 --lr-decay 0.998 --momentum 0 "
-          "--weight-decay 1e-3 --model resnet18 --transform fedslr --eval-every 20")
-SETTINGS = {  # the settings in which the paper compares methods, for files with other defaults; the factors that Table 9 times
-    "fedslr": f"--split fedslr --alpha 0.1 {COMMON}", "fedslr-iid": f"--split iid {COMMON}",
-    "export": "--export {out}/state-factors.pt",
-}
+TITLE = ("Huang et al. 2023, Fusion of Global and Local Knowledge for Personalized Federated "
+         "Learning (FedSLR)")
+COMMON = ("--client-test 0 --fraction 0.1 --rounds 1000 --epochs 2 --batch-size 20 --lr 0.1 "
+          "--lr-decay 0.998 --momentum 0 --weight-decay 1e-3 --model resnet18 --transform "
+          "fedslr --eval-every 20")
+# the settings in which the paper compares methods, for files with other defaults
+SETTINGS = {"fedslr": f"--split fedslr --alpha 0.1 {COMMON}", "fedslr-iid": f"--split iid {COMMON}"}
 
 MODEL = {"GKR": "gkr/mean", "mixed": "personal/mean"}
-OTHERS = {"LGFedAvg": "lg-fedavg", "Ditto": "ditto --ditto-lambda 0.1 --personal-epochs 1",  # B.2; Per-FedAvg's below
+OTHERS = {"LGFedAvg": "lg-fedavg", "Ditto": "ditto --ditto-lambda 0.1 --personal-epochs 1",  # B.2
           "FedDyn": "feddyn --feddyn-alpha 0.1", "APFL": "apfl --apfl-alpha 0.5"}
 BOTH = pairs("GKR|mixed", "acc|GB|10^6")
 
@@ -23,25 +23,28 @@ def test_share(name, part):
 
 def run(name, part="Non-IID", more=""):
     iid = " --split iid" if part == "IID" else ""
-    export = " @export" if (name, part) == ("CIFAR-100", "Non-IID") else ""  # Table 9
-    return f"fedslr.py --dataset {DATA[name]}{iid}{test_share(name, part)}{more}{export}"
+    return f"fedslr.py --dataset {DATA[name]}{iid}{test_share(name, part)}{more}"
 
 
 def table_1(row, column):
     name, part = column.split()
     if row.startswith("FedSLR"):
         return run(name, part), MODEL[row[8:-1]]
-    own = "fedavg.py --target" if row == "FedAvg" else f"baselines.py --method {OTHERS.get(row, row.lower())}"
-    steps = " --lr 0.001 --per-fedavg-alpha 0.01" if row == "Per-FedAvg" else ""
+    method = OTHERS.get(row, row.lower())
+    own = "fedavg.py --target" if row == "FedAvg" else f"baselines.py --method {method}"
+    steps = " --lr 0.001 --per-fedavg-alpha 0.01" if row == "Per-FedAvg" else ""  # B.2
     setting = "@fedslr-iid" if part == "IID" else "@fedslr"
-    return f"{own} --dataset {DATA[name]} {setting}{test_share(name, part)}{steps}", "personal/mean"
+    share = test_share(name, part)
+    return f"{own} --dataset {DATA[name]} {setting}{share}{steps}", "personal/mean"
 
 
 def table_2(row, column):
+    """A client's model: APFL's is two, FedSpa's half of one."""
     name, measure = column.split()
     command = table_1(row.replace(" (*)", ""), f"{name} Non-IID")[0]
-    numbers = f"numbers/{row[8:-1].lower()}" if row.startswith("FedSLR") else {"APFL": "2*parameters", "FedSpa": "0.5*parameters"}.get(
-        row, "parameters")  # a client's model: APFL's is two, FedSpa's half of one
+    numbers = {"APFL": "2*parameters", "FedSpa": "0.5*parameters"}.get(row, "parameters")
+    if row.startswith("FedSLR"):
+        numbers = f"numbers/{row[8:-1].lower()}"
     return command, "bytes" if measure == "GB" else numbers
 
 
@@ -51,16 +54,24 @@ def one_flag(row, column):
     default = {"lambda": "1e-4", "mu": "1e-3", "eta_g": "10", "epochs": "2"}[flag]
     model, _, measure = column.partition(" ")
     more = "" if value == default else f" --{flag.replace('_', '-')} {value}"
-    parts = {"acc": MODEL[model], "GB": "bytes", "10^6": f"numbers/{model.lower()}", "std": "numbers/mixed_std"}
+    parts = {"acc": MODEL[model], "GB": "bytes", "10^6": f"numbers/{model.lower()}",
+             "std": "numbers/mixed_std"}
     return run("CIFAR-100", "Non-IID", more), parts[measure]
 
 
+def table_7(row, column):
+    more = f" --lambda 10 --mu {row[3:]} --p-start copy"
+    return run("CIFAR-100", more=more), "personal/mean"
+
+
 def table_9(row, column):
-    return one_flag(row, "GKR acc")[0], "numbers/gkr" if column == "10^6" else "latency/factorised_ms"
+    measure = "numbers/gkr" if column == "10^6" else "latency/factorised_ms"
+    return one_flag(row, "GKR acc")[0], measure
 
 
 TABLES = [
-    table("fedslr-1", "Table 1: accuracy", pairs("CIFAR-10|CIFAR-100|TinyImageNet", "IID|Non-IID"), """
+    table("fedslr-1", "Table 1: accuracy",
+          pairs("CIFAR-10|CIFAR-100|TinyImageNet", "IID|Non-IID"), """
     SCAFFOLD       | 91.33 82.91  66.68 59.48  43.13 34.11
     FedDyn         | 92.61 90.14  68.68 64.29  43.52 38.02
     FedAvg         | 90.25 82.89  61.92 55.78  35.17 30.56
@@ -74,10 +85,11 @@ TABLES = [
     FedSpa         | 88.31 93.19  48.00 73.87  30.39 53.76
     FedSLR (mixed) | 89.72 95.30  64.95 82.19  38.20 59.13
     """, table_1, 1,
-          "A number is the mean over the clients of their accuracy on their own test images, also for methods with one model. "
-          "FedRep is the method of its own paper here. FedSLR's code trains body and head jointly under that name, which is "
-          "fedper here."),
-    table("fedslr-2", "Table 2: communication and size", pairs("CIFAR-10|CIFAR-100|TinyImageNet", "GB|10^6"), """
+          "A number is the mean over the clients of their accuracy on their own test images, "
+          "also for methods with one model. FedRep is the method of its own paper here. "
+          "FedSLR's code trains body and head jointly under that name, which is fedper here."),
+    table("fedslr-2", "Table 2: communication and size",
+          pairs("CIFAR-10|CIFAR-100|TinyImageNet", "GB|10^6"), """
     FedAvg (*)     |  893.92 11.17   893.92 11.17   893.92 11.17
     SCAFFOLD       | 1787.83 11.17  1787.83 11.17  1787.83 11.17
     FedSLR (GKR)   |  626.89  3.51   722.60  5.54   730.00  5.34
@@ -87,10 +99,11 @@ TABLES = [
     FedRep         |  893.51 11.17   889.84 11.17   885.78 11.17
     FedSLR (mixed) |  626.89  3.96   722.60  6.69   730.00  7.59
     """, table_2, 2,
-          "GB is what all clients send and receive in all rounds. 10^6 is how many million numbers a client's model has. The "
-          "paper does not state its units, nor that this is Non-IID; both are inferred. For CIFAR-100 and Tiny ImageNet dense "
-          "models, and what FedSLR sends up, seem to be counted with the size of CIFAR-10's network; what FedSLR sends down "
-          "with that of the data set's own (D6 in docs/fedslr.md)."),
+          "GB is what all clients send and receive in all rounds. 10^6 is how many million "
+          "numbers a client's model has. The paper does not state its units, nor that this is "
+          "Non-IID; both are inferred. For CIFAR-100 and Tiny ImageNet dense models, and what "
+          "FedSLR sends up, seem to be counted with the size of CIFAR-10's network; what FedSLR "
+          "sends down with that of the data set's own (D6 in docs/fedslr.md)."),
     table("fedslr-3", "Table 3: low-rank penalty, CIFAR-100", BOTH, """
     lambda=1e-5 | 63.63 819.44 7.33  81.89 819.44 8.54
     lambda=5e-5 | 64.27 770.39 6.56  81.20 770.39 7.83
@@ -105,7 +118,8 @@ TABLES = [
     mu=5e-3 | 81.82 722.60 5.78 0.17
     mu=1e-2 | 80.81 720.60 5.56 0.08
     """, one_flag, 3,
-          "std is over clients. mu can change neither the GKR nor the GB, so 720.60 is probably a misprint."),
+          "std is over clients. mu can change neither the GKR nor the GB, so 720.60 is probably "
+          "a misprint."),
     table("fedslr-5", "Table 5: proximal step, CIFAR-100", BOTH, """
     eta_g=2   | 60.74 894.06 10.65  80.37 894.06 12.36
     eta_g=10  | 64.22 722.60  5.54  82.19 722.60  6.69
@@ -118,12 +132,13 @@ TABLES = [
     epochs=3 | 63.86 81.97
     epochs=4 | 64.17 82.20
     """, one_flag, 3,
-          "An epoch has 25 steps. Two epochs are Table 1's setting, for which Table 1 prints 64.22 and 82.19."),
+          "An epoch has 25 steps. Two epochs are Table 1's setting, for which Table 1 prints "
+          "64.22 and 82.19."),
     table("fedslr-7", "Table 7: the personal component alone (lambda = 10), CIFAR-100", "mixed", """
     mu=1e-3 | 37.14
     mu=1e-4 | 44.16
     mu=1e-5 | 44.54
-    """, lambda row, column: (run("CIFAR-100", more=f" --lambda 10 --mu {row[3:]} --p-start copy"), "personal/mean"), 4),
+    """, table_7, 4),
     table("fedslr-8", "Table 8: the GKR alone, CIFAR-100", "GKR", """
     lambda=1e-3 | 54.26
     lambda=1e-4 | 64.22
@@ -137,9 +152,12 @@ TABLES = [
     lambda=1e-4 |  5.54  9.24
     lambda=5e-4 |  3.09  7.62
     lambda=1e-3 |  1.27  6.53
-    """, table_9, 5, "The paper's times are of a Tesla M60."),
+    """, table_9, 5,
+          "The paper's times are of a Tesla M60. Ours are measured after a run, by `python "
+          "tables/fedslr_factors.py FOLDER`, where FOLDER is the folder of the run's record."),
     table("fedslr-figure-3", "Figure 3: accuracy by client, CIFAR-100, Non-IID", "mean",
           unknown(("FedAvg", "SCAFFOLD", "FedDyn", "Ditto", "FedSpa", "FedSLR (mixed)"), 1),
           lambda row, column: table_1(row, "CIFAR-100 Non-IID"), 1,
-          "The paper shows violins. Which data set they are of is lost in our copy.", draw=figures.clients),
+          "The paper shows violins. Which data set they are of is lost in our copy.",
+          draw=figures.clients),
 ]

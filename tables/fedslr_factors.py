@@ -23,6 +23,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import common
 import fedslr
 
+WANTED = "name the --out folder of a finished run of fedslr.py"
+
 
 def factorised(network, ranks):
     """Returns a copy of the network in which two layers replace each convolution (without groups)
@@ -72,20 +74,24 @@ def milliseconds(network, x, repeats=50):
     return round(statistics.median(times[10:]), 3)
 
 
+def read(file, how):
+    """Returns how(file). Refuses a file that is not there or is something else."""
+    try:
+        return how(file)
+    except Exception as problem:  # torch.load raises nearly anything
+        common.refuse(f"{file} can't be read ({type(problem).__name__}); {WANTED}")
+
+
 def main(argv=None):
     parser = common.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=pathlib.Path, help="--out of a finished run of fedslr.py")
     parser.add_argument("--device", help="where to measure (default: the run's)")
     given = parser.parse_args(argv)
-    file, wanted = given.folder / "result.json", "name the --out of a finished run of fedslr.py"
-    try:
-        record = json.loads(file.read_text())
-        weights = torch.load(given.folder / "model.pt", weights_only=True)
-    except Exception as problem:  # torch.load raises nearly anything
-        common.refuse(f"{given.folder} lacks a readable result.json or model.pt "
-                      f"({type(problem).__name__}); {wanted}")
+    file = given.folder / "result.json"
+    record = read(file, lambda file: json.loads(file.read_text()))
     if (record["algorithm"], record["status"]) != ("fedslr", "finished"):
-        common.refuse(f"{file}: {record['algorithm']}.py, {record['status']}; {wanted}")
+        common.refuse(f"{file}: {record['algorithm']}.py, {record['status']}; {WANTED}")
+    weights = read(given.folder / "model.pt", lambda file: torch.load(file, weights_only=True))
 
     args = SimpleNamespace(**record["args"] | {"init": None})
     args.device = given.device or args.device

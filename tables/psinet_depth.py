@@ -56,7 +56,7 @@ def total_variance(P):
 
 
 def trained(out):
-    """The network of the run in the folder `out`, as an nn.Module; its data and transform; its name.
+    """The network of the run in the folder `out`, an nn.Module; its data, transform and name.
     Refuses a folder without such a run."""
     try:
         record = json.loads((out / "result.json").read_text())

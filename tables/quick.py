@@ -12,8 +12,8 @@ class Claim(NamedTuple):
     less: tuple
 
 
-SKEWED = ("fedavgm.py --dataset shapes --limit 4000 --split dirichlet --client-test 0 --fraction 0.25 --rounds 60 "
-          "--eval-every 20 --alpha")
+SKEWED = ("fedavgm.py --dataset shapes --limit 4000 --split dirichlet-hsu --client-test 0 "
+          "--fraction 0.25 --rounds 60 --eval-every 20 --alpha")
 FEDAVG = "fedavg.py --dataset shapes", "personal/mean"
 MM, LM = "superfed.py --dataset shapes --mix model", "superfed.py --dataset shapes --mix layer"
 EVEN = MM, "lambdas/5/mean"

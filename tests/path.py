@@ -1,10 +1,12 @@
-"""What a reader opens to follow one round of an algorithm: the functions that it runs outside of its own file, and their lines.
+"""What a reader opens to follow one round of an algorithm: the functions that it runs outside of
+its own file, and their lines.
 
-    python tests/path.py fedavg            (or fedavgm, superfed, psinet, fedslr, persfl, or scaffold and other methods)
+    python tests/path.py fedavg     (or fedavgm, superfed, psinet, fedslr, persfl, scaffold, ...)
 
-Runs two small rounds on the embedded images on a CPU, and notes each function of this project that the second one enters, from
-the sampling of the clients until the round is kept. Lines are those of code: no docstrings, comments or empty lines. The models
-and the transforms (sections 3 and 4 of common.py), the split, the evaluation and writing to disk are not part of it.
+Runs small rounds on the embedded images on a CPU, and notes each function of this project that the
+second one enters, from the sampling of the clients until the round is kept. Lines are those of
+code: no docstrings, comments or empty lines. The networks, the transforms, the split, the
+evaluation and writing to disk are not part of it.
 """
 
 import ast
@@ -18,29 +20,34 @@ import threading
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
-QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--rounds", "3", "--eval-every", "3", "--device", "cpu"]
+QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--rounds", "3",
+         "--eval-every", "3", "--device", "cpu"]
 MORE = {"superfed": ["--start", "0"], "persfl": ["--distill-epochs", "1"]}
+OTHERS = {"models.py", "datasets.py", "splits.py", "plots.py"}
 
 
 def functions(path):
-    """[(first line, last line, name, lines of code)] of the functions of a file, without those inside of others."""
+    """[(first line, last line, name, lines of code)] of the functions of a file, without those
+    inside of others."""
     text = path.read_text()
     lines, found = text.splitlines(), []
-    skipped = set()
+    evaluation = range(0)
     if path.name == "common.py":
-        models, training, evaluation = (text[: text.index(title)].count("\n") for title in ("# 3. Models", "# 5. Training", "    # Evaluation"))
-        skipped = {*range(models, training), *range(evaluation, len(lines))}
+        start, end = (text[: text.index(title)].count("\n")
+                      for title in ("    # Evaluation\n", "# 3. Arguments\n"))
+        evaluation = range(start, end)
 
     def visit(node):
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, ast.FunctionDef):
                 visit(child)
-            elif child.lineno not in skipped:
+            elif child.lineno not in evaluation:
                 doc = child.body[0] if ast.get_docstring(child) is not None else None
                 inside = range(doc.lineno, doc.end_lineno + 1) if doc else ()
-                count = sum(n not in inside and lines[n - 1].strip() != "" and not lines[n - 1].strip().startswith("#")
-                            for n in range(child.lineno, child.end_lineno + 1))
+                body = [lines[n - 1].strip() for n in range(child.lineno, child.end_lineno + 1)
+                        if n not in inside]
                 first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                count = sum(line != "" and not line.startswith("#") for line in body)
                 found.append((first, child.end_lineno, child.name, count))
 
     visit(ast.parse(text))
@@ -54,7 +61,8 @@ def entered(name):
     file = name if (HERE / f"{name}.py").exists() else "baselines"
     own = [] if file == name else ["--method", name]
     seen, active = {}, False
-    known = {str(path): functions(path) for path in HERE.glob("*.py") if path.name != f"{file}.py"}
+    known = {str(path): functions(path) for path in HERE.glob("*.py")
+             if path.name not in OTHERS | {f"{file}.py"}}
 
     def trace(frame, event, _):
         if active and event == "call" and frame.f_code.co_filename in known:
@@ -64,17 +72,21 @@ def entered(name):
 
     begin = common.Run.begin_round
 
-    def begin_round(run, t):
+    def begin_round(run):
         nonlocal active
-        active = t == 1
-        return begin(run, t)
+        active = len(run.kept.history) == 1
+        return begin(run)
 
-    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         common.Run.begin_round = begin_round
         sys.setprofile(trace)
         threading.setprofile(trace)
         try:
-            importlib.import_module(file).main([*own, *QUICK, *MORE.get(file, []), "--out", out])
+            argv = [*own, *QUICK, *MORE.get(file, []), "--out", out]
+            importlib.import_module(file).main(argv)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)

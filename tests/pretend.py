@@ -1,32 +1,41 @@
-"""A GPU that isn't there: every tensor is labelled as the GPU's or the CPU's, and what a GPU refuses is refused.
+"""A GPU that isn't there. Its tensors lie on the device cpu:0, which PyTorch takes for another
+device than cpu, and are labelled. What a GPU refuses raises Wrong: operations on tensors of both
+devices, numpy arrays of the GPU's tensors and, while a CUDA graph is captured, all that waits for
+the GPU or copies to it. Its speed and its rounding can't be seen here.
 
-    with pretend.Operations() as operations, pretend.Calls(operations):
+    with pretend.gpu() as operations:
         torch.zeros(3, device=pretend.GPU) + torch.ones(3)      # raises Wrong
-
-The device is cpu:0, which PyTorch takes for another device than cpu, but where its tensors are tensors on the CPU. Refused are
-operations on tensors of both and numpy arrays of the GPU's tensors; and while operations.capturing, as in the capture of a CUDA
-graph, all that waits for the GPU or copies to it. How fast or how exact a GPU is can't be seen here.
 """
 
+import contextlib
 import gc
 import weakref
 
 import numpy as np
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-GPU = torch.device("cpu", 0)
+import common
+import conftest  # noqa: F401 (finds the project)
+import engine
+
+GPU, CPU = torch.device("cpu", 0), torch.device("cpu")
 aten = torch.ops.aten
-READS = {"numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu"}
-WAITS = {
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
-    aten.equal, aten.bincount, aten.repeat_interleave, aten._linalg_eigh, aten.linalg_eig, aten._linalg_check_errors,
-}
+READS = {"numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__index__"}
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal,
+         aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.repeat_interleave,
+         aten._linalg_eigh, aten._linalg_svd, aten.linalg_eig, aten._linalg_check_errors}
 
 
 class Wrong(Exception):
     pass
+
+
+def tensors_of(*values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def unwrapped(x):
@@ -37,72 +46,48 @@ def unwrapped(x):
 
 
 def where(x):
-    """"gpu", "cpu" or None (made inside of PyTorch) of a tensor."""
+    """GPU, CPU or None (made inside of PyTorch) of a tensor."""
     return vars(unwrapped(x)).get("where")
 
 
-def label(result, name):
-    for x in tensors_of((result,)):
-        unwrapped(x).where = name
-        if name == "gpu":
-            MEMORY.hold(unwrapped(x).untyped_storage())
+def label(result, device):
+    for x in map(unwrapped, tensors_of(result)):
+        x.where = device
+        if device == GPU:
+            MEMORY.hold(x.untyped_storage())
     return result
 
 
 class Memory:
-    """Bytes of the GPU's tensors that are alive, and the most there were, with what graphs keep for themselves between replays."""
+    """Bytes of the GPU's tensors that are alive, and the most there were at a time."""
 
     held, peak, places = 0, 0, {}
-    before, pool = None, 0  # held when a graph began; the most that one took, since all share their memory
 
     def hold(self, storage):
         place, size = storage.data_ptr(), storage.nbytes()
         if place and place not in self.places:
             self.places[place] = weakref.finalize(storage, self.drop, place, size)
             self.held += size
-            if self.before is not None:
-                self.pool = max(self.pool, self.held - self.before)
-            self.peak = max(self.peak, self.pool + (self.held if self.before is None else self.before))
-
-    def of(self, work):
-        """The most bytes that work() has at a time beyond what is there before it."""
-        gc.collect()  # of what was there before, nothing may go meanwhile
-        self.pool, self.peak, before = 0, self.held, self.held
-        work()
-        return self.peak - before
-
-    def graph(self, work):
-        """work() by a graph."""
-        self.before = self.held
-        try:
-            work()
-        finally:
-            self.before = None
-        return []
+            self.peak = max(self.peak, self.held)
 
     def drop(self, place, size):
         if self.places.pop(place, None):
             self.held -= size
 
+    def of(self, work):
+        """The most bytes that work() has at a time beyond what is there before it."""
+        gc.collect()
+        earlier, before, self.peak = self.peak, self.held, self.held
+        work()
+        taken, self.peak = self.peak - before, max(self.peak, earlier)
+        return taken
+
 
 MEMORY = Memory()
 
 
-def tensors_of(values):
-    """The tensors among values and among those in their lists, tuples and dicts."""
-    found = []
-    for x in values:
-        if isinstance(x, torch.Tensor):
-            found.append(x)
-        elif isinstance(x, (list, tuple)):
-            found += tensors_of(x)
-        elif isinstance(x, dict):
-            found += tensors_of(x.values())
-    return found
-
-
 class Calls(TorchFunctionMode):
-    """What Python asks for: new tensors are labelled, x.device tells the label, the GPU's tensors can't be numpy arrays."""
+    """What Python asks for: new tensors are labelled, and x.device tells the label."""
 
     def __init__(self, operations):
         super().__init__()
@@ -110,24 +95,29 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(f, "__name__", "")
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        x = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        device = None if x is None else where(x)
         if f == torch.Tensor.device.__get__:
-            return GPU if where(first) == "gpu" else torch.device("cpu")
-        on_gpu = first is not None and where(first) == "gpu"
-        to_cpu = name in ("cpu", "to") and first is not None and (name == "cpu" or torch.device("cpu") in args or "cpu" in args)
+            return device or CPU
+        if f == torch.Tensor.is_cuda.__get__:
+            return device == GPU
+        to = (*args[1:2], kwargs.get("device")) if name == "to" else ("cpu",) * (name == "cpu")
+        to_cpu = x is not None and any(str(z) == "cpu" for z in to)
         if self.operations.capturing:
             index = args[1] if name in ("__getitem__", "__setitem__") else ()
-            from_host = name in ("tensor", "as_tensor", "new_tensor") or any(
-                isinstance(i, (list, np.ndarray)) for i in (index if isinstance(index, tuple) else (index,)))
-            if on_gpu and (name in READS or to_cpu) or from_host and (on_gpu or kwargs.get("device") == GPU):
+            index = index if isinstance(index, tuple) else (index,)
+            from_host = (name in ("tensor", "as_tensor", "new_tensor")
+                         or any(isinstance(i, (list, np.ndarray)) for i in index))
+            on_gpu = GPU in (device, kwargs.get("device"))
+            if device == GPU and (name in READS or to_cpu) or from_host and on_gpu:
                 raise Wrong(f"{name} in a captured step")
-        if on_gpu and name in ("numpy", "__array__"):
+        if device == GPU and name in ("numpy", "__array__"):
             raise Wrong(f"{name} of a GPU's tensor")
         if to_cpu:
-            return label(first.detach().clone(), "cpu")
+            return label(x.detach().clone(), CPU)
         result = f(*args, **kwargs)
-        if not tensors_of((*args, *kwargs.values())):
-            label(result, "gpu" if kwargs.get("device") == GPU else "cpu")
+        if not tensors_of(args, kwargs):
+            label(result, GPU if kwargs.get("device") == GPU else CPU)
         return result
 
 
@@ -138,7 +128,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         kwargs, kind = kwargs or {}, f.overloadpacket
-        tensors = tensors_of((*args, *kwargs.values()))
+        tensors = tensors_of(args, kwargs)
         places = [vars(x).get("where") for x in tensors]
         self.refuse(f, kind, args, kwargs, tensors, places)
         result = f(*args, **kwargs)
@@ -146,40 +136,84 @@ class Operations(TorchDispatchMode):
             self.note(f, args, kwargs, tensors, result)
         if f._schema.is_mutable and places and places[0]:
             return result
-        gpu = "gpu" in places or kwargs.get("device") == GPU
-        return label(result, "gpu" if gpu else "cpu" if "cpu" in places else None)
+        return label(result, GPU if GPU in (*places, kwargs.get("device"))
+                     else CPU if CPU in places else None)
 
     def refuse(self, f, kind, args, kwargs, tensors, places):
         """Raises Wrong where a GPU would refuse."""
-        what, moves = f"{f} of tensors on {places}", kwargs.get("device") == GPU or kind is aten.copy_
-        # one number on the CPU may be read beside the GPU's tensors; but a graph would keep the number of its capture
-        written = f._schema.is_mutable and places[:1] == ["cpu"]
+        what = f"{f} of tensors on {[str(p) for p in places]}"
+        moves = kwargs.get("device") == GPU or kind is aten.copy_
+        # one number on the CPU may be read beside the GPU's tensors; a graph would freeze it
+        written = f._schema.is_mutable and places[:1] == [CPU]
         numbers = not (written or self.capturing or kind in (aten.cat, aten.stack))
-        looks_up = kind is aten.index or kind in (aten.index_put, aten.index_put_) and vars(args[2]).get("where") != "cpu"
-        if "gpu" in places and any(p == "cpu" and (x.dim() or not numbers) for x, p in zip(tensors, places)):
-            if not moves and not (looks_up and places[0] == "gpu"):
-                raise Wrong(what)
+        looks_up = (kind is aten.index or kind in (aten.index_put, aten.index_put_)
+                    and vars(args[2]).get("where") != CPU)
+        mixed = GPU in places and any(p == CPU and (x.dim() or not numbers)
+                                      for x, p in zip(tensors, places))
+        if mixed and not moves and not (looks_up and places[0] == GPU):
+            raise Wrong(what)
         if self.capturing:
-            if kind is aten._linalg_eigh:
-                raise RuntimeError("called a synchronizing CUDA operation")  # as PyTorch says it
-            by_host = looks_up and any(p == "cpu" or x.dtype == torch.bool for x, p in zip(tensors[1:], places[1:]))
-            if kind in WAITS or "cpu" in places and moves or by_host:
+            by_host = looks_up and any(p == CPU or x.dtype == torch.bool
+                                       for x, p in zip(tensors[1:], places[1:]))
+            if kind in WAITS or CPU in places and moves or by_host:
                 raise Wrong(f"{what} in a captured step")
 
     def note(self, f, args, kwargs, tensors, result):
-        """Adds to the log what a graph would repeat of this operation: its numbers, and the memory that was there before."""
+        """Adds to the log what a graph would repeat of this operation: its numbers, and the memory
+        that was there before."""
         memory = [x.untyped_storage().data_ptr() for x in tensors]
-        numbers = [str(a) for a in (*args, *kwargs.values()) if not tensors_of((a,))]
+        numbers = [str(a) for a in (*args, *kwargs.values()) if not tensors_of(a)]
         self.log.append((str(f), numbers, [m for m in memory if m not in self.made]))
-        for x in tensors_of((result,)):
+        for x in tensors_of(result):
             if x.untyped_storage().data_ptr() not in memory:
-                self.made[x.untyped_storage().data_ptr()] = x  # kept, or its memory would soon be another's
+                self.made[x.untyped_storage().data_ptr()] = x  # kept: its memory stays its own
 
     def logged(self, work):
-        """What work() does, by what a graph of it would repeat."""
+        """What work() returns, and what a graph of it would repeat."""
         self.log, self.made = [], {}
         try:
-            work()
-            return self.log
+            return work(), self.log
         finally:
             self.log = self.made = None
+
+    def capture(self, function, device):
+        """In place of engine.capture. A graph does again what was captured; here Python does, which
+        must be the same."""
+        self.capturing = True
+        try:
+            _, first = self.logged(function)
+        finally:
+            self.capturing = False
+
+        def replay():
+            results, again = self.logged(function)
+            if again != first:
+                raise Wrong(next((a, b) for a, b in zip(first, again) if a != b))
+            return results
+
+        return replay
+
+
+@contextlib.contextmanager
+def gpu(capture=None, room=float("inf"), way=None):
+    """Within, every --device is the pretended GPU, with so much room for what clients keep.
+    capture: in place of Operations.capture. way: of training, in place of the fastest."""
+    init, from_numpy, load = common.Federation.__init__, torch.from_numpy, torch.load
+    operations = Operations()
+
+    def as_on_a_gpu(self, *args):
+        init(self, *args)
+        fast = "together" if self.net.d <= engine.SMALL else "graphs"
+        self.way, self.map = way or fast if self.args.engine == "auto" else "loop", map
+
+    def loaded(file, map_location="cpu", **more):
+        return label(load(file, map_location="cpu", **more), GPU if map_location == GPU else CPU)
+
+    with pytest.MonkeyPatch.context() as patch, operations, Calls(operations):
+        patch.setattr(engine, "capture", capture or operations.capture)
+        patch.setattr(engine, "find_device", lambda name: GPU)
+        patch.setattr("records.free_memory", lambda device: room)
+        patch.setattr(common.Federation, "__init__", as_on_a_gpu)
+        patch.setattr(torch, "from_numpy", lambda array: label(from_numpy(array), CPU))
+        patch.setattr(torch, "load", loaded)
+        yield operations

@@ -158,7 +158,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("a=superfed-mm", ["--set", "a.mix=layer"], "mix is what makes the method superfed-mm"),
     ("a=fedprox", ["--set", "fedprox.mu=1"], "--methods has no fedprox; its names are a"),
     ("a=fedprox", ["--set", "a.mu=1", "--set", "a.mu=.1"], "it is set twice"),
-    ("fedavg", ["--alpha", "0.1"], "--split iid has no use for --alpha; leave it out, or take --split dirichlet or "),
+    ("fedavg", ["--alpha", "0.1"], "--split iid has no use for --alpha; leave it out, or take --split dirichlet-classes or "),
     ("a=fedprox", ["--set", "a.density=.5"], "fedprox has no density; it is for fedspa"),
     ("apfl", ["--set", "apfl.personal=1"], "apfl has no personal; it is for fedper, fedrep, lg-fedavg"),
     (str(HERE / "engine.py"), [], "has no main(argv)"),

@@ -1,19 +1,23 @@
 import json
+import pathlib
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
+from torch import nn
 
 import common
+import engine
 import fedavg
 import fedslr
 from conftest import QUICK, killed, paths, pixels, refused, run, same, softmax_gradient
+from tables import fedslr_factors
 
-SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1", "--lr-decay", "0.998",
-         "--parallel", "1"]
+SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1",
+         "--lr-decay", "0.998", "--parallel", "1"]
 
 
 def federation(argv):
@@ -22,22 +26,29 @@ def federation(argv):
 
 @pytest.fixture
 def toy_argv(toy):
-    """Softmax regression of three clients of different sizes, two of which are sampled; full batches."""
-    return ["--dataset", toy, "--model", "linear", "--transform", "scale", "--split", "dirichlet-classes", "--alpha", "9", "--clients", "3",
-            "--client-test", "0.2", "--fraction", "0.7", "--rounds", "4", "--batch-size", "0", "--lr", "0.5", "--device", "cpu"]
+    """Softmax regression of three clients of different sizes, two of which are sampled; full
+    batches."""
+    return ["--dataset", toy, "--model", "linear", "--transform", "scale", "--clients", "3",
+            "--split", "dirichlet-classes", "--alpha", "9", "--client-test", "0.2",
+            "--fraction", "0.7", "--rounds", "4", "--batch-size", "0", "--lr", "0.5",
+            "--device", "cpu"]
 
 
-def layered(m, x, classes):
-    """Kernels of many forms: with stride and padding, per channel, without padding, a matrix with a bias."""
-    x = F.relu(m.groupnorm("norm", m.conv("first", x, 6, 5, 2, 2)))
-    x = F.relu(m.conv("apart", x, 6, 3, 1, 1, groups=6, bias=False))
-    x = F.relu(m.conv("last", x, 8, 3, bias=False))
-    return m.linear("fc", x.flatten(1), classes)
+def layered(channels, classes, size):
+    """Kernels of many forms, for 8x8 pixels: with stride and padding, per channel, inside a module
+    and without padding, a matrix with a bias."""
+    last = nn.Conv2d(6, 8, 3, bias=False)
+    return nn.Sequential(OrderedDict(
+        first=nn.Conv2d(channels, 6, 5, 2, 2), norm=nn.GroupNorm(2, 6), relu1=nn.ReLU(),
+        apart=nn.Conv2d(6, 6, 3, 1, 1, groups=6, bias=False), relu2=nn.ReLU(),
+        inner=nn.Sequential(OrderedDict(last=last, relu=nn.ReLU())),
+        flatten=nn.Flatten(), fc=nn.Linear(32, classes)))
 
 
 @pytest.fixture
 def net(monkeypatch):
-    """The model `layered` for 8x8 images, and its matrices' shapes by hand: 6*5 x 3*5, 6*3 x 1*3, 8*3 x 6*3, 4 x 32."""
+    """The model `layered`, and its matrices' shapes by hand: 6*5 x 3*5, 6*3 x 1*3, 8*3 x 6*3,
+    4 x 32."""
     monkeypatch.setitem(common.MODELS, "layered", layered)
     net = common.Net("layered", (3, 8, 8), 4)
     assert fedslr.matrices(net) == [(0, 30, 15), (4, 18, 3), (5, 24, 18), (6, 4, 32)]
@@ -48,7 +59,8 @@ def net(monkeypatch):
 
 
 def test_soft_thresholding_against_its_optimality_condition():
-    """u minimises tau*|u| + (u-x)^2/2 if and only if x - u is in tau * the subdifferential of |u|."""
+    """u minimises tau*|u| + (u-x)^2/2 if and only if x - u is in tau * the subdifferential of
+    |u|."""
     x = torch.from_numpy(np.random.default_rng(0).normal(size=1000))
     u = fedslr.soft(x, 0.7)
     at_zero = u == 0
@@ -61,18 +73,8 @@ def matrix(kernel):
     """pi, element by element."""
     n, m, k1, k2 = (*kernel.shape, 1, 1)[:4]
     kernel = np.asarray(kernel).reshape(n, m, k1, k2)
-    return np.array([[kernel[o, i, a, b] for i in range(m) for b in range(k2)] for o in range(n) for a in range(k1)])
-
-
-@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5), (6, 1)])
-def test_the_decomposition_is_numpys(shape):
-    """Singular values from the least to the largest; U and Vh are orthonormal and give A back."""
-    A = np.random.default_rng(5).normal(size=shape)
-    U, s, Vh = (z.numpy() for z in fedslr.svd(torch.from_numpy(A)))
-    np.testing.assert_allclose(s[::-1], np.linalg.svd(A, compute_uv=False), atol=1e-12)
-    np.testing.assert_allclose((U * s) @ Vh, A, atol=1e-12)
-    for Q in (U.T @ U, Vh @ Vh.T):
-        np.testing.assert_allclose(Q, np.eye(min(shape)), atol=1e-12)
+    return np.array([[kernel[o, i, a, b] for i in range(m) for b in range(k2)]
+                     for o in range(n) for a in range(k1)])
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 2, 1, 1), (4, 1, 3, 3), (5, 7)])
@@ -84,7 +86,8 @@ def test_a_kernel_becomes_a_matrix_and_back(shape):
 
 
 def test_the_nuclear_prox_against_its_optimality_condition(net):
-    """(V - W)/tau = U1 V1' + Z with W = U1 S V1', U1'Z = 0, Z V1 = 0 and no singular value of Z above 1."""
+    """(V - W)/tau = U1 V1' + Z with W = U1 S V1', U1'Z = 0, Z V1 = 0 and no singular value of Z
+    above 1. In several threads, too."""
     v, tau = torch.from_numpy(np.random.default_rng(1).normal(0, 0.2, net.d)), 0.9
     w, ranks = fedslr.prox_nuclear(net, v, tau)
     at = 0
@@ -101,10 +104,13 @@ def test_the_nuclear_prox_against_its_optimality_condition(net):
         np.testing.assert_allclose(Z @ Vh[:r].T, 0, atol=1e-9)
         at += 1
     assert at == 4 and 0 < sum(ranks.tolist()) < 15 + 3 + 18 + 4
+    in_threads = fedslr.prox_nuclear(net, v, tau, engine.pool(2))
+    assert torch.equal(in_threads[0], w) and torch.equal(in_threads[1], ranks)
 
 
 def test_the_nuclear_prox_against_a_solution_without_singular_values(net):
-    """||W||_* is the least (||A||^2 + ||B||^2)/2 over W = A B': ridge regressions for A and B in turn."""
+    """||W||_* is the least (||A||^2 + ||B||^2)/2 over W = A B': ridge regressions for A and B in
+    turn."""
     rng = np.random.default_rng(2)
     v, tau = torch.from_numpy(rng.normal(0, 0.2, net.d)), 0.8
     _, where, shape = net.tensors[5]
@@ -125,15 +131,17 @@ def test_matrices_of_equal_shape_are_each_their_own():
     assert shapes.count((512, 512)) == 5
     v = net.init(np.random.default_rng(0))
     w, ranks = fedslr.prox_nuclear(net, v, 0.5)
-    for (i, rows, columns), rank in list(zip(fedslr.matrices(net), ranks))[:13]:
+    for (i, *_), rank in list(zip(fedslr.matrices(net), ranks))[:13]:
         _, where, shape = net.tensors[i]
         U, s, Vh = np.linalg.svd(matrix(v[where].view(shape)).astype(float), full_matrices=False)
-        np.testing.assert_allclose(matrix(w[where].view(shape)), (U * np.maximum(s - 0.5, 0)) @ Vh, atol=1e-7)
+        expected = (U * np.maximum(s - 0.5, 0)) @ Vh
+        np.testing.assert_allclose(matrix(w[where].view(shape)), expected, atol=1e-7)
         assert int(rank) == (s > 0.5).sum()
 
 
 def test_the_least_and_the_largest_penalty(net):
-    """Without one, matrices stay as they are, with all their ranks; zeros stay zeros, and so does what is shrunk away."""
+    """Without a penalty, matrices stay as they are, with all their ranks; zeros stay zeros, and so
+    does what is shrunk away."""
     v = net.init(np.random.default_rng(0))
     w, ranks = fedslr.prox_nuclear(net, v, 0.0)
     torch.testing.assert_close(w, v, atol=1e-6, rtol=1e-5)
@@ -141,6 +149,16 @@ def test_the_least_and_the_largest_penalty(net):
     for start, tau in ((v, 100.0), (torch.zeros_like(v), 0.1)):
         w, ranks = fedslr.prox_nuclear(net, start, tau)
         assert not w[fedslr.in_matrices(net) == 1].any() and not ranks.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_nuclear_prox_does_not_hide_what_is_not_finite(bad, net):
+    """It gives such a v back, with full ranks, so that the run ends as diverged."""
+    v = torch.from_numpy(np.random.default_rng(1).normal(0, 0.2, net.d))
+    v[7] = bad
+    w, ranks = fedslr.prox_nuclear(net, v, 0.9)
+    torch.testing.assert_close(w, v, atol=0, rtol=0, equal_nan=True)
+    assert ranks.tolist() == [15, 3, 18, 4]
 
 
 # Rounds by hand
@@ -161,7 +179,8 @@ def low(w, tau):
 
 
 def by_hand(argv, lam, mu, eta_g, copy):
-    """Four rounds in float64: two epochs of Phase I and three of Phase II, eta = .5 * .9^t, weight decay .01."""
+    """Four rounds in float64: two epochs of Phase I and three of Phase II, eta = .5 * .9^t, weight
+    decay .01."""
     fed = federation(argv)
     w = fed.initial_weights().double().numpy()
     gamma, p = np.zeros((3, 15)), np.zeros((3, 15))
@@ -179,7 +198,8 @@ def by_hand(argv, lam, mu, eta_g, copy):
             ends.append(u)
             gamma[k] = old_gamma[k] + (w - u) / eta_g
             for _ in range(3):
-                p[k] = soft(p[k] - eta * (softmax_gradient(w + p[k], *data) + 0.01 * p[k]), eta * mu)
+                g = softmax_gradient(w + p[k], *data) + 0.01 * p[k]
+                p[k] = soft(p[k] - eta * g, eta * mu)
         w = low(np.mean(ends, axis=0) - eta_g * gamma.mean(0), lam * eta_g)
     return w, gamma, p
 
@@ -187,8 +207,9 @@ def by_hand(argv, lam, mu, eta_g, copy):
 @pytest.mark.parametrize("copy", [False, True])
 def test_four_rounds_by_hand(copy, toy_argv, tmp_path):
     w, gamma, p = by_hand(toy_argv, 0.02, 0.03, 4.0, copy)
-    own = ["--lambda", "0.02", "--mu", "0.03", "--eta-g", "4", "--p-start", "copy" if copy else "zero",
-           "--lr-decay", "0.9", "--weight-decay", "0.01", "--epochs", "2", "--fusion-epochs", "3"]
+    own = ["--lambda", "0.02", "--mu", "0.03", "--eta-g", "4", "--p-start",
+           "copy" if copy else "zero", "--lr-decay", "0.9", "--weight-decay", "0.01",
+           "--epochs", "2", "--fusion-epochs", "3"]
     record, state = run(fedslr, [*toy_argv, *own], tmp_path)
     for name, expected in (("w", w), ("gamma", gamma), ("p", p)):
         np.testing.assert_allclose(state[name].numpy(), expected, atol=5e-6)
@@ -196,25 +217,62 @@ def test_four_rounds_by_hand(copy, toy_argv, tmp_path):
     assert state["ranks"].tolist() == [np.linalg.matrix_rank(w[:12].reshape(3, 4), 1e-9)] == [2]
 
 
+class Lists(list):
+    """The epochs of Phase I, as lists of minibatches; called, those of Phase II."""
+
+    def __call__(self, **options):
+        self.asked = options
+        return self.fusion
+
+
+def test_client_update_by_hand(toy_argv):
+    """Minibatches of different sizes. Phase II has its own epochs, in another order of images, and
+    starts from the round's w^t."""
+    flags = ["--mu", "0.03", "--eta-g", "4", "--weight-decay", "0.01", "--fusion-epochs", "2"]
+    fed, rng = federation([*toy_argv, *flags]), np.random.default_rng(3)
+    data = [(rng.random((n, 4)), rng.integers(0, 3, n)) for n in (5, 3, 4)]
+    b = [common.Batch(torch.tensor(x).view(-1, 1, 2, 2), torch.tensor(y),
+                      torch.ones(len(y)).double(), torch.zeros(0)) for x, y in data]
+    w_t, gamma, p = rng.normal(0, 0.5, (3, 15))
+    epochs = Lists([[b[0], b[1]], [b[2]]])
+    epochs.fusion = [[b[2], b[0]], [b[1]]]
+    client_update = fedslr.local_training(fed.net, fed.args)
+    own, eta = map(torch.tensor, (w_t, gamma, p)), torch.tensor(0.5).double()
+    w_i, p_i = client_update(*own, epochs, eta)
+    w = w_t
+    for x, y in data:
+        w = w - 0.5 * (softmax_gradient(w, x, y) - gamma + (w - w_t) / 4 + 0.01 * w)
+    for x, y in (data[2], data[0], data[1]):
+        p = soft(p - 0.5 * (softmax_gradient(w_t + p, x, y) + 0.01 * p), 0.5 * 0.03)
+    np.testing.assert_allclose(w_i.numpy(), w, atol=1e-8)
+    np.testing.assert_allclose(p_i.numpy(), p, atol=1e-8)
+    assert epochs.asked == {"epochs": 2, "order": 1}
+
+
 def squares(logits, batch):
     return (logits - F.one_hot(batch.y, 3)).square().sum(1).mean() / 2
 
 
-def test_phase_one_solves_the_regularised_problem_and_gpgd_does_not(toy_argv, tmp_path, monkeypatch):
-    """Least squares on one-hot labels, all clients in every round; the solution is a long proximal gradient run in numpy.
+def test_phase_one_solves_the_regularised_problem_and_gpgd_does_not(toy_argv, tmp_path,
+                                                                    monkeypatch):
+    """Least squares on one-hot labels, all clients in every round; the solution is a long proximal
+    gradient run in numpy.
 
-    The paper's GPGD (A.2) has no gamma_i: FedAvg's mean, then the argmin. With one local step it is proximal gradient descent. With
-    several steps the clients drift, and w ends elsewhere.
+    The paper's GPGD (A.2) has no gamma_i: FedAvg's mean, then the argmin. With one local step it is
+    proximal gradient descent. With several steps the clients drift, and w ends elsewhere.
     """
     monkeypatch.setattr(common, "cross_entropy", squares)
     lam, decay = 0.05, 0.15
-    argv = [*toy_argv, "--alpha", "1", "--fraction", "1", "--rounds", "75", "--fusion-epochs", "0", "--lambda", str(lam),
-            "--lr", "0.6", "--lr-decay", "1", "--weight-decay", str(decay), "--eval-every", "75", "--parallel", "1"]
+    argv = [*toy_argv, "--alpha", "1", "--fraction", "1", "--rounds", "75", "--fusion-epochs", "0",
+            "--lambda", str(lam), "--lr", "0.6", "--lr-decay", "1", "--weight-decay", str(decay),
+            "--eval-every", "75", "--parallel", "1"]
     fed = federation(argv)
-    data = [(np.c_[x, np.ones(len(x))], np.eye(3)[y]) for x, y in (pixels(fed, index) for index in fed.split.train)]
+    data = [(np.c_[x, np.ones(len(x))], np.eye(3)[y])
+            for x, y in (pixels(fed, index) for index in fed.split.train)]
     W = np.zeros((3, 5))  # weights and biases
     for _ in range(5000):
-        W = W - 0.3 * np.mean([(W @ x.T - y.T) @ x / len(x) for x, y in data], axis=0) - 0.3 * decay * W
+        g = np.mean([(W @ x.T - y.T) @ x / len(x) for x, y in data], axis=0)
+        W = W - 0.3 * g - 0.3 * decay * W
         W = np.c_[shrink(W[:, :4], 0.3 * lam), W[:, 4]]
     expected = np.concatenate([W[:, :4].ravel(), W[:, 4]])
     assert 0 < np.linalg.matrix_rank(W[:, :4], 1e-9) < 3
@@ -242,91 +300,103 @@ def test_phase_one_solves_the_regularised_problem_and_gpgd_does_not(toy_argv, tm
 
 
 def test_line_7_takes_the_dual_variables_of_all_clients(tmp_path, monkeypatch):
-    """gamma_i of clients outside of the last round's sample are spoilt just before it: w moves by eta_g times their share."""
+    """gamma_i of clients outside of the last round's sample are spoilt just before it: w moves by
+    eta_g times their share."""
     rounds, ends = common.Run.rounds, {}
 
-    def spoiling(self, state):
-        for t, S in rounds(self, state):
+    def spoiling(self, state, **options):
+        for t in rounds(self, state, **options):
             if t == 2:
-                others = np.setdiff1d(np.arange(8), S)
+                others = np.setdiff1d(np.arange(8), self.federation.sample(t))
                 state.gamma[others] = torch.ones_like(state.gamma[others])
-            yield t, S
+            yield t
 
     for spoil in (False, True):
         monkeypatch.setattr(common.Run, "rounds", spoiling if spoil else rounds)
-        ends[spoil] = run(fedslr, [*SMALL, "--rounds", "3", "--lambda", "0"], tmp_path / str(spoil))[1]
+        argv = [*SMALL, "--rounds", "3", "--lambda", "0"]
+        ends[spoil] = run(fedslr, argv, tmp_path / str(spoil))[1]
     assert (ends[True]["gamma"] == 1).all(1).sum() == 4
     assert (ends[False]["w"] - ends[True]["w"]).abs().min() > 1  # -eta_g * 4/8
 
 
-def spy(monkeypatch, replace):
-    """Notes what every call of train gets, and returns what `replace` says."""
+def test_the_others_keep_what_they_have_and_all_count_alike(tmp_path, monkeypatch):
+    """Client k, whatever its size, returns w_k = k and p_k = 100 + k everywhere."""
     calls = []
 
-    def noting(self, step, start, S, t, eta, w_t, epochs=None, order=0):
-        start = tree_map(lambda z: z[: len(S)], start)  # rows are fetched
-        calls.append(SimpleNamespace(start=start, S=list(S), eta=float(eta), w_t=w_t, epochs=epochs, order=order))
-        return replace(start, torch.tensor(S, dtype=torch.float)[:, None], order)
+    def constant(self, client_update, S, t, own, shared):
+        w_t, gamma, p = (z[: len(S)] for z in own)  # rows are fetched
+        calls.append(SimpleNamespace(S=list(S), w_t=w_t, gamma=gamma, p=p))
+        k = torch.tensor(S, dtype=torch.float)[:, None]
+        return k + 0 * w_t, 100 + k + 0 * p
 
-    monkeypatch.setattr(common.Federation, "train", noting)
-    return calls
-
-
-def constant(start, k, order):
-    """Client k returns w_k = k and p_k = 100 + k everywhere."""
-    return 100 + k + 0 * start if order else (k + 0 * start[0], start[1])
-
-
-def test_the_others_keep_their_dual_variable_and_all_count_alike_whatever_their_size(tmp_path, monkeypatch):
-    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--seed", "3", "--lambda", "0", "--eta-g", "4"]
-    calls = spy(monkeypatch, constant)
-    record, state = run(fedslr, [*argv, "--client-test", "0.2"], tmp_path)
-    assert len(set(record["split"]["sizes"])) > 1 and [call.order for call in calls] == [0, 1, 0, 1]
-    assert [call.epochs for call in calls] == [None, 1, None, 1] and calls[0].S == calls[1].S != calls[2].S
-    w, gamma, p = calls[0].w_t, torch.zeros(8, len(calls[0].w_t)), torch.zeros(8)
-    for first, second in (calls[:2], calls[2:]):
-        torch.testing.assert_close(first.w_t, w, atol=2e-3, rtol=0)
-        assert torch.equal(first.w_t, second.w_t)  # Phase II has the round's first w, not its last
-        torch.testing.assert_close(first.start[1], gamma[first.S], atol=2e-3, rtol=0)
-        for k in first.S:
+    monkeypatch.setattr(common.Federation, "train", constant)
+    argv = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--seed", "3", "--lambda", "0",
+            "--eta-g", "4", "--client-test", "0.2"]
+    record, state = run(fedslr, argv, tmp_path)
+    assert len(set(record["split"]["sizes"])) > 1
+    assert len(calls) == 2 and calls[0].S != calls[1].S
+    w = calls[0].w_t[0]
+    gamma, p = torch.zeros(8, len(w)), torch.zeros(8)
+    for call in calls:
+        torch.testing.assert_close(call.w_t, w.expand(4, -1), atol=2e-3, rtol=0)
+        torch.testing.assert_close(call.gamma, gamma[call.S], atol=2e-3, rtol=0)
+        assert torch.equal(call.p, p[call.S][:, None].expand(4, len(w)))
+        for k in call.S:
             gamma[k] = gamma[k] + (w - k) / 4
             p[k] = 100 + k
-        w = sum(first.S) / 4 - 4 * gamma.sum(0) / 8
+        w = sum(call.S) / 4 - 4 * gamma.sum(0) / 8
     torch.testing.assert_close(state["w"], w, atol=2e-3, rtol=0)
     torch.testing.assert_close(state["gamma"], gamma, atol=2e-3, rtol=0)
     assert torch.equal(state["p"], p[:, None].expand(8, len(w)))
-    idle = set(range(8)) - set(calls[0].S) - set(calls[2].S)
+    idle = set(range(8)) - set(calls[0].S) - set(calls[1].S)
     assert idle and not state["gamma"][list(idle)].any()
 
 
+def test_rows_of_other_rows_are_not_put_in_by_mistake():
+    """p[S] = gamma.of(T) would copy nothing: `of` fetches rows when they are asked for."""
+    fed = federation(SMALL)
+    gamma, p = fed.per_client(torch.zeros(2)), fed.per_client(torch.ones(2))
+    with pytest.raises(TypeError, match=r"write rows\[S\] = other\[T\]"):
+        p[[1, 3]] = gamma.of([0, 2])
+    assert (p.all == 1).all()
+    p[[1, 3]] = gamma[[0, 2]]
+    assert p.all.sum(1).tolist() == [2, 0, 2, 0, 2, 2, 2, 2]
+
+
 def test_a_huge_sparse_penalty_leaves_the_gkr_alone(tmp_path):
-    record, state = run(fedslr, [*SMALL, "--mu", "1e6", "--p-start", "copy", "--fraction", "1"], tmp_path)
-    row = record["rounds"][-1]
+    argv = [*SMALL, "--mu", "1e6", "--p-start", "copy", "--fraction", "1"]
+    record, state = run(fedslr, argv, tmp_path)
+    row, numbers = record["rounds"][-1], state["numbers"]
     assert not state["p"].any()
-    assert row["personal"] == pytest.approx(row["gkr"], abs=1e-6)  # images together or client by client
-    assert row["numbers"] == {"gkr": state["numbers"], "mixed": state["numbers"], "mixed_std": 0}
+    assert row["personal"] == pytest.approx(row["gkr"], abs=1e-6)  # images together or by client
+    assert row["numbers"] == {"gkr": numbers, "mixed": numbers, "mixed_std": 0}
 
 
 def test_a_huge_low_rank_penalty_leaves_no_weights(tmp_path):
-    """Table 7's setting, lambda = 10: only biases remain in w, so that what a mixed model knows is in p_i.
+    """Table 7's setting, lambda = 10: only biases remain in w, so that what a mixed model knows is
+    in p_i.
 
-    Clients have two classes each. Without weights, w gives all images the same logits: one class of ten. A mixed model learns
-    at least that there are but two.
+    Clients have two classes each. Without weights, w gives all images the same logits: one class of
+    ten. A mixed model learns at least that there are but two.
     """
-    argv = [*SMALL, "--lambda", "10", "--split", "classes", "--client-test", "0.2", "--fraction", "1", "--rounds", "6"]
-    record, state = run(fedslr, [*argv, "--p-start", "copy", "--mu", "1e-4", "--lr-decay", "1"], tmp_path)
-    row = record["rounds"][-1]
+    argv = [*SMALL, "--lambda", "10", "--split", "classes", "--client-test", "0.2",
+            "--fraction", "1", "--rounds", "6", "--p-start", "copy", "--mu", "1e-4",
+            "--lr-decay", "1"]
+    record, state = run(fedslr, argv, tmp_path)
+    row, w = record["rounds"][-1], state["w"]
     assert row["ranks"] == {"fc1": 0, "fc2": 0} and row["numbers"]["gkr"] == 110
-    assert not state["w"][:307200].any() and not state["w"][307300:308300].any() and state["w"][308300:].any()
+    assert not w[:307200].any() and not w[307300:308300].any() and w[308300:].any()
     assert record["rounds"][1]["bytes_down"] == 4 * 8 * 110
-    assert row["gkr"]["mean"] <= 0.2 and row["personal"]["mean"] > 0.45 and row["personal"]["loss"] < row["gkr"]["loss"] - 0.5
+    assert row["gkr"]["mean"] <= 0.2 and row["personal"]["mean"] > 0.45
+    assert row["personal"]["loss"] < row["gkr"]["loss"] - 0.5
 
 
 @pytest.mark.parametrize("start", ["zero", "copy"])
 def test_clients_that_were_never_sampled_have_the_first_p(start, tmp_path):
-    """With copy: kernels and matrices of w^0, without biases. Their mixed model is w + p_i all the same."""
+    """With copy: kernels and matrices of w^0, without biases. Their mixed model is w + p_i all the
+    same."""
     argv = [*SMALL, "--rounds", "1", "--p-start", start]
-    record, state = run(fedslr, argv, tmp_path)
+    record, state = run(fedslr, [*argv, "--save-clients"], tmp_path)
     fed = federation(argv)
     idle = sorted(set(range(8)) - set(fed.sample(0)))
     first = fed.initial_weights() if start == "copy" else torch.zeros(fed.net.d)
@@ -337,13 +407,16 @@ def test_clients_that_were_never_sampled_have_the_first_p(start, tmp_path):
     index = fed.split.test[idle[0]]
     right = fed.logits(state["w"] + first, index).argmax(1).numpy() == fed.data.labels[index]
     assert record["final"]["personal"]["per_client"][idle[0]] == pytest.approx(right.mean())
+    saved = torch.load(tmp_path / "clients.pt", weights_only=True)
+    mixed = (state["w"] + state["p"])[:, :307200]
+    assert torch.equal(saved["fc1.weight"], mixed.view(8, 100, 3072))
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
-    """Killed in Phase II of t = 3, after the evaluation at the end of t = 1: t = 2 and 3 are done again."""
+    """Killed at t = 3, after the evaluation at the end of t = 1: t = 2 and 3 are done again."""
     argv = [*SMALL, "--rounds", "5", "--eval-every", "2", "--lambda", "0.01"]
     whole, a = run(fedslr, argv, tmp_path / "whole")
-    killed(fedslr, argv, tmp_path / "cut", lambda t, options: t == 3 and options)
+    killed(fedslr, argv, tmp_path / "cut", lambda t, options: t == 3)
     again, b = run(fedslr, [*argv, "--resume"], tmp_path / "cut")
     assert sorted(a) == ["gamma", "numbers", "p", "ranks", "w"]
     for name in a:
@@ -351,37 +424,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert same(whole, again)
 
 
-def test_all_paths_agree(toy_argv):
-    argv = [*toy_argv, "--batch-size", "7", "--lambda", "0.02", "--epochs", "2", "--mu", "0.02"]
-    fed = federation(argv)
-    S, w = np.array([0, 1, 2]), fed.initial_weights()
-    assert len(set(fed.n.tolist())) == 3
+@pytest.mark.parametrize("B, counts", [(9, 1), (7, 2)])
+def test_all_paths_agree(B, counts, toy_argv, monkeypatch):
+    """Clients of different sizes: with equally many minibatches in an epoch, and with not."""
+    fed = federation([*toy_argv, "--batch-size", str(B), "--epochs", "2", "--mu", "0.02"])
+    S, w = np.array([0, 1, 2]), fed.initial_weights().expand(3, -1)
+    assert len(set(fed.n.tolist())) == 3 and len({-(-int(n) // B) for n in fed.n}) == counts
     gamma = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, 15))).float()
-    eta, ends = torch.tensor(0.3), []
-    for _ in paths(fed):
-        w_i, same = fed.train(fedslr.phase_one(fed.net, fed.args), (w.expand(3, -1), gamma), S, 0, eta, w)
-        assert torch.equal(same, gamma)
-        ends.append((w_i, fed.train(fedslr.phase_two(fed.net, fed.args), gamma, S, 0, eta, w, epochs=1, order=1)))
-    for a, *others in zip(*ends):
-        for b in others:
-            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
-    assert (ends[0][1] == 0).any() and not torch.equal(ends[0][0], w.expand(3, -1))
+    client_update = fedslr.local_training(fed.net, fed.args)
+    ends = [fed.train(client_update, S, 0, own=[w, gamma, gamma], shared=[torch.tensor(0.3)])
+            for _ in paths(fed, monkeypatch)]
+    for name, (loop, *others) in zip("wp", zip(*ends)):
+        for other in others:
+            torch.testing.assert_close(other, loop, atol=2e-6, rtol=1e-5, msg=name)
+    assert len(ends) == 3 and (ends[0][1] == 0).any() and not torch.equal(ends[0][0], w)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_the_nuclear_prox_does_not_hide_what_is_not_finite(bad, net):
-    """And the other matrices, biases and scales stay as they are without it."""
-    v = torch.from_numpy(np.random.default_rng(1).normal(0, 0.2, net.d))
-    good, broken = fedslr.prox_nuclear(net, v, 0.9)[0], v.clone()
-    broken[7] = bad
-    w = fedslr.prox_nuclear(net, broken, 0.9)[0]
-    assert not w[7].isfinite() and torch.equal(w[450:], good[450:])
-
-
-def test_a_diverging_run_ends_as_diverged(tmp_path):
+def test_a_diverging_run_ends_as_diverged_and_has_no_factors(tmp_path, capsys):
+    argv = [*SMALL, "--model", "cifarnet", "--lr", "1e30", "--lr-decay", "1"]
     with pytest.raises(SystemExit) as ended:
-        run(fedslr, [*SMALL, "--model", "cifarnet", "--lr", "1e30", "--lr-decay", "1"], tmp_path)
+        run(fedslr, argv, tmp_path)
     assert ended.value.code == 3
+    refused(capsys, "fedslr.py, diverged", fedslr_factors.main, [str(tmp_path)])
 
 
 # Counting
@@ -392,20 +456,35 @@ RANK_100 = 2_297_664  # numbers in a ResNet-18 for 10 classes whose matrices hav
 
 @pytest.fixture
 def untrained(monkeypatch):
-    """Runs a file's main for a ResNet-18 and one client, but trains, evaluates, decomposes and saves nothing; the record."""
-    measures = dict.fromkeys(("top1", "top5", "loss", "ece", "mce", "mean", "weighted_mean", "std", "worst_decile"), 0.0)
-    monkeypatch.setattr(common.Federation, "train", lambda self, step, start, *more, **named: start)
+    """Runs a file's main for a ResNet-18 and one client, but trains, evaluates, decomposes and
+    saves nothing; returns the record."""
+    names = ("top1", "top5", "loss", "ece", "mce", "mean", "weighted_mean", "std", "worst_decile")
+    measures = dict.fromkeys(names, 0.0)
+
+    def train(self, client_update, S, t, own, shared):
+        w, *more = (z[: len(S)] for z in own)
+        return (w, more[1]) if more else w  # fedslr.py: w, gamma, p
+
+    def save(whole, file):
+        if isinstance(file, pathlib.Path):
+            file.touch()
+
+    monkeypatch.setattr(common.Federation, "train", train)
     monkeypatch.setattr(common.Federation, "evaluate", lambda self, w: measures)
-    monkeypatch.setattr(common.Federation, "evaluate_clients", lambda self, W: {**measures, "per_client": [0.0]})
-    monkeypatch.setattr(fedslr, "prox_nuclear", lambda net, v, tau: (v, fedslr.full_ranks(net).clamp(max=100)))
-    monkeypatch.setattr(common.torch, "save", lambda whole, file: None)
+    monkeypatch.setattr(common.Federation, "evaluate_clients",
+                        lambda self, W: {**measures, "per_client": [0.0]})
+    monkeypatch.setattr(fedslr, "prox_nuclear",
+                        lambda net, v, tau, map: (v, fedslr.full_ranks(net).clamp(max=100)))
+    monkeypatch.setattr(torch, "save", save)
 
     def go(module, classes, size, out, *flags):
-        rng = np.random.default_rng(0)
-        arrays = {f"x_{part}": rng.integers(0, 256, (2 * classes, size, size, 3), dtype=np.uint8) for part in ("train", "test")}
-        np.savez(out / "d.npz", **arrays, y_train=np.arange(2 * classes) % classes, y_test=np.arange(2 * classes) % classes)
-        module.main(["--dataset", str(out / "d.npz"), "--model", "resnet18", "--split", "iid", "--client-test", "0.2", "--transform", "scale",
-                     "--clients", "1", "--rounds", "2", "--device", "cpu", "--out", str(out), *flags])
+        rng, y = np.random.default_rng(0), np.arange(2 * classes) % classes
+        x = {f"x_{part}": rng.integers(0, 256, (2 * classes, size, size, 3), dtype=np.uint8)
+             for part in ("train", "test")}
+        np.savez(out / "d.npz", **x, y_train=y, y_test=y)
+        module.main(["--dataset", str(out / "d.npz"), "--model", "resnet18", "--split", "iid",
+                     "--client-test", "0.2", "--transform", "scale", "--clients", "1",
+                     "--rounds", "2", "--device", "cpu", "--out", str(out), *flags])
         return json.loads((out / "result.json").read_text())
 
     return go
@@ -417,7 +496,8 @@ def gigabytes(row, *ways):
 
 
 # what the paper calls 893.92 for every data set
-@pytest.mark.parametrize("classes, size, dense", [(10, 32, 893.92), (100, 32, 897.60), (200, 64, 902.33)])
+@pytest.mark.parametrize("classes, size, dense", [
+    (10, 32, 893.92), (100, 32, 897.60), (200, 64, 902.33)])
 def test_table_2_s_closed_forms(classes, size, dense, untrained, tmp_path):
     """GB of 1000 rounds of FedAvg with 10 clients, from what a round of a run says it sent."""
     record = untrained(fedavg, classes, size, tmp_path, "--momentum", "0")
@@ -427,87 +507,144 @@ def test_table_2_s_closed_forms(classes, size, dense, untrained, tmp_path):
 
 
 def test_fedslr_s_bytes_in_table_2(untrained, tmp_path):
-    """Up dense, 446.96; down w^0 dense in the first round, and in the second what rank 100 leaves (by hand in the next test)."""
+    """Up dense, 446.96; down w^0 dense in the first round, and in the second what rank 100 leaves
+    (by hand in the next test)."""
     record = untrained(fedslr, 10, 32, tmp_path)
     first, second = record["rounds"]
-    assert round(gigabytes(first, "bytes_up"), 2) == round(gigabytes(first, "bytes_down"), 2) == 446.96
-    assert round(gigabytes(second, "bytes_up"), 2) == 446.96 and second["bytes_down"] == 4 * RANK_100
+    for row, way in ((first, "bytes_up"), (first, "bytes_down"), (second, "bytes_up")):
+        assert round(gigabytes(row, way), 2) == 446.96
+    assert second["bytes_down"] == 4 * RANK_100
 
 
 def test_numbers_of_a_factorised_resnet_18_by_hand():
-    """Rank 100, or full where that is less, everywhere: kernels of n outputs and m inputs are 3n x 3m, shortcuts n x m."""
+    """Rank 100, or full where that is less, everywhere: kernels of n outputs and m inputs are
+    3n x 3m, shortcuts n x m."""
     net = common.Net("resnet18", (3, 32, 32), 10)
     kernels = [(3, 64, 3)] + [(64, 64, 3)] * 4
     for n in (128, 256, 512):
         kernels += [(n // 2, n, 3), (n, n, 3), (n // 2, n, 1), (n, n, 3), (n, n, 3)]
     sizes = [(n * k, m * k) for m, n, k in kernels] + [(10, 512)]
-    assert sorted((rows, columns) for _, rows, columns in fedslr.matrices(net)) == sorted(sizes) and len(sizes) == 21
+    found = [(rows, columns) for _, rows, columns in fedslr.matrices(net)]
+    assert sorted(found) == sorted(sizes) and len(sizes) == 21
     scales = 2 * (64 * 5 + (128 + 256 + 512) * 5)  # a scale and a shift per channel
     assert sum(a * b for a, b in sizes) + scales == net.d == 11_173_952
     expected = scales + sum(min(a * b, min(100, a, b) * (a + b)) for a, b in sizes)
-    assert fedslr.count_factors(net, fedslr.full_ranks(net).clamp(max=100)) == expected == RANK_100 < net.d / 2
-    assert fedslr.count_factors(net, fedslr.full_ranks(net)) == net.d and fedslr.count_factors(net, 0 * fedslr.full_ranks(net)) == scales
+    full = fedslr.full_ranks(net)
+    assert fedslr.count_factors(net, full.clamp(max=100)) == expected == RANK_100 < net.d / 2
+    assert fedslr.count_factors(net, full) == net.d
+    assert fedslr.count_factors(net, 0 * full) == scales
 
 
-def test_what_a_run_sends_and_reports(tmp_path, capsys):
+def test_what_a_run_sends_and_reports(tmp_path):
     """Up dense; down w^0 dense, then what the ranks of the round before say."""
-    argv = [*SMALL, "--rounds", "3", "--eval-every", "1", "--lambda", "0.02", "--seed", "3", "--export", str(tmp_path / "w.pt")]
+    argv = [*SMALL, "--rounds", "3", "--eval-every", "1", "--lambda", "0.02", "--seed", "3"]
     record, state = run(fedslr, [*argv, "--plot"], tmp_path)
-    rows, numbers = record["rounds"], [308310]
+    rows, numbers, w = record["rounds"], [308310], state["w"]
     for row in rows:
         r1, r2 = row["ranks"]["fc1"], row["ranks"]["fc2"]
-        numbers.append(min(307200, r1 * (100 + 3072)) + 100 + min(1000, r2 * (10 + 100)) + 10)
+        fc1, fc2 = min(307200, r1 * (100 + 3072)), min(1000, r2 * (10 + 100))
+        numbers.append(fc1 + 100 + fc2 + 10)
         assert row["numbers"]["gkr"] == numbers[-1]
         assert (row["bytes_up"], row["bytes_down"]) == (4 * 4 * 308310, 4 * 4 * numbers[-2])
     assert 0 < numbers[-1] < 308310 and state["numbers"] == numbers[-1]
     found = (state["p"] != 0).sum(1).numpy() + numbers[-1]
-    assert rows[-1]["numbers"]["mixed"] == pytest.approx(found.mean()) and rows[-1]["numbers"]["mixed_std"] == pytest.approx(found.std(ddof=1))
-    for weight, r in zip((state["w"][:307200].view(100, -1), state["w"][307300:308300].view(10, 100)), state["ranks"]):
+    assert rows[-1]["numbers"]["mixed"] == pytest.approx(found.mean())
+    assert rows[-1]["numbers"]["mixed_std"] == pytest.approx(found.std(ddof=1))
+    weights = w[:307200].view(100, -1), w[307300:308300].view(10, 100)
+    for weight, r in zip(weights, state["ranks"]):
         s = np.linalg.svd(weight.double().numpy(), compute_uv=False)
         assert 0 < r < len(s) and s[r:].max() < 1e-5 < s[r - 1]
     fed = federation(argv)
-    assert rows[-1]["global"] == fed.evaluate(state["w"])
-    for part, W in (("gkr", state["w"]), ("personal", state["w"] + state["p"])):
+    assert rows[-1]["global"] == fed.evaluate(w)
+    for part, W in (("gkr", w), ("personal", w + state["p"])):
         expected = fed.evaluate_clients(W)
         assert {**rows[-1][part], "per_client": expected["per_client"]} == expected
-    assert "ms factorised" in capsys.readouterr().out
-    latency = record["final"]["latency"]
-    assert set(latency) == {"dense_ms", "factorised_ms"} and min(latency.values()) > 0
-    (tmp_path / "w.pt").unlink()  # a finished run can be exported later
-    run(fedslr, [*argv, "--resume"], tmp_path)
-    x = fed.transform(fed.images[:5])
-    torch.testing.assert_close(fedslr.Factorised(tmp_path / "w.pt")(x), fed.net(state["w"], x), atol=1e-4, rtol=1e-4)
     assert (tmp_path / "ranks.png").stat().st_size > 5000
 
 
-# The factorised model
+# The factorised network (tables/fedslr_factors.py)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.6, 0.9, 100.0])
-def test_the_model_rebuilt_from_its_factors(tau, net, tmp_path):
-    """Dense for tau = 0, without any weight for 100; what the file holds is what is counted."""
-    w, ranks = fedslr.prox_nuclear(net, torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, net.d)), tau)
-    fedslr.export(tmp_path / "w.pt", net, w, ranks)
-    model = fedslr.Factorised(tmp_path / "w.pt")
+def dense(net, w):
+    """The network with the weights w [d] in float64."""
+    module = net.build().double()
+    module.load_state_dict(net.state_dict(w))
+    return module
+
+
+def ranks_by_name(net, ranks):
+    names = [net.names[i].removesuffix(".weight") for i, *_ in fedslr.matrices(net)]
+    return dict(zip(names, ranks.tolist()))
+
+
+@pytest.mark.parametrize("tau, pairs", [(0.0, []), (0.8, ["inner.last", "fc"]),
+                                        (0.9, ["first", "inner.last", "fc"]),
+                                        (100.0, ["first", "inner.last", "fc"])])
+def test_the_network_rebuilt_from_its_factors(tau, pairs, net):
+    """It has the same logits: dense for tau = 0, without any weight for 100. It has as many numbers
+    as are counted, but for the kernels of single channels, which stay, and for rank 0, where it
+    takes rank 1."""
+    v = torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, net.d))
+    w, ranks = fedslr.prox_nuclear(net, v, tau)
+    module = dense(net, w)
+    thin = fedslr_factors.factorised(module, ranks_by_name(net, ranks))
     x = torch.from_numpy(np.random.default_rng(4).normal(size=(5, 3, 8, 8)))
-    torch.testing.assert_close(model(x), net(w, x), atol=1e-10, rtol=1e-10)
-    parts = [z if isinstance(z, list) else [z] for z in model.file["tensors"].values()]
-    assert sum(z.numel() for part in parts for z in part) == fedslr.count_factors(net, ranks)
-    factorised = [name for name, part in zip(model.file["tensors"], parts) if len(part) == 2]
-    if tau == 0:
-        assert not factorised
-    if tau == 0.9:
-        assert factorised == ["first.weight", "apart.weight", "last.weight", "fc.weight"] and ranks.min() > 0
+    torch.testing.assert_close(thin(x), net(w, x), atol=1e-10, rtol=1e-10)
+    modules = dict(thin.named_modules())
+    assert [name for name in ("first", "apart", "inner.last", "fc")
+            if isinstance(modules[name], nn.Sequential)] == pairs
+    expected = 4 + 6 + 2 * 6  # the biases of fc and first, GroupNorm
+    sizes = (30, 15), (18, 3), (24, 18), (4, 32)
+    for i, (r, (a, b)) in enumerate(zip(ranks.tolist(), sizes)):
+        expected += a * b if i == 1 else min(a * b, max(r, 1) * (a + b))
+    assert sum(z.numel() for z in thin.parameters()) == expected
+    assert not any(isinstance(layer, nn.Sequential) for layer in (module.first, module.fc))
 
 
-def test_the_factorised_kernels_do_less(net, tmp_path):
-    """A pair of kernels is used as a pair: taking the product away changes nothing."""
-    w, ranks = fedslr.prox_nuclear(net, torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, net.d)), 0.9)
-    fedslr.export(tmp_path / "w.pt", net, w, ranks)
-    model, asked = fedslr.Factorised(tmp_path / "w.pt"), []
-    model.take = lambda name, shape, init: asked.append(name) or fedslr.Factorised.take(model, name, shape, init)
-    model(torch.zeros(1, 3, 8, 8).double())
-    assert asked == ["first.bias", "norm.weight", "norm.bias", "apart.weight", "fc.bias"]
+def test_the_two_layers_of_a_convolution(net):
+    """Along the rows first, with one half of the stride and of the padding each."""
+    v = torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, net.d))
+    w, ranks = fedslr.prox_nuclear(net, v, 0.9)
+    r = int(ranks[0])
+    one, two = fedslr_factors.factorised(dense(net, w), ranks_by_name(net, ranks)).first
+    assert one.weight.shape == (r, 3, 1, 5) and two.weight.shape == (6, r, 5, 1) and r > 0
+    assert (one.stride, one.padding, one.bias) == ((1, 2), (0, 2), None)
+    assert (two.stride, two.padding) == ((2, 1), (2, 0)) and torch.equal(two.bias, w[450:456])
+
+
+def test_the_command_writes_the_factors_and_times_them(tmp_path, capsys):
+    argv = [*SMALL, "--rounds", "3", "--lambda", "0.02"]
+    before, state = run(fedslr, argv, tmp_path)
+    fedslr_factors.main([str(tmp_path)])
+    assert "20 images take" in capsys.readouterr().out
+    after = json.loads((tmp_path / "result.json").read_text())
+    latency = after["final"].pop("latency")
+    assert after == before and set(latency) == {"dense_ms", "factorised_ms"}
+    assert min(latency.values()) > 0
+    fed, r = federation(argv), before["final"]["ranks"]["fc1"]
+    thin = fedslr_factors.factorised(fed.net.build(), before["final"]["ranks"])
+    weights = torch.load(tmp_path / "factors.pt", weights_only=True)
+    assert weights["fc1.0.weight"].shape == (r, 3072) and weights["fc1.1.weight"].shape == (100, r)
+    thin.load_state_dict(weights)
+    x = fed.transform(fed.images[:5])
+    torch.testing.assert_close(thin(x), fed.net(state["w"], x), atol=1e-4, rtol=1e-4)
+    run(fedslr, [*argv, "--resume"], tmp_path)  # a finished run: the record stays
+    assert json.loads((tmp_path / "result.json").read_text())["final"]["latency"] == latency
+
+
+def test_folders_without_a_finished_run_of_fedslr_are_refused(tmp_path, capsys):
+    def no(words):
+        refused(capsys, words, fedslr_factors.main, [str(tmp_path)])
+
+    no("result.json can't be read (FileNotFoundError)")
+    run(fedavg, [*SMALL, "--rounds", "1"], tmp_path)
+    no("fedavg.py, finished; name the --out folder of a finished run of fedslr.py")
+    record = json.loads((tmp_path / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**record, "algorithm": "fedslr"}))
+    (tmp_path / "model.pt").write_text("no weights")
+    no("model.pt can't be read (UnpicklingError)")
+    (tmp_path / "result.json").write_text("no record")
+    no("result.json can't be read (JSONDecodeError)")
 
 
 # Arguments
@@ -516,19 +653,15 @@ def test_the_factorised_kernels_do_less(net, tmp_path):
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tinyimagenet"])
 def test_the_settings_are_the_papers(dataset):
     args = fedslr.arguments(["--dataset", dataset])
-    assert (args.rounds, args.clients, args.fraction, args.epochs, args.fusion_epochs, args.batch_size) == (1000, 100, 0.1, 2, 1, 20)
+    assert (args.rounds, args.clients, args.fraction) == (1000, 100, 0.1)
+    assert (args.epochs, args.fusion_epochs, args.batch_size) == (2, 1, 20)
     assert (args.lr, args.lr_decay, args.weight_decay, args.momentum) == (0.1, 0.998, 1e-3, 0)
-    assert (args.lambda_, args.mu, args.eta_g, args.alpha, args.client_test) == (1e-4, 1e-3, 10, 0.1, 0)
-    assert (args.model, args.transform, args.split, args.p_start) == ("resnet18", "fedslr", "fedslr", "copy")
+    assert (args.lambda_, args.mu, args.eta_g) == (1e-4, 1e-3, 10)
+    assert (args.alpha, args.client_test, args.split) == (0.1, 0, "fedslr")
+    assert (args.model, args.transform, args.p_start) == ("resnet18", "fedslr", "copy")
     assert fedslr.arguments(["--dataset", dataset, "--model", "cnn"]).p_start == "zero"
 
 
-@pytest.mark.parametrize("argv", [["--export", f"{__file__}/w.pt"], ["--export", "."], ["--lambda", "-1"]])
+@pytest.mark.parametrize("argv", [["--lambda", "-1"], ["--momentum", "0.9"]])
 def test_bad_input_is_refused_in_one_line(argv, capsys):
     refused(capsys, argv[0], fedslr.arguments, argv)
-
-
-def test_a_run_that_diverges_exports_nothing(tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        run(fedslr, [*SMALL, "--rounds", "1", "--lr", "1e30", "--export", str(tmp_path / "w.pt")], tmp_path)
-    assert ended.value.code == 3 and not (tmp_path / "w.pt").exists()

@@ -12,9 +12,11 @@ lastlayer = common.load_file(pathlib.Path(fedavg.__file__).parent / "docs" / "la
 
 
 def test_two_rounds_by_hand(toy, tmp_path):
-    """One full-batch step per client and round. The model has one layer, so all of it is interpolated: lambda = .25."""
-    argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4", "--fraction", "0.5",
-            "--batch-size", "0", "--lr", "0.5", "--rounds", "2", "--device", "cpu"]
+    """One full-batch step per client and round. The model has one layer, so that all of it is
+    interpolated: lambda = .25."""
+    argv = ["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "4",
+            "--fraction", "0.5", "--batch-size", "0", "--lr", "0.5", "--rounds", "2",
+            "--device", "cpu"]
     fed = federation(argv)
     w = fed.initial_weights().double().numpy()
     V = np.tile(w, (4, 1))
@@ -31,9 +33,11 @@ def test_two_rounds_by_hand(toy, tmp_path):
 
 
 def test_its_ends_are_fedavg_and_fedper(tmp_path):
-    _, w = run(fedavg, [*QUICK, "--momentum", "0"], tmp_path / "fedavg")
-    _, w_0 = run(lastlayer, [*QUICK, "--momentum", "0", "--mix", "0"], tmp_path / "0")
+    argv = [*QUICK, "--momentum", "0"]
+    _, w = run(fedavg, argv, tmp_path / "fedavg")
+    _, w_0 = run(lastlayer, [*argv, "--mix", "0"], tmp_path / "0")
     torch.testing.assert_close(w_0["w"], w["w"])
-    fedper, _ = run(baselines, ["--method", "fedper", *QUICK, "--momentum", "0"], tmp_path / "fedper")
-    record, _ = run(lastlayer, [*QUICK, "--momentum", "0", "--mix", "1"], tmp_path / "1")
-    assert record["final"]["personal"]["per_client"] == fedper["final"]["personal"]["per_client"]
+    fedper, _ = run(baselines, ["--method", "fedper", *argv], tmp_path / "fedper")
+    record, _ = run(lastlayer, [*argv, "--mix", "1"], tmp_path / "1")
+    found, want = (one["final"]["personal"]["per_client"] for one in (record, fedper))
+    assert found == want

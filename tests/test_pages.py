@@ -179,7 +179,7 @@ def test_the_table_of_settings_is_that_of_the_defaults():
         args, row = reproduce.arguments(row[0].strip("`").removeprefix("python ")), dict(zip(titles, row))
         assert {title: row[title] for title in columns} == {title: str(args[name]).removesuffix(".0")
                                                             for title, name in columns.items()}, row
-        size = args["alpha"] if args["split"] in ("dirichlet", "fedslr") else args["per_client"]
+        size = args["alpha"] if args["split"] in ("dirichlet-hsu", "fedslr") else args["per_client"]
         assert row["split"] == ("iid" if args["split"] == "iid" else f"{args['split']}, {size}") and int(row["in a round"]) == args["fraction"] * args["clients"]
 
 

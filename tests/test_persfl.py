@@ -14,8 +14,10 @@ import fedavg
 import persfl
 from conftest import paths, refused, run, same
 
-SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "mnistnet", "--rounds", "3", "--epochs", "1",
-         "--transform", "scale", "--batch-size", "20", "--lr", "0.05", "--lr-decay", "1", "--distill-epochs", "2", "--distill-lr", "0.05", "--device", "cpu"]
+SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "mnistnet",
+         "--rounds", "3", "--epochs", "1", "--transform", "scale", "--batch-size", "20",
+         "--lr", "0.05", "--lr-decay", "1", "--distill-epochs", "2", "--distill-lr", "0.05",
+         "--device", "cpu"]
 
 
 PAIRS = list(itertools.product((1, 5, 25), (0, 0.25, 0.5, 0.75, 1)))  # the paper's grid
@@ -25,9 +27,10 @@ def federation(argv):
     return common.Federation(persfl.arguments(argv))
 
 
-def students(fed, O):
+def students(fed, O, S=None, distil=None):
     """All students of Stage 2 for these teachers."""
-    return persfl.stage_2(fed, O, fed.args)
+    return fed.train(distil or persfl.distillation(fed.net, fed.args), fed.rows(S), fed.args.rounds,
+                     own=[O], shared=[torch.tensor(0.05)], epochs=fed.args.distill_epochs)
 
 
 # Stage 2: one student, one minibatch
@@ -47,16 +50,37 @@ class Linear:
         return x.flatten(1) @ w.view(3, 4).T
 
 
-def student(soft, T, lam, momentum=0.0, masked=0):
-    """A step of student_step on a random minibatch; returns (before, batch, after) with eta = 1."""
+ONE = torch.tensor(1.0).double()  # eta, eta'
+
+
+def flags(**given):
+    return SimpleNamespace(**{"soft": "kl", "momentum": 0.0, "weight_decay": 0.0} | given)
+
+
+def students_step(args, grid):
+    """The step inside of persfl.distillation, which may start from any student."""
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "step", lambda function: steps.append(function) or function)
+        persfl.distillation(Linear(), args, grid)
+    return steps[0]
+
+
+def drawn(masked=0):
+    """A random student, teacher and minibatch."""
     rng = np.random.default_rng(5)
     A, O = (torch.tensor(rng.normal(0, 2, 12)) for _ in range(2))
-    x, y = torch.tensor(rng.normal(0, 1, (6 + masked, 4))), torch.tensor(rng.integers(0, 3, 6 + masked))
+    n = 6 + masked
+    x, y = torch.tensor(rng.normal(0, 1, (n, 4))), torch.tensor(rng.integers(0, 3, n))
     mask = torch.tensor([1.0] * 6 + [0.0] * masked).double()
-    step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=momentum, weight_decay=0.0), [(T, lam)])
-    batch, u = common.Batch(x, y, mask, torch.zeros(0)), torch.zeros(12).double()
-    (after,), (u_after,), _ = step((A[None], u[None], O), batch, torch.tensor(1.0).double())
-    return (A, u, O), batch, (after, u_after)
+    return A, O, common.Batch(x, y, mask, torch.zeros(0))
+
+
+def step(soft, T, lam, masked=0):
+    """The student after one step with eta' = 1."""
+    A, O, b = drawn(masked)
+    (after,), _ = students_step(flags(soft=soft), [(T, lam)])(A[None], 0 * A[None], O, b, ONE)
+    return after
 
 
 def loss_by_hand(A, O, x, y, T, lam, soft):
@@ -71,30 +95,37 @@ def loss_by_hand(A, O, x, y, T, lam, soft):
 @pytest.mark.parametrize("soft", ["kl", "ce"])
 @pytest.mark.parametrize("T, lam", PAIRS)
 def test_the_gradient_is_that_of_the_papers_loss(soft, T, lam):
-    """Central differences of a loss written in numpy; the step is A - gradient. Rows behind the mask count for nothing."""
-    (A, _, O), batch, after = student(soft, T, lam, masked=2)
-    A, O, x, y = A.numpy(), O.numpy(), batch.x[:6].numpy(), batch.y[:6].numpy()
+    """Central differences of a loss written in numpy; the step is A - gradient. Rows behind the
+    mask count for nothing."""
+    A, O, b = drawn(masked=2)
+    after = step(soft, T, lam, masked=2).numpy()
+    A, O, x, y = A.numpy(), O.numpy(), b.x[:6].numpy(), b.y[:6].numpy()
     h, slope = 1e-5, np.zeros(12)
     for i in range(12):
-        e = h * np.eye(12)[i]
-        slope[i] = (loss_by_hand(A + e, O, x, y, T, lam, soft) - loss_by_hand(A - e, O, x, y, T, lam, soft)) / (2 * h)
-    np.testing.assert_allclose(A - after[0].numpy(), slope, atol=1e-6 * T**2)
+        up, down = (loss_by_hand(A + sign * h * np.eye(12)[i], O, x, y, T, lam, soft)
+                    for sign in (1, -1))
+        slope[i] = (up - down) / (2 * h)
+    np.testing.assert_allclose(A - after, slope, atol=1e-6 * T**2)
 
 
-def objective(monkeypatch, soft):
-    """The value of the loss that student_step differentiates."""
+def objective(soft):
+    """The value of the loss that a student's step differentiates, for T = 3 and lambda = .4."""
     values = []
-    monkeypatch.setattr(common, "grad", lambda f: lambda *z: values.append(f(*z)) or torch.zeros_like(z[0]))
-    monkeypatch.setattr(persfl, "vmap", lambda f: lambda *z: f(*(part[0] for part in z))[None])
-    before, batch, _ = student(soft, 3.0, 0.4)
-    return float(values[0]), before, batch
+
+    def noting(loss):
+        return lambda *z: values.append(loss(*z)) or torch.zeros_like(z[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.func, "grad", noting)
+        patch.setattr(torch.func, "vmap", lambda f: lambda *z: f(*(part[0] for part in z))[None])
+        step(soft, 3.0, 0.4)
+    return float(values[0])
 
 
-def test_the_two_soft_losses_differ_by_the_teachers_entropy_and_have_one_gradient(monkeypatch):
-    assert torch.allclose(student("kl", 3.0, 0.4)[2][0], student("ce", 3.0, 0.4)[2][0], atol=1e-12)
-    kl, before, batch = objective(monkeypatch, "kl")
-    ce, *_ = objective(monkeypatch, "ce")
-    A, O, x, y = before[0].numpy(), before[2].numpy(), batch.x.numpy(), batch.y.numpy()
+def test_the_two_soft_losses_differ_by_the_teachers_entropy_and_have_one_gradient():
+    torch.testing.assert_close(step("kl", 3.0, 0.4), step("ce", 3.0, 0.4), atol=1e-12, rtol=0)
+    kl, ce, (A, O, b) = objective("kl"), objective("ce"), drawn()
+    A, O, x, y = A.numpy(), O.numpy(), b.x.numpy(), b.y.numpy()
     s = softmax(x @ O.reshape(3, 4).T / 3)
     assert ce - kl == pytest.approx(0.4 * 9 * -(s * np.log(s)).sum(1).mean())
     for soft, value in (("kl", kl), ("ce", ce)):
@@ -103,63 +134,85 @@ def test_the_two_soft_losses_differ_by_the_teachers_entropy_and_have_one_gradien
 
 @pytest.mark.parametrize("T", [1e3, 1e4])
 def test_with_t_squared_the_gradient_has_a_limit_as_t_grows(T):
-    """T^2 KL's derivative by the logits tends to ((z - mean z) - (v - mean v)) / classes: half a squared distance of logits."""
-    (A, _, O), batch, after = student("kl", T, 1.0)
-    x = batch.x.numpy()
+    """T^2 KL's derivative by the logits tends to ((z - mean z) - (v - mean v)) / classes: half a
+    squared distance of logits."""
+    A, O, b = drawn()
+    x = b.x.numpy()
     gap = x @ (A - O).numpy().reshape(3, 4).T
     by_logits = (gap - gap.mean(1, keepdims=True)) / 3 / len(x)
     limit = (by_logits.T @ x).ravel()
     assert np.linalg.norm(limit) > 0.1
-    np.testing.assert_allclose((A - after[0]).numpy(), limit, atol=30 / T)
+    np.testing.assert_allclose((A - step("kl", T, 1.0)).numpy(), limit, atol=30 / T)
 
 
-def test_lambda_zero_is_fedavgs_step_whatever_the_teacher_and_the_temperature():
-    step = fedavg.client_step(Linear(), SimpleNamespace(momentum=0.5, weight_decay=0.0))
+def test_lambda_zero_is_fedavgs_update_whatever_the_teacher_and_the_temperature():
+    """With momentum, which the second step shows."""
+    args, (A, O, b) = flags(momentum=0.5), drawn()
+    w = fedavg.local_training(Linear(), args)(A, [[b, b]], ONE)
     for T in (1.0, 25.0):
-        before, batch, after = student("kl", T, 0.0, momentum=0.5)
-        w, u = step(before[:2], batch, torch.tensor(1.0).double())
-        torch.testing.assert_close(after[0], w, atol=1e-12, rtol=0)
-        torch.testing.assert_close(after[1], u, atol=1e-12, rtol=0)
+        one_step, found, u = students_step(args, [(T, 0.0)]), A[None], 0 * A[None]
+        for _ in range(2):
+            found, u = one_step(found, u, O, b, ONE)
+        torch.testing.assert_close(found[0], w, atol=1e-12, rtol=0)
+    assert (w - A).norm() > 0.1
 
 
 @pytest.mark.parametrize("T", [1, 5, 25])
 def test_with_lambda_one_a_student_stays_at_its_teacher(T):
-    (_, u, O), batch, _ = student("ce", 5.0, 1.0)
+    _, O, b = drawn()
     for soft in ("kl", "ce"):
-        step = persfl.student_step(Linear(), SimpleNamespace(soft=soft, momentum=0.0, weight_decay=0.0), [(T, 1)])
-        (A,), *_ = step((O[None], u[None], O), batch, torch.tensor(1.0).double())
-        torch.testing.assert_close(A, O, atol=T**2 * 1e-14, rtol=0)
+        distil = persfl.distillation(Linear(), flags(soft=soft), [(T, 1)])
+        torch.testing.assert_close(distil(O, [[b]], ONE)[0], O, atol=T**2 * 1e-14, rtol=0)
+
+
+def test_distil_goes_through_all_minibatches_and_keeps_its_teacher():
+    """Two epochs, with momentum, for two pairs of the grid: each student as by its own steps."""
+    args, grid = flags(momentum=0.5), [(5, 0.75), (1, 0.25)]
+    _, O, b = drawn()
+    other = b._replace(x=b.x.flip(1))
+    found = persfl.distillation(Linear(), args, grid)(O, [[b, other], [other]], ONE / 10)
+    for i, pair in enumerate(grid):
+        one_step, A, u = students_step(args, [pair]), O[None], 0 * O[None]
+        for minibatch in (b, other, other):
+            A, u = one_step(A, u, O, minibatch, ONE / 10)
+        torch.testing.assert_close(found[i], A[0], atol=1e-12, rtol=0)
+    assert found.shape == (2, 12) and min((A - O).norm() for A in found) > 0.01
 
 
 def test_the_grid_has_a_student_for_each_pair_of_the_paper():
-    """At lambda 0 and 1 (the two tests above) a student is the same for every T: one stands for all, that of T = 1."""
+    """At lambda 0 and 1 (tests above) a student is the same for every T: one stands for all, that
+    of T = 1."""
     assert len(persfl.GRID) == 11
     assert {(1 if lam in (0, 1) else T, lam) for T, lam in PAIRS} == set(persfl.GRID)
-    assert [pair for pair in PAIRS if pair in persfl.GRID] == persfl.GRID  # the first of equals is the first of the 15 pairs
+    first = [pair for pair in PAIRS if pair in persfl.GRID]
+    assert first == persfl.GRID  # the first if tied is the first of the 15 pairs
 
 
 # Stage 2: all students
 
 
 def random_teachers(fed):
-    return torch.stack([fed.net.init(common.stream(9, "initialisation", 0, k)) for k in range(fed.K)])
+    streams = (common.stream(9, "initialisation", 0, k) for k in range(fed.K))
+    return torch.stack([fed.net.init(rng) for rng in streams])
 
 
 def test_students_side_by_side_are_each_trained_on_their_users_images():
-    """Against a loop over users and pairs; a user's students see the same minibatches; lambda 0 and 1 as derived above."""
+    """Against a loop over users and pairs; a user's students see the same minibatches; lambda 0 and
+    1 as derived above."""
     fed = federation(SMALL)
     O = random_teachers(fed)
     kept = O.clone()
     A = students(fed, O)
     assert A.shape == (4, 11, fed.net.d) and torch.equal(O, kept)
-    plain = fedavg.client_step(fed.net, fed.args)
     for k in (0, 3):
-        w, _ = fed.train(plain, (O[k : k + 1], torch.zeros_like(O[:1])), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
-        torch.testing.assert_close(A[k, persfl.GRID.index((1, 0))], w[0], atol=1e-6, rtol=0)  # lambda 0: fine-tuning of O_k
-        torch.testing.assert_close(A[k, persfl.GRID.index((1, 1))], O[k], atol=1e-5, rtol=0)  # lambda 1: O_k itself
-        alone, own = persfl.student_step(fed.net, fed.args, [(5, 0.75)]), O[k : k + 1]
-        w = fed.train(alone, (own[:, None], torch.zeros_like(own)[:, None], own), [k], fed.args.rounds, torch.tensor(0.05), epochs=2)
-        torch.testing.assert_close(A[k, persfl.GRID.index((5, 0.75))], w[0][0, 0], atol=1e-6, rtol=0)
+        w = students(fed, O[k : k + 1], [k], fedavg.local_training(fed.net, fed.args))
+        at = map(persfl.GRID.index, ((1, 0), (1, 1), (5, 0.75)))
+        tuned, same, mixed = (A[k, i] for i in at)
+        torch.testing.assert_close(tuned, w[0], atol=1e-6, rtol=0)  # lambda 0: fine-tuning of O_k
+        torch.testing.assert_close(same, O[k], atol=1e-5, rtol=0)  # lambda 1: O_k itself
+        alone = persfl.distillation(fed.net, fed.args, [(5, 0.75)])
+        w = students(fed, O[k : k + 1], [k], alone)
+        torch.testing.assert_close(mixed, w[0, 0], atol=1e-6, rtol=0)
         assert len({float(A[k, i].norm()) for i in range(11)}) == 11
 
 
@@ -169,20 +222,27 @@ def test_a_user_keeps_the_student_that_is_most_accurate_on_its_validation_images
     A = students(fed, random_teachers(fed))
     _, best, own = persfl.best_students(fed, A, fed.split.val)
     for k, index in enumerate(fed.split.val):
-        right = [int((fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).sum()) for w in A[k]]
-        assert best[k] == right.index(max(right)) and torch.equal(own[k], A[k, best[k]]) and len(set(right)) > 1
+        answers = [fed.logits(w, index).argmax(1).numpy() for w in A[k]]
+        right = [int((answer == fed.data.labels[index]).sum()) for answer in answers]
+        assert best[k] == right.index(max(right)) and len(set(right)) > 1
+        assert torch.equal(own[k], A[k, best[k]])
 
 
+@pytest.mark.parametrize("split", [["--split", "dirichlet-classes", "--alpha", "2"],
+                                   ["--split", "iid"]])
 @pytest.mark.parametrize("soft", ["kl", "ce"])
-def test_all_paths_agree(soft):
-    """The students of all three users at once, and user by user."""
-    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2", "--clients", "3", "--distill-epochs", "1", "--soft", soft])
-    assert len(set(fed.n.tolist())) == 3  # clients that end at different steps, and smaller last minibatches
+def test_all_paths_agree(soft, split, monkeypatch):
+    """The students of all three users at once, and user by user: users that end at different steps,
+    and users with equally many minibatches. The last minibatch is smaller."""
+    argv = [*SMALL, *split, "--clients", "3", "--distill-epochs", "1", "--soft", soft]
+    fed = federation(argv)
+    assert len(set(fed.n.tolist())) == (1 if "iid" in split else 3)
+    assert any(n % 20 for n in fed.n.tolist())
     O = random_teachers(fed)
-    loop, *others = [students(fed, O) for _ in paths(fed)]
+    loop, *others = [students(fed, O) for _ in paths(fed, monkeypatch)]
     for other in others:
         torch.testing.assert_close(other, loop, atol=2e-5, rtol=1e-4)
-    assert (loop[:, 0] - O).norm() > 0.1
+    assert len(others) == 2 and (loop[:, 0] - O).norm() > 0.1
 
 
 # Stage 1
@@ -194,26 +254,39 @@ def test_validation_losses_by_hand():
     found = persfl.validation_losses(fed, w)
     for k, index in enumerate(fed.split.val):
         p = softmax(fed.logits(w, index).double().numpy())
-        assert float(found[k]) == pytest.approx(-np.log(p[np.arange(len(index)), fed.data.labels[index]]).mean())
+        loss = -np.log(p[np.arange(len(index)), fed.data.labels[index]]).mean()
+        assert float(found[k]) == pytest.approx(loss)
+
+
+def noting_g(monkeypatch, losses=persfl.validation_losses):
+    """The G_e of all rounds, filled in while a run goes on."""
+    sent = []
+    monkeypatch.setattr(persfl, "validation_losses",
+                        lambda fed, w: sent.append(w) or losses(fed, w))
+    return sent
 
 
 def test_the_earliest_of_the_least_losses_wins(tmp_path, monkeypatch):
-    """Losses are given, a row per round. User 0: a tie of rounds 2 and 4; 1: falling; 2: rising; 3: a tie from the start."""
-    losses = iter(torch.tensor([[3, 9, 1, 5], [1, 7, 2, 5], [2, 5, 3, 5], [1, 3, 4, 5]]).double())
-    sent = []
-    monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or next(losses))
+    """Losses are given, a row per round. User 0: a tie of rounds 2 and 4; 1: falling; 2: rising; 3:
+    a tie from the start."""
+    rows = iter(torch.tensor([[3, 9, 1, 5], [1, 7, 2, 5], [2, 5, 3, 5], [1, 3, 4, 5]]).double())
+    sent = noting_g(monkeypatch, lambda *_: next(rows))
     record, state = run(persfl, [*SMALL, "--rounds", "4"], tmp_path)
-    assert state["round_of_O"].tolist() == [2, 4, 1, 1] and state["l_prime"].tolist() == [1, 3, 1, 5]
+    assert state["round_of_O"].tolist() == [2, 4, 1, 1]
+    assert state["l_prime"].tolist() == [1, 3, 1, 5]
     assert record["rounds"][-1]["users"]["teacher's round"] == [2, 4, 1, 1]
     for k, e in enumerate((2, 4, 1, 1)):
         assert torch.equal(state["O"][k], sent[e - 1])
-    assert torch.equal(sent[0], federation(SMALL).initial_weights()) and not torch.equal(state["G"], sent[3])
+    assert torch.equal(sent[0], federation(SMALL).initial_weights())
+    assert not torch.equal(state["G"], sent[3])
 
 
 def test_stage_one_is_fedavg_bit_for_bit(tmp_path):
-    same = [name for i, name in enumerate(SMALL) if "distill" not in name and "distill" not in SMALL[i - 1]]
+    same = [name for i, name in enumerate(SMALL)
+            if "distill" not in name and "distill" not in SMALL[i - 1]]
     _, a = run(persfl, SMALL, tmp_path / "persfl")
-    more = ["--split", "classes", "--per-client", "4", "--fraction", "1", "--client-val", "0.2", "--momentum", "0"]
+    more = ["--split", "classes", "--per-client", "4", "--fraction", "1", "--client-val", "0.2",
+            "--client-test", "0.2", "--momentum", "0"]
     _, b = run(fedavg, [*same, *more], tmp_path / "fedavg")
     assert torch.equal(a["G"], b["w"])
 
@@ -227,20 +300,22 @@ def test_a_user_chooses_the_first_of_its_best_pairs(monkeypatch):
     accuracy[1, [10, 3]] = 0.7
     accuracy[2, 5] = 0.2
     monkeypatch.setattr(persfl, "accuracies", lambda *_: accuracy)
-    _, chosen, _ = persfl.best_students(federation([*SMALL, "--clients", "3"]), torch.zeros(3, 11, 1), None)
+    fed = federation([*SMALL, "--clients", "3"])
+    _, chosen, _ = persfl.best_students(fed, torch.zeros(3, 11, 1), None)
     assert [persfl.GRID[i] for i in chosen] == [(1, 0), (1, 0.75), (5, 0.25)]
 
 
 def noting(monkeypatch):
-    """Every call of stage_2 and its students."""
-    calls, stage_2 = [], persfl.stage_2
+    """Every Stage 2: its teachers O and its students A."""
+    calls, train = [], common.Federation.train
 
-    def spy(fed, O, args):
-        A = stage_2(fed, O, args)
-        calls.append(SimpleNamespace(fed=fed, O=O, A=A))
-        return A
+    def spy(self, client_update, S, t, own, **options):
+        found = train(self, client_update, S, t, own=own, **options)
+        if "epochs" in options:
+            calls.append(SimpleNamespace(fed=self, O=own[0], A=found))
+        return found
 
-    monkeypatch.setattr(persfl, "stage_2", spy)
+    monkeypatch.setattr(common.Federation, "train", spy)
     return calls
 
 
@@ -248,28 +323,32 @@ def test_the_measures_of_the_last_round(tmp_path, monkeypatch):
     calls = noting(monkeypatch)
     record, state = run(persfl, [*SMALL, "--eval-every", "1", "--plot"], tmp_path)
     (call,) = calls
-    row, table, fed = record["rounds"][-1], record["rounds"][-1]["users"], call.fed
+    row, fed = record["rounds"][-1], call.fed
+    table, on_test = row["users"], row["students"]["test"]
     assert torch.equal(call.O, state["O"]) and "users" not in record["rounds"][0]
 
-    def accuracy(w, k, part):
+    def accuracy(w, k, part="test"):
         index = getattr(fed.split, part)[k]
         return (fed.logits(w, index).argmax(1).numpy() == fed.data.labels[index]).mean()
 
     for k in range(4):
         val = [accuracy(call.A[k, i], k, "val") for i in range(11)]
         best = val.index(max(val))
-        assert (table["T"][k], table["lambda"][k]) == persfl.GRID[best] and torch.equal(state["A"][k], call.A[k, best])
-        assert table["PersFL"][k] == pytest.approx(accuracy(call.A[k, best], k, "test"))
-        assert table["fine-tuned"][k] == pytest.approx(accuracy(call.A[k, 0], k, "test"))
-        assert table["FedAvg"][k] == pytest.approx(accuracy(state["G"], k, "test"))
+        assert (table["T"][k], table["lambda"][k]) == persfl.GRID[best]
+        assert torch.equal(state["A"][k], call.A[k, best])
+        assert table["PersFL"][k] == pytest.approx(accuracy(call.A[k, best], k))
+        assert table["fine-tuned"][k] == pytest.approx(accuracy(call.A[k, 0], k))
+        assert table["FedAvg"][k] == pytest.approx(accuracy(state["G"], k))
         assert row["students"]["val"][k] == pytest.approx(val)
-        assert row["students"]["test"][k][4] == pytest.approx(accuracy(state["O"][k], k, "test"))  # lambda = 1
+        assert on_test[k][4] == pytest.approx(accuracy(state["O"][k], k))  # lambda = 1
     assert record["final"]["personal"]["per_client"] == table["PersFL"]
-    assert row["personal"]["mean"] == row["personal@val"]["mean"] == pytest.approx(np.mean(table["PersFL"]))
-    assert row["personal@test"]["mean"] == pytest.approx(np.max(row["students"]["test"], 1).mean())
+    mean = pytest.approx(np.mean(table["PersFL"]))
+    assert row["personal"]["mean"] == row["personal@val"]["mean"] == mean
+    assert row["personal@test"]["mean"] == pytest.approx(np.max(on_test, 1).mean())
     assert row["personal@fedavg"]["mean"] == pytest.approx(np.mean(table["FedAvg"]))
     assert row["personal@lambda=0"]["std"] == pytest.approx(np.std(table["fine-tuned"], ddof=1))
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("students-users.png", "teachers-users.png"))
+    for name in ("students-users.png", "teachers-users.png"):
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 def test_test_images_do_not_influence_any_choice(tmp_path, monkeypatch):
@@ -278,7 +357,8 @@ def test_test_images_do_not_influence_any_choice(tmp_path, monkeypatch):
 
     def poisoned(self, args):
         start(self, args)
-        spoilt = np.concatenate([*self.split.test, np.arange(self.data.n_train, len(self.data.images))])
+        central = np.arange(self.data.n_train, len(self.data.images))
+        spoilt = np.concatenate([*self.split.test, central])
         self.labels, self.images = self.labels.clone(), self.images.clone()
         self.labels[spoilt] = (self.labels[spoilt] + 1) % 10
         self.images[spoilt] = 255 - self.images[spoilt]
@@ -287,27 +367,31 @@ def test_test_images_do_not_influence_any_choice(tmp_path, monkeypatch):
     other, b = run(persfl, argv, tmp_path / "poisoned")
     assert all(torch.equal(a[name], b[name]) for name in ("G", "O", "l_prime", "round_of_O", "A"))
     old, new = clean["rounds"][-1], other["rounds"][-1]
-    assert all(old["users"][name] == new["users"][name] for name in ("T", "lambda", "teacher's round"))
-    assert old["students"]["val"] == new["students"]["val"] and old["students"]["test"] != new["students"]["test"]
+    for name in ("T", "lambda", "teacher's round"):
+        assert old["users"][name] == new["users"][name]
+    assert old["students"]["val"] == new["students"]["val"]
+    assert old["students"]["test"] != new["students"]["test"]
 
 
 def test_a_diverged_student_is_not_chosen(monkeypatch):
     accuracy = np.array([[0.2, np.nan, 0.3], [np.nan, 0.0, 0.0], [0.5, 0.5, np.nan]])
     with monkeypatch.context() as patch:
         patch.setattr(persfl, "accuracies", lambda *_: accuracy)
-        assert persfl.best_students(federation([*SMALL, "--clients", "3"]), torch.zeros(3, 3, 1), None)[1].tolist() == [2, 1, 0]
+        fed = federation([*SMALL, "--clients", "3"])
+        assert persfl.best_students(fed, torch.zeros(3, 3, 1), None)[1].tolist() == [2, 1, 0]
     fed = federation(SMALL)
-    students = fed.initial_weights().repeat(4, 2, 1)  # [4 users, 2 students, d]
-    students[1, 0, 7], students[2, 1, 7] = torch.inf, torch.nan
-    found = persfl.accuracies(fed, students, fed.split.test)
-    assert np.isnan(found).tolist() == [[False, False], [True, False], [False, True], [False, False]]
+    A = fed.initial_weights().repeat(4, 2, 1)  # [4 users, 2 students, d]
+    A[1, 0, 7], A[2, 1, 7] = torch.inf, torch.nan
+    found = np.isnan(persfl.accuracies(fed, A, fed.split.test))
+    assert found.tolist() == [[False, False], [True, False], [False, True], [False, False]]
 
 
 def test_users_all_take_part(capsys):
     refused(capsys, "all users take part", persfl.arguments, ["--fraction", "0.5"])
     refused(capsys, "use --client-val above 0", persfl.arguments, ["--client-val", "0"])
-    refused(capsys, "makes a seed larger than 4294967295", persfl.arguments, ["--runs", "2", "--seed", "4294967295"])
-    assert persfl.arguments(["--runs", "2", "--seed", "4294967294"]).seed == 4294967294
+    two = ["--runs", "2", "--seed"]
+    refused(capsys, "makes a seed larger than 4294967295", persfl.arguments, [*two, "4294967295"])
+    assert persfl.arguments([*two, "4294967294"]).seed == 4294967294
 
 
 def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch, capsys):
@@ -316,26 +400,28 @@ def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatc
     record, state = run(persfl, [*SMALL, "--teacher", "final", "--soft", "ce"], tmp_path)
     table = capsys.readouterr().out.split("\nuser ")[1]
     assert table.split()[:5] == ["FedAvg", "fine-tuned", "PersFL-GD", "T", "lambda"]
-    assert torch.equal(calls[0].O, state["G"].expand(4, -1)) and not any(torch.equal(O, state["G"]) for O in state["O"])
-    assert record["rounds"][-1]["users"]["teacher's round"] == [4] * 4  # the G that a round 4 would have begun with
+    assert torch.equal(calls[0].O, state["G"].expand(4, -1))
+    assert not any(torch.equal(O, state["G"]) for O in state["O"])
     rows = record["rounds"]
-    assert rows[-1]["bytes_down"] == 2 * rows[0]["bytes_down"] == 2 * 4 * 4 * state["G"].numel()  # 4 users, 4 bytes
+    assert rows[-1]["users"]["teacher's round"] == [4] * 4  # the G that a round 4 would begin with
+    down = 4 * 4 * state["G"].numel()  # 4 users, 4 bytes
+    assert (rows[0]["bytes_down"], rows[-1]["bytes_down"]) == (down, 2 * down)
 
 
 def test_a_users_teacher_is_the_global_model_of_least_validation_loss(tmp_path, monkeypatch):
     """Among those of all rounds; eta is so large that the last is not the best for all."""
-    sent, losses = [], persfl.validation_losses
-    monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or losses(federation, w))
-    calls = noting(monkeypatch)
+    sent, calls = noting_g(monkeypatch), noting(monkeypatch)
     argv = [*SMALL, "--rounds", "6", "--lr", "0.5", "--distill-epochs", "1"]
     record, state = run(persfl, argv, tmp_path)
     fed, found = federation(argv), []
     for k in range(4):
         index = fed.split.val[k]
-        p = [softmax(fed.logits(w, index).double().numpy())[np.arange(len(index)), fed.data.labels[index]] for w in sent]
+        y = np.arange(len(index)), fed.data.labels[index]
+        p = [softmax(fed.logits(w, index).double().numpy())[y] for w in sent]
         found.append(int(np.argmin([-np.log(z).mean() for z in p])))
         assert torch.equal(calls[0].O[k], sent[found[k]])
-    assert len(sent) == 6 and record["rounds"][-1]["users"]["teacher's round"] == [e + 1 for e in found]
+    rounds = record["rounds"][-1]["users"]["teacher's round"]
+    assert len(sent) == 6 and rounds == [e + 1 for e in found]
     assert min(found) < 5 and len(set(found)) > 1
 
 
@@ -343,24 +429,35 @@ def test_a_users_teacher_is_the_global_model_of_least_validation_loss(tmp_path, 
 
 
 def test_a_run_stopped_in_stage_2_repeats_its_last_round_and_no_other(tmp_path, monkeypatch):
-    """Ctrl-C at the start of Stage 2, in round 4 of 4 and before any evaluation. What lies on disk is Stage 1's state after
-    round 3; resumed, the run does round 4 and Stage 2, and equals one that wasn't stopped."""
-    argv = [*SMALL, "--rounds", "4", "--eval-every", "9"]
-    sent, losses = [], persfl.validation_losses
-    monkeypatch.setattr(persfl, "validation_losses", lambda federation, w: sent.append(w) or losses(federation, w))
+    """Ctrl-C at the start of Stage 2, in round 4 of 4 and before any evaluation. What lies on disk
+    is Stage 1's state after round 3, and no users' own models; resumed, the run does round 4 and
+    Stage 2, and equals one that wasn't stopped."""
+    argv = [*SMALL, "--rounds", "4", "--eval-every", "9", "--save-clients"]
+    sent, train = noting_g(monkeypatch), common.Federation.train
     whole, a = run(persfl, argv, tmp_path / "whole")
+
+    def stopped(self, *args, **options):
+        if "epochs" in options:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train(self, *args, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(persfl, "stage_2", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(common.Federation, "train", stopped)
         with pytest.raises(SystemExit) as stop:
             persfl.main([*argv, "--out", str(tmp_path / "cut")])
     saved = torch.load(tmp_path / "cut" / "state.pt", weights_only=True)
     assert stop.value.code == 130 and len(saved["history"]) == 3 and len(sent) == 8
     assert saved["state"]["A"] is None and torch.equal(saved["state"]["G"], sent[3])
+    assert not (tmp_path / "cut" / "clients.pt").exists()
     again, b = run(persfl, [*argv, "--resume"], tmp_path / "cut")
     assert len(sent) == 9 and torch.equal(sent[8], sent[3])
-    assert set(a) == set(b) == {"G", "O", "l_prime", "round_of_O", "A"} and all(torch.equal(a[name], b[name]) for name in a)
-    finished, c = run(persfl, [*argv, "--resume"], tmp_path / "cut")  # and a third time, with nothing left to do
-    assert finished["rounds"] == again["rounds"] and torch.equal(b["A"], c["A"]) and same(whole, again)
+    assert set(a) == set(b) == {"G", "O", "l_prime", "round_of_O", "A"}
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    own = torch.load(tmp_path / "cut" / "clients.pt", weights_only=True)
+    assert torch.equal(own["fc1.weight"].flatten(1), b["A"][:, :307200])
+    finished, c = run(persfl, [*argv, "--resume"], tmp_path / "cut")  # with nothing left to do
+    assert finished["rounds"] == again["rounds"] and torch.equal(b["A"], c["A"])
+    assert same(whole, again)
 
 
 def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
@@ -370,14 +467,17 @@ def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
     tables = []
     for r in range(2):
         record = json.loads((tmp_path / f"run-{r}" / "result.json").read_text())
-        assert (record["args"]["seed"], record["args"]["split_seed"], record["args"]["runs"]) == (4 + r, 7 + r, 1)
+        args = record["args"]
+        assert (args["seed"], args["split_seed"], args["runs"]) == (4 + r, 7 + r, 1)
         tables.append(record["rounds"][-1]["users"])
     found = json.loads((tmp_path / "average.json").read_text())["user"]
     for name in ("FedAvg", "fine-tuned", "PersFL", "T", "lambda", "teacher's round"):
         users = [(p + q) / 2 for p, q in zip(tables[0][name], tables[1][name])]
+        mean = sum(users) / 4
         assert found["users"][name] == pytest.approx(users)
-        assert found["mean"][name] == pytest.approx(sum(users) / 4)
-        assert found["std"][name] == pytest.approx((sum((u - sum(users) / 4) ** 2 for u in users) / 3) ** 0.5)
+        assert found["mean"][name] == pytest.approx(mean)
+        std = (sum((u - mean) ** 2 for u in users) / 3) ** 0.5
+        assert found["std"][name] == pytest.approx(std)
     lines = capsys.readouterr().out.split("averages of 2 runs")[1].splitlines()
     assert lines[2].split()[:5] == ["user", "FedAvg", "fine-tuned", "PersFL", "T"]
     assert lines[3].split()[3] == f"{50 * (tables[0]['PersFL'][0] + tables[1]['PersFL'][0]):.2f}"
@@ -387,12 +487,16 @@ def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dataset, split, rounds, per_client, limit, model", [
-    ("cifar10", "classes", 50, 4, None, "cifarnet"), ("cifar10", "dirichlet-classes", 25, 4, None, "cifarnet"),
-    ("cifar10", "lognormal", 50, 2, None, "cifarnet"), ("mnist", "classes", 100, 4, 6000, "mnistnet"),
-    ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"), ("mnist", "lognormal", 100, 2, None, "mnistnet")])
+    ("cifar10", "classes", 50, 4, None, "cifarnet"),
+    ("cifar10", "dirichlet-classes", 25, 4, None, "cifarnet"),
+    ("cifar10", "lognormal", 50, 2, None, "cifarnet"),
+    ("mnist", "classes", 100, 4, 6000, "mnistnet"),
+    ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"),
+    ("mnist", "lognormal", 100, 2, None, "mnistnet")])
 def test_the_settings_are_the_papers(dataset, split, rounds, per_client, limit, model):
     args = persfl.arguments(["--dataset", dataset, "--split", split])
-    assert (args.rounds, args.per_client, args.limit, args.model, args.alpha) == (rounds, per_client, limit, model, 0.9)
+    assert (args.rounds, args.per_client, args.limit) == (rounds, per_client, limit)
+    assert (args.model, args.alpha) == (model, 0.9)
     assert (args.clients, args.fraction, args.client_val, args.client_test) == (10, 1, 0.2, 0.2)
     assert persfl.arguments(["--dataset", dataset, "--split", split, "--rounds", "7"]).rounds == 7
 
@@ -419,7 +523,8 @@ def test_ds_1(per_class, train, tmp_path):
 @pytest.mark.parametrize("split, classes", [("dirichlet-classes", 10), ("lognormal", 2)])
 def test_ds_2_and_ds_3(split, classes, tmp_path):
     more = ["--per-client", "2"] if split == "lognormal" else []
-    fed = federation(["--dataset", balanced(tmp_path, 5000), "--model", "mnistnet", "--split", split, *more])
+    images = ["--dataset", balanced(tmp_path, 5000), "--model", "mnistnet"]
+    fed = federation([*images, "--split", split, *more])
     sizes = []
     for parts in zip(*fed.split):
         n = sum(map(len, parts))
@@ -428,7 +533,8 @@ def test_ds_2_and_ds_3(split, classes, tmp_path):
         kinds = np.bincount(fed.data.labels[np.concatenate(parts)], minlength=10)
         assert (kinds > 0).sum() == classes and len(set(kinds[kinds > 0])) > 1
         sizes.append(n)
-    assert 50_000 - 20 <= sum(sizes) <= 50_000 and len(set(sizes)) > 5  # two classes of each of ten users are rounded down
+    # two classes of each of ten users are rounded down
+    assert 50_000 - 20 <= sum(sizes) <= 50_000 and len(set(sizes)) > 5
     whole = np.concatenate([index for part in fed.split for index in part])
     assert len(np.unique(whole)) == len(whole) == sum(sizes)
 
@@ -436,12 +542,15 @@ def test_ds_2_and_ds_3(split, classes, tmp_path):
 def class_counts(split, draws):
     """[draws, 10 users, 10 classes] of 50,000 images."""
     args, labels = persfl.arguments(["--split", split]), np.arange(50_000) % 10
-    owned = [common.SPLITS[split](labels, 10, np.random.default_rng(i), args) for i in range(draws)]
-    return np.array([[np.bincount(labels[index], minlength=10) for index in users] for users in owned])
+    owned = [common.SPLITS[split](labels, 10, np.random.default_rng(i), args)
+             for i in range(draws)]
+    return np.array([[np.bincount(labels[index], minlength=10) for index in users]
+                     for users in owned])
 
 
 def test_the_spread_of_ds_2_is_that_of_a_dirichlet_draw_per_class():
-    """A user's share of a class is Beta(.9, 8.1): mean .1, variance .1*.9/10. Ten independent classes make a user's size."""
+    """A user's share of a class is Beta(.9, 8.1): mean .1, variance .1*.9/10. Ten independent
+    classes make a user's size."""
     counts = class_counts("dirichlet-classes", 30)
     assert (counts.sum(1) == 5000).all()
     assert counts.mean((0, 2)) == pytest.approx([500] * 10, rel=0.2)
@@ -449,19 +558,21 @@ def test_the_spread_of_ds_2_is_that_of_a_dirichlet_draw_per_class():
     assert counts.std() == pytest.approx(5000 * share, rel=0.08)
     assert counts.sum(2).std() == pytest.approx(10**0.5 * 5000 * share, rel=0.15)
     published = [  # test images, a fifth, of five runs
-        1025, 743, 955, 633, 1279, 1493, 1341, 770, 1010, 754, 1059, 907, 1073, 1129, 591, 1878, 770, 953, 841, 802, 1856, 761, 1796, 556,
-        986, 697, 1121, 710, 774, 745, 1130, 805, 767, 1014, 705, 1342, 684, 1110, 898, 1548, 1073, 608, 1447, 832, 1654, 803, 1029, 818,
-        1086, 653]
+        1025, 743, 955, 633, 1279, 1493, 1341, 770, 1010, 754, 1059, 907, 1073, 1129, 591, 1878,
+        770, 953, 841, 802, 1856, 761, 1796, 556, 986, 697, 1121, 710, 774, 745, 1130, 805, 767,
+        1014, 705, 1342, 684, 1110, 898, 1548, 1073, 608, 1447, 832, 1654, 803, 1029, 818, 1086,
+        653]
     assert counts.sum(2).std() / 5 == pytest.approx(np.std(published), rel=0.2)
 
 
 def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
-    """Users u - 1 and u share class u; the log of the ratio of two draws is normal with variance 2 * 2^2: half of the ratios
-    lie within exp(+-.6745 * sqrt 8)."""
+    """Users u - 1 and u share class u; the log of the ratio of two draws is normal with variance
+    2 * 2^2: half of the ratios lie within exp(+-.6745 * sqrt 8)."""
     counts, ratios = class_counts("lognormal", 40), []
     for c in range(10):
         two = counts[:, [c - 1, c], c]  # [draws, 2]
-        assert (counts[:, :, c].sum(1) == two.sum(1)).all() and (two >= 10).all() and (two.sum(1) >= 4998).all()
+        assert (counts[:, :, c].sum(1) == two.sum(1)).all()
+        assert (two >= 10).all() and (two.sum(1) >= 4998).all()
         ratios.append((two[:, 0] - 10 + 0.5) / (two[:, 1] - 10 + 0.5))
     inside = np.abs(np.log(ratios)) < 0.6745 * 8**0.5
     assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58
@@ -470,15 +581,18 @@ def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
 # The numbers on docs/persfl.md (those of its rows that begin with a link are in test_pages.py)
 
 HERE = pathlib.Path(persfl.__file__).parent
-FOLDERS = {f"{name}, DS-{i + 1}": f"results/persfl-{number}/persfl-{name.lower().replace('-', '')}-split-{split}"
-           for number, name in ((2, "CIFAR-10"), (3, "MNIST")) for i, split in enumerate(("classes", "dirichlet-classes", "lognormal"))}
+SPLITS = "classes", "dirichlet-classes", "lognormal"
+FOLDERS = {f"{name}, DS-{i + 1}": f"results/persfl-{number}/persfl-{data}-split-{split}"
+           for number, name, data in ((2, "CIFAR-10", "cifar10"), (3, "MNIST", "mnist"))
+           for i, split in enumerate(SPLITS)}
 
 
 def lines_of(header):
-    """The cells of the table on docs/persfl.md whose header line begins so, a list for each line."""
+    """The cells of the table on docs/persfl.md whose header begins so, a list for each line."""
     lines = iter((HERE / "docs" / "persfl.md").read_text().splitlines())
     next(line for line in lines if line.startswith(header)), next(lines)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
 
 
 def records(folder):
@@ -487,17 +601,23 @@ def records(folder):
 
 def by_seed(folder):
     """{seed: mean personal accuracy} of a folder's records."""
-    return {record["args"]["seed"]: record["final"]["personal"]["mean"] for record in records(folder)}
+    return {record["args"]["seed"]: record["final"]["personal"]["mean"]
+            for record in records(folder)}
 
 
 def percent(values):
     return f"{100 * np.mean(values):.1f}"
 
 
+def users_of(folder):
+    return [record["final"]["users"] for record in records(folder)]
+
+
 def test_the_page_says_which_rounds_the_teachers_are_from():
     for split, rounds, mean, least, last in lines_of("| split | rounds of Stage 1 | mean round"):
-        found = [e for record in records(FOLDERS[split]) for e in record["final"]["users"]["teacher's round"]]
-        assert [mean, least, last] == [f"{np.mean(found):.1f}", str(min(found)), str(found.count(int(rounds)))] and len(found) == 50, split
+        found = [e for users in users_of(FOLDERS[split]) for e in users["teacher's round"]]
+        assert [mean, least] == [f"{np.mean(found):.1f}", str(min(found))], split
+        assert last == str(found.count(int(rounds))) and len(found) == 50, split
 
 
 def test_the_page_says_what_ties_do():
@@ -506,51 +626,67 @@ def test_the_page_says_what_ties_do():
     for split, count, of, *cells in lines_of("| split | users with a tie"):
         accuracies, lambdas, tied, best = ([], []), ([], []), 0, []
         for record in records(FOLDERS[split]):
-            columns = [record["final"]["grid"].index(list(pair)) for pair in persfl.GRID]
-            val, test = (np.array(record["final"]["students"][part]) for part in ("val", "test"))
-            best += [record["final"]["personal@test"]["mean"] - record["final"]["personal"]["mean"]]
+            final = record["final"]
+            columns = [final["grid"].index(list(pair)) for pair in persfl.GRID]
+            val, test = (np.array(final["students"][part]) for part in ("val", "test"))
+            best += [final["personal@test"]["mean"] - final["personal"]["mean"]]
             for k in range(10):
                 top = [i for i in columns if val[k, i] == val[k, columns].max()]
                 tied += len(top) > 1
                 for end, i in enumerate((top[0], top[-1])):
                     accuracies[end].append(test[k, i])
-                    lambdas[end].append(record["final"]["grid"][i][1])
+                    lambdas[end].append(final["grid"][i][1])
         assert [int(count), int(of)] == [tied, len(lambdas[0])], split
-        assert cells == [*map(percent, accuracies), *(f"{np.mean(z):.3f}".lstrip("0") for z in lambdas)], split
+        means = [f"{np.mean(z):.3f}".lstrip("0") for z in lambdas]
+        assert cells == [*map(percent, accuracies), *means], split
         gained.append(f"{100 * np.mean(best):.1f}".removeprefix("0"))
     assert lines_of("| CIFAR-10, DS-1 | CIFAR-10, DS-2") == [gained]
 
 
 def test_the_page_compares_persfl_with_fine_tuning_and_its_t_and_lambda_with_the_papers():
-    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48), "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
+    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48),
+                 "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
     for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
-        users = [record["final"]["users"] for record in records(FOLDERS[split])]
-        assert T == f"{np.mean([run['T'] for run in users]):.1f}" and paper_T == f"{published['T'][i]:.1f}"
-        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3) and float(paper_lam) == published["lambda"][i]
+        users = users_of(FOLDERS[split])
+        assert T == f"{np.mean([run['T'] for run in users]):.1f}"
+        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3)
+        assert paper_T == f"{published['T'][i]:.1f}"
+        assert float(paper_lam) == published["lambda"][i]
     for split, least, most, ahead in lines_of("| split | least | most |"):
-        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"]) for run in (record["final"]["users"] for record in records(FOLDERS[split]))]
+        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"])
+                for run in users_of(FOLDERS[split])]
         assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
         assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
 
 
 def test_the_page_compares_persfl_with_fedper_and_with_the_last_teacher():
-    for split, runs, other, _, mine, _, ahead, link in lines_of("| split | runs | FedPer"):
+    def both(split, link):
+        """By seed: of the records that are linked, and PersFL's of the same seeds."""
         theirs, ours = by_seed(link.split("../")[1].rstrip(")")), by_seed(FOLDERS[split])
-        assert (int(runs), other, mine) == (len(theirs), percent([*theirs.values()]), percent([ours[seed] for seed in theirs])), split
+        return theirs, {seed: ours[seed] for seed in theirs}
+
+    for split, runs, other, _, mine, _, ahead, link in lines_of("| split | runs | FedPer"):
+        theirs, ours = both(split, link)
+        assert int(runs) == len(theirs), split
+        assert [other, mine] == [percent([*z.values()]) for z in (theirs, ours)], split
         assert ahead == f"{sum(ours[seed] > theirs[seed] for seed in theirs)} of {runs}", split
     for split, runs, last, _, optimal, _, link in lines_of("| split | runs | the last G"):
-        ours, theirs = by_seed(FOLDERS[split]), by_seed(link.split("../")[1].rstrip(")"))
-        assert [runs, last, optimal] == [str(len(theirs)), percent([*theirs.values()]), percent([ours[seed] for seed in theirs])], split
+        found = both(split, link)
+        assert int(runs) == len(found[0]), split
+        assert [last, optimal] == [percent([*z.values()]) for z in found], split
 
 
 def test_the_page_compares_persfl_with_training_alone():
     for split, runs, alone, tuned, mine, ahead, link in lines_of("| split | runs | Local"):
-        folder = link.split("../")[1].rstrip(")")
+        folder, twins = link.split("../")[1].rstrip(")"), records(FOLDERS[split])
         local, ours = by_seed(folder), by_seed(FOLDERS[split])
-        fine = {record["args"]["seed"]: np.mean(record["final"]["users"]["fine-tuned"]) for record in records(FOLDERS[split])}
+        fine = {twin["args"]["seed"]: np.mean(twin["final"]["users"]["fine-tuned"])
+                for twin in twins}
         means = [percent([found[seed] for seed in local]) for found in (local, fine, ours)]
         assert [runs, alone, tuned, mine] == [str(len(local)), *means], split
         assert ahead == f"{sum(ours[seed] > local[seed] for seed in local)} of {runs}", split
         for record in records(folder):
-            twin = next(r for r in records(FOLDERS[split]) if r["args"]["seed"] == record["args"]["seed"])
-            assert record["split"] == twin["split"] and record["args"]["rounds"] == twin["args"]["rounds"] + twin["args"]["distill_epochs"]
+            args = record["args"]
+            twin = next(z for z in twins if z["args"]["seed"] == args["seed"])
+            epochs = twin["args"]["rounds"] + twin["args"]["distill_epochs"]
+            assert record["split"] == twin["split"] and args["rounds"] == epochs

@@ -29,7 +29,7 @@ COMMANDS = {  # an algorithm joins by a line
     "fedavg, one client": ["fedavg", *SOME, "--fraction", "0.1"],  # one of the processes has nobody to train
     "fedavg, target": ["fedavg", *SOME, "--target", "0.01"],  # stops after the first round of two
     "fedavgm": ["fedavgm", *SOME, "--model", "cnn", "--transform", "scale"],
-    "superfed, model": ["superfed", *SOME, "--mix", "model", "--unseen", "1"],
+    "superfed, model": ["superfed", *SOME, "--mix", "model"],
     "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
     "fedslr": ["fedslr", *SOME, "--model", "cnn"],
     "persfl": ["persfl", *SOME, "--model", "mnistnet", "--fraction", "1"],

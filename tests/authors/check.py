@@ -1,14 +1,17 @@
 """The same numbers as the authors' code: a check that anybody can repeat.
 
-    make authors CLONES=folder              all scripts of this folder; writes results/authors.json and docs/authors.md
-    python tests/authors/feddyn.py CLONE    one of them; prints its part of the table
+    make authors CLONES=folder              runs all scripts of this folder; writes
+                                            results/authors.json and docs/authors.md
+    python tests/authors/feddyn.py CLONE    runs one of them; prints its part of the table
 
-A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history; REPOSITORIES below has the eight. The files
-of the commit that a script names are copied out of it with `git archive`, so that other branches and changed files play no
-part, and the clone stays as it is. No line of the authors' code is in this repository.
+A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history; REPOSITORIES
+below lists the eight. The files of the commit that a script names are copied out of it with `git
+archive`, so that other branches and changed files play no part, and the clone stays as it is. No
+line of the authors' code is in this repository.
 
-How two programs get the same inputs: OURS runs first, as a user runs it (main(argv)), in float64, on a small data set. What it
-drew (split, first weights, sampled clients, minibatches, its own draws) is written down. Then THEIRS runs with these.
+How two programs get the same inputs: OURS runs first, as a user runs it (main(argv)), in float64,
+on a small data set. What it drew (split, initial weights, sampled clients, minibatches, its own
+draws) is written down. Then THEIRS runs with these.
 
     1. Clones        source, program
     2. Ours          small_data, ours
@@ -17,6 +20,7 @@ drew (split, first weights, sampled clients, minibatches, its own draws) is writ
 """
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import io
 import os
@@ -38,6 +42,8 @@ sys.path[:0] = [str(ROOT), str(pathlib.Path(__file__).parent)]
 
 import common  # noqa: E402
 import engine  # noqa: E402
+import models  # noqa: E402
+import records  # noqa: E402
 
 REPOSITORIES = {  # script -> repository
     "superfed": "vaseline555/SuPerFed",
@@ -51,7 +57,7 @@ REPOSITORIES = {  # script -> repository
     "torch_sgd": None,  # PyTorch itself
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 1. Clones
 
 
@@ -59,7 +65,8 @@ REPOSITORIES = {  # script -> repository
 def source(clone, commit, repository):
     """A temporary folder with the Python files of that commit of a clone."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "-C", str(clone), "archive", commit, "*.py"], capture_output=True)
+        command = ["git", "-C", str(clone), "archive", commit, "*.py"]
+        archive = subprocess.run(command, capture_output=True)
         if archive.returncode:
             reason = archive.stderr.decode().strip().splitlines()[-1]
             how = f"git clone https://github.com/{repository}"
@@ -70,8 +77,9 @@ def source(clone, commit, repository):
 
 @contextlib.contextmanager
 def program(folder, stubs=(), changed=()):
-    """In here their modules can be imported, and say nothing. stubs: names of packages that are replaced by nothing. changed:
-    pairs of words; in their files (the temporary copies) the second takes the first's place."""
+    """In here their modules can be imported, and say nothing. stubs: names of packages that are
+    replaced by nothing. changed: pairs of words; in their files (the temporary copies) the second
+    takes the first's place."""
     texts = {path: path.read_text(errors="replace") for path in pathlib.Path(folder).rglob("*.py")}
     for path, text in texts.items():
         for old, new in changed:
@@ -82,18 +90,20 @@ def program(folder, stubs=(), changed=()):
     sys.path.insert(0, str(folder))
     os.chdir(folder)
     importlib.invalidate_caches()
-    for name in [path.stem for path in pathlib.Path(folder).iterdir()]:  # a module of ours with the same name
+    # a module of ours with the same name
+    for name in [path.stem for path in pathlib.Path(folder).iterdir()]:
         for known in [n for n in sys.modules if n == name or n.startswith(name + ".")]:
             del sys.modules[known]
     for name in stubs:
-        sys.modules[name] = mock.MagicMock(name=name, __path__=[])
+        spec = importlib.machinery.ModuleSpec(name, None)  # for packages that ask if it is there
+        sys.modules[name] = mock.MagicMock(name=name, __path__=[], __spec__=spec)
     try:
         with (
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
             double(),
-            mock.patch("gc.collect"),
-        ):  # in every round: slow
+            mock.patch("gc.collect"),  # in every round: slow
+        ):
             yield importlib.import_module
     finally:
         for path, text in texts.items():
@@ -104,10 +114,11 @@ def program(folder, stubs=(), changed=()):
             where = getattr(module, "__file__", None)
             if name in stubs or (isinstance(where, str) and where.startswith(str(folder))):
                 del sys.modules[name]
-        sys.modules.update({name: module for name, module in before.items() if name not in sys.modules})
+        sys.modules.update({name: module for name, module in before.items()
+                            if name not in sys.modules})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. Ours
 
 
@@ -122,33 +133,29 @@ def double():
 
 
 def small_data(sizes, side=8, channels=1, classes=3, test=20, seed=0):
-    """Arrays of a .npz: noise with a class's brightness in it; client k owns sizes[k] training images."""
+    """Arrays of a .npz: noise with a class's brightness in it; client k owns sizes[k] training
+    images."""
     rng, n = np.random.default_rng(seed), sum(sizes)
     labels = rng.integers(0, classes, n + test)
     labels[:classes] = np.arange(classes)
-    images = rng.integers(0, 200, (n + test, side, side, channels)) + 55 * (labels[:, None, None, None] % 2)
-    return dict(
-        x_train=images[:n].astype(np.uint8),
-        y_train=labels[:n],
-        x_test=images[n:].astype(np.uint8),
-        y_test=labels[n:],
-        client_train=np.repeat(np.arange(len(sizes)), sizes),
+    images = rng.integers(0, 200, (n + test, side, side, channels)) + 55 * (
+        labels[:, None, None, None] % 2
     )
-
-
-def small(m, x, classes):
-    """A convolution and two linear layers, for speed."""
-    x = torch.relu(torch.max_pool2d(m.conv("conv1", x, 4, 3), 2))
-    return m.linear("fc2", torch.relu(m.linear("fc1", x.flatten(1), 8)), classes)
+    return dict(x_train=images[:n].astype(np.uint8), y_train=labels[:n],
+                x_test=images[n:].astype(np.uint8), y_test=labels[n:],
+                client_train=np.repeat(np.arange(len(sizes)), sizes))
 
 
 class Small(nn.Module):
-    """`small` as a torch module; the authors' functions that take any module get it."""
+    """A convolution and two linear layers, for speed: our model, and what the authors' functions
+    get that take any module."""
 
-    def __init__(self, side=8, channels=1, classes=3):
+    start = staticmethod(models.pytorch_default)
+
+    def __init__(self, channels=1, classes=3, size=(8, 8)):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 4, 3)
-        self.fc1 = nn.Linear(4 * ((side - 2) // 2) ** 2, 8)
+        self.fc1 = nn.Linear(4 * ((size[0] - 2) // 2) ** 2, 8)
         self.fc2 = nn.Linear(8, classes)
 
     def forward(self, x):
@@ -159,23 +166,27 @@ class Small(nn.Module):
 class Ours:
     """What a run of ours drew and left.
 
-    fed: its Federation. first: the vectors that Net.init gave. S: sampled clients of every round. plans[t, k, order]: the
-    minibatches of client k, numbers of images each; draws[t, k, order]: [steps, ...]. states: after every round name -> tensor.
+    fed: its Federation. first: the vectors that Net.init returned. S: the sampled clients of every
+    round. plans[t, k, order]: the minibatches of client k, the numbers of their images each;
+    draws[t, k, order]: [steps, ...]. states: after every round name -> tensor.
     """
 
     def __init__(self):
-        self.fed, self.first, self.S, self.plans, self.draws, self.states = None, [], [], {}, {}, []
+        self.fed, self.first, self.S = None, [], []
+        self.plans, self.draws, self.states = {}, {}, []
 
     def batch(self, index):
         """x and y of the images with these numbers, as our own step sees them."""
-        return self.fed.transform(self.fed.images[torch.as_tensor(index)]), self.fed.labels[torch.as_tensor(index)]
+        index = torch.as_tensor(index)
+        return self.fed.transform(self.fed.images[index]), self.fed.labels[index]
 
     def owner(self):
         """Image -> the client that trains on it."""
         return {int(i): k for k, own in enumerate(self.fed.split.train) for i in own}
 
     def choices(self):
-        """Stands in for a numpy function that draws a round's clients; the last round done, it ends the script."""
+        """Stands in for a numpy function that draws a round's clients; the last round done, it ends
+        the script."""
         rounds = iter(self.S)
 
         def choose(*_, **__):
@@ -192,17 +203,19 @@ class Ours:
     def steps(self):
         """Of the client who takes most, over all rounds."""
         count = defaultdict(int)
-        for (t, k, order), batches in self.plans.items():
+        for (_, k, _), batches in self.plans.items():
             count[k] += len(batches)
         return max(count.values())
 
     def longest(self):
-        """The number of terms of the longest sum in a step: over all weights, or over a minibatch's pixels."""
-        return max(self.fed.net.d, self.fed.args.batch_size * int(np.prod(self.fed.data.images.shape[1:])))
+        """The number of terms of the longest sum in a step: over all weights, or over a minibatch's
+        pixels."""
+        pixels = int(np.prod(self.fed.data.images.shape[1:]))
+        return max(self.fed.net.d, self.fed.args.batch_size * pixels)
 
     def queue(self, orders=(0,)):
-        """Client -> what its loaders yield one after the other, a list of minibatches each, when in each of its rounds it makes
-        one loader for each order."""
+        """Client -> what its loaders yield one after the other, a list of minibatches each, when in
+        each of its rounds it makes one loader for each order."""
         queues = defaultdict(deque)
         for t, S in enumerate(self.S):
             for k in S:
@@ -211,35 +224,37 @@ class Ours:
         return queues
 
 
-def ours(module, argv, data, model=small):
+def ours(module, argv, data, model=Small):
     """An Ours of module.main(argv) on these arrays with this model, in float64."""
     seen, federation, run = Ours(), common.Federation, common.Run
-    start, plan, rounds, init = federation.__init__, federation.plan, run.rounds, common.Net.init
+    start, plan, sample = federation.__init__, federation.plan, federation.sample
+    rounds, init = run.rounds, common.Net.init
 
     def remember(self, *args, **named):
         start(self, *args, **named)
         seen.fed = self
 
-    def planned(self, k, own, t, epochs, draw=None, order=0):
-        p = plan(self, k, own, t, epochs, draw, order)
+    def planned(self, row, own, t, epochs, draw=None, order=0):
+        p = plan(self, row, own, t, epochs, draw, order)
         p = p._replace(draw=p.draw.astype(np.float64))
-        client = int(self.clients[k])
-        if len(p.index) > len(seen.plans.get((t, client, order), ())):  # a shorter one is its beginning
-            seen.plans[t, client, order] = [index[mask] for index, mask in zip(p.index, p.mask)]
-            seen.draws[t, client, order] = p.draw
+        index, mask, draws = map(np.concatenate, (p.index, p.mask, p.draw))  # of all epochs
+        key = t, int(self.clients[row]), order
+        if len(index) > len(seen.plans.get(key, ())):  # a shorter one is its beginning
+            seen.plans[key], seen.draws[key] = [i[m] for i, m in zip(index, mask)], draws
         return p
 
-    def copies(state):
-        return {
-            name: z.all.clone() if isinstance(z, engine.Rows) else z.clone() if torch.is_tensor(z) else z
-            for name, z in vars(state).items()
-        }
+    def sampled(self, t):
+        seen.S.append(sample(self, t).tolist())
+        return sample(self, t)
+
+    def copied(z):
+        z = z.all if isinstance(z, records.Rows) else z
+        return z.clone() if torch.is_tensor(z) else z
 
     def watched(self, state, *args, **named):
-        for t, S in rounds(self, state, *args, **named):
-            yield t, S
-            seen.S.append([int(k) for k in S])
-            seen.states.append(copies(state))
+        for t in rounds(self, state, *args, **named):
+            yield t
+            seen.states.append({name: copied(z) for name, z in vars(state).items()})
 
     def first(self, rng):
         seen.first.append(init(self, rng).double())
@@ -251,31 +266,31 @@ def ours(module, argv, data, model=small):
     with tempfile.TemporaryDirectory() as folder, double(), contextlib.ExitStack() as stack:
         np.savez(folder + "/data.npz", **data)
         for place, name, new in (
-            (federation, "__init__", remember),
-            (federation, "plan", planned),
-            (run, "rounds", watched),
-            (common.Net, "init", first),
+            (federation, "__init__", remember), (federation, "plan", planned),
+            (federation, "sample", sampled), (run, "rounds", watched), (common.Net, "init", first),
         ):
             stack.enter_context(mock.patch.object(place, name, new))
         stack.enter_context(mock.patch.dict(common.TRANSFORMS, scale=exact))
         stack.enter_context(mock.patch.dict(common.MODELS, {model.__name__: model}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        flags = "--split natural --transform scale --device cpu --parallel 1 --eval-every 1000".split()
-        module.main(["--dataset", folder + "/data.npz", "--model", model.__name__, "--out", folder + "/run", *flags, *argv])
+        flags = "--split natural --transform scale --device cpu --parallel 1 --eval-every 1000"
+        module.main(["--dataset", folder + "/data.npz", "--model", model.__name__,
+                     "--out", folder + "/run", *flags.split(), *argv])
     return seen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 3. Theirs
 
 
 class Given:
-    """In place of a DataLoader: yields the given minibatches, those of one epoch in each iteration. get(index) -> x, y. full:
-    the size of minibatches that are not dropped (drop_last)."""
+    """In place of a DataLoader: yields the given minibatches, those of one epoch in each iteration.
+    get(index) -> x, y. full: the size of minibatches that are not dropped (drop_last)."""
 
     def __init__(self, batches, get, per_epoch=None, full=None):
-        self.get, self.per_epoch, self.left, self.full = get, per_epoch or len(batches), deque(batches), full
+        self.get, self.per_epoch = get, per_epoch or len(batches)
+        self.left, self.full = deque(batches), full
 
     def __len__(self):
         return self.per_epoch
@@ -289,8 +304,9 @@ class Given:
 
 @contextlib.contextmanager
 def coin_flips(general, methods, run, phases=(0,)):
-    """For FedDyn's and FedSLR's code, which are alike: in here their loaders give our minibatches, their coin flips our
-    clients, and nothing is evaluated. A client's images are the array of their numbers, run.fed.split.train[k]."""
+    """For FedDyn's and FedSLR's code, which are alike: in here their loaders give our minibatches,
+    their coin flips our clients, and nothing is evaluated. A client's images are the array of their
+    numbers, run.fed.split.train[k]."""
     fed, queues, rounds = run.fed, run.queue(phases), iter(run.S)
     owner = {int(own[0]): k for k, own in enumerate(fed.split.train)}
 
@@ -328,7 +344,8 @@ def local_variables(function, *args, **named):
 
 
 def with_layer(run, l):
-    """The models of all clients: what they share, state.w [d], with layer l of their own, state.V [K, ...]."""
+    """The models of all clients: what they share, state.w [d], with layer l of their own, state.V
+    [K, ...]."""
     state = run.states[-1]
     W = state["w"].repeat(len(state["V"]), 1)
     W[:, run.fed.net.layers[l][1]] = state["V"]
@@ -348,7 +365,8 @@ def script_variables(path):
 
 
 def put(module, w, names=None):
-    """The weights w [d] into a module's parameters, in their order or that of the names. Returns the module."""
+    """The weights w [d] into a module's parameters, in their order or that of the names. Returns
+    the module."""
     parameters = dict(module.named_parameters())
     parts = [parameters[name] for name in names] if names else list(parameters.values())
     assert sum(p.numel() for p in parts) == len(w), "another number of weights"
@@ -367,38 +385,35 @@ def vector(parts, names=None):
     return torch.cat([torch.as_tensor(p).detach().double().flatten() for p in parts])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 4. The table
 
 EPSILON = 2.0**-52  # of float64
 
 
-def row(what, theirs, mine, run=None, steps=None, longest=None, rounds=None, because=None, enlarged=1.0, stubs=""):
-    """A line of the table. theirs, mine: tensors, or lists of them. because: the choice D that explains a difference; without
-    one the difference must be rounding. stubs: what was replaced in their program.
+def row(what, theirs, mine, run=None, steps=None, longest=None, rounds=None, because=None,
+        enlarged=1.0, stubs=""):
+    """A line of the table. theirs, mine: tensors, or lists of them. because: the choice D that
+    explains a difference; without one the difference must be rounding. stubs: what was replaced in
+    their program.
 
-    The bound. A sum of n numbers is exact to n * epsilon of its largest partial sum; a step is a chain of such sums; `steps` of
-    them add up. So bound = epsilon * steps * n * scale, n the longest sum, scale the largest number compared and at least 1.
-    That later steps can enlarge an error is not counted. enlarged: by what a quotient does (1/eta, for what is divided by eta).
+    The bound. A sum of n numbers is exact to n * epsilon of its largest partial sum; a step is a
+    chain of such sums; `steps` of them add up. So bound = epsilon * steps * n * scale, n the
+    longest sum, scale the largest number compared and at least 1. That later steps can enlarge an
+    error is not counted. enlarged: by what a quotient does (1/eta, for what is divided by eta).
     """
-    a, b = (
-        torch.cat([torch.as_tensor(z).detach().double().flatten() for z in (x if isinstance(x, (list, tuple)) else [x])])
-        for x in (theirs, mine)
-    )
+    def flat(x):
+        parts = x if isinstance(x, (list, tuple)) else [x]
+        return torch.cat([torch.as_tensor(z).detach().double().flatten() for z in parts])
+
+    a, b = flat(theirs), flat(mine)
     assert len(a) == len(b), f"{what}: {len(a)} numbers there, {len(b)} here"
     assert (a - b).isfinite().all(), f"{what}: not finite"
     steps, longest = steps or run.steps(), longest or run.longest()
     bound = EPSILON * steps * longest * max(1.0, float(a.abs().max())) * enlarged
-    return dict(
-        what=what,
-        rounds=rounds if rounds else len(run.S) if run else None,
-        steps=steps,
-        numbers=len(a),
-        difference=float((a - b).abs().max()),
-        bound=bound,
-        because=because,
-        stubs=stubs,
-    )
+    return dict(what=what, rounds=rounds if rounds else len(run.S) if run else None, steps=steps,
+                numbers=len(a), difference=float((a - b).abs().max()), bound=bound,
+                because=because, stubs=stubs)
 
 
 def sound(line):
@@ -411,8 +426,9 @@ def table(lines):
     for line in lines:
         verdict = line["because"] or "rounding"
         verdict = verdict if sound(line) else f"NOT EXPLAINED ({verdict})"
-        numbers = f"{line['rounds'] or '':>7}{line['steps']:>6}{line['difference']:>12.1e}{line['bound']:>9.0e}"
-        text.append(f"{line['what']:<76}{numbers}  {verdict}")
+        sizes = f"{line['difference']:>12.1e}{line['bound']:>9.0e}"
+        text.append(f"{line['what']:<76}{line['rounds'] or '':>7}{line['steps']:>6}{sizes}  "
+                    f"{verdict}")
     return "\n".join(text)
 
 
@@ -427,7 +443,8 @@ def main(script, argv):
 
 def script(name):
     """The module of a script in this folder. Not by import: two have the names of ours."""
-    spec = importlib.util.spec_from_file_location(f"authors_{name}", pathlib.Path(__file__).with_name(f"{name}.py"))
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"authors_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -435,9 +452,11 @@ def script(name):
 
 def run(script, clone=None):
     """The lines of a script's table, of the clone's files."""
+    repository = REPOSITORIES[script.NAME]
     with contextlib.ExitStack() as stack:
-        repository = REPOSITORIES[script.NAME]
-        return compared(script, *(stack.enter_context(source(clone, commit, repository)) for commit in script.COMMITS))
+        folders = [stack.enter_context(source(clone, commit, repository))
+                   for commit in script.COMMITS]
+        return compared(script, *folders)
 
 
 def compared(script, *folders):

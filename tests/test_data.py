@@ -1,0 +1,1107 @@
+"""Data sets, splits and transforms, against numbers derived here or given in the papers."""
+
+import json
+import re
+import struct
+import urllib.error
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+import common
+import datasets
+import fedavg
+import fedavgm
+import plots
+import readers
+import splits
+from conftest import QUICK, federation, refused, run
+from faults import images
+
+CPU = ["--device", "cpu"]
+SHAPES = ["--dataset", "shapes", *CPU]
+
+
+# Data sets
+
+
+def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
+    x, y, u, v = datasets.shapes()
+    assert x.shape == (10_000, 32, 32, 3) and u.shape == (2_000, 32, 32, 3) and x.dtype == np.uint8
+    assert set(np.bincount(y)) == {1000} and set(np.bincount(v)) == {200}
+    again = datasets.shapes.__wrapped__()  # past the cache
+    assert all(np.array_equal(a, b) for a, b in zip((x, y, u, v), again))
+    # the mean colour of an image, the best that a classifier blind to form could use, says next to
+    # nothing about its class
+    mean, other = x.mean((1, 2)), u.mean((1, 2))
+    centres = np.stack([mean[y == c].mean(0) for c in range(10)])
+    guess = ((other[:, None] - centres) ** 2).sum(-1).argmin(1)
+    assert (guess == v).mean() < 0.2
+
+
+def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
+    given = images()
+    monkeypatch.setitem(datasets.DATASETS, "cifar10", (8, 8, 3, 4))
+    np.savez(tmp_path / "mine.npz", **given)
+    np.savez(tmp_path / "cifar10.npz", **given)
+    for name in (str(tmp_path / "mine.npz"), "cifar10"):
+        data = datasets.load_data(name, tmp_path)
+        assert (data.n_train, data.classes, data.images.shape) == (40, 4, (60, 8, 8, 3))
+        assert np.array_equal(data.images[:40], given["x_train"])
+        assert np.array_equal(data.labels[40:], given["y_test"])
+    assert datasets.load_data(str(tmp_path / "mine.npz")).name == "mine"
+
+
+def test_grey_images_get_a_channel(tmp_path):
+    given = images()
+    grey = {name: given[name][..., 0] for name in ("x_train", "x_test")}
+    np.savez(tmp_path / "grey.npz", **{**given, **grey})
+    assert datasets.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
+
+
+def write_idx(path, array):
+    with open(path, "wb") as file:
+        file.write(struct.pack(">HBB" + "I" * array.ndim, 0, 8, array.ndim, *array.shape))
+        file.write(array.astype(np.uint8).tobytes())
+
+
+@pytest.mark.parametrize("name, folder, pattern, classes", [
+    ("emnist", "EMNIST", "emnist-byclass-{}-{}-idx{}-ubyte", 62),
+    ("mnist", "MNIST", "{}-{}-idx{}-ubyte", 10),
+])
+def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classes, tmp_path):
+    """Small files of the official format, read by torchvision without a download."""
+    raw = tmp_path / folder / "raw"
+    raw.mkdir(parents=True)
+    rng, wanted = np.random.default_rng(1), {}
+    for part, n in (("train", 4 * classes), ("test", classes)):
+        x, y = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8), np.arange(n) % classes
+        wanted[part] = (x, y)
+        short = {"train": "train", "test": "test" if name == "emnist" else "t10k"}[part]
+        write_idx(raw / pattern.format(short, "images", 3), x)
+        write_idx(raw / pattern.format(short, "labels", 1), y)
+    data = datasets.load_data(name, tmp_path)
+    assert (data.n_train, data.classes) == (4 * classes, classes)
+    # as stored: EMNIST stays transposed
+    assert np.array_equal(data.images[: data.n_train, :, :, 0], wanted["train"][0])
+    assert np.array_equal(data.labels[data.n_train :], wanted["test"][1])
+
+
+def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
+    """Class folders with JPEGs, and validation images with a list of annotations. The second time
+    it is read from the .npz made of them."""
+    monkeypatch.setitem(datasets.DATASETS, "tinyimagenet", (64, 64, 3, 3))
+    root = tmp_path / "tiny-imagenet-200"
+    wnids = ["n02", "n01", "n03"]
+    (root / "val" / "images").mkdir(parents=True)
+    (root / "wnids.txt").write_text("\n".join(wnids) + "\n")
+    notes = []
+    for i, wnid in enumerate(wnids):
+        train = root / "train" / wnid / "images"
+        train.mkdir(parents=True)
+        for j in range(2):
+            grey = 40 * i + 10 * j
+            Image.new("RGB", (64, 64), (grey, grey, grey)).save(train / f"{wnid}_{j}.JPEG")
+        grey = Image.new("L", (64, 64), 40 * i)  # without colours, as some of them are
+        grey.save(root / "val" / "images" / f"val_{i}.JPEG")
+        notes.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t62\t62")
+    (root / "val" / "val_annotations.txt").write_text("\n".join(notes) + "\n")
+    data = datasets.load_data("tinyimagenet", tmp_path)
+    assert data.images.shape == (9, 64, 64, 3) and data.n_train == 6 and data.classes == 3
+    brightness = data.images.mean((1, 2, 3)).round()  # in the order of the names: n01, n02, n03
+    assert brightness.tolist() == [40, 50, 0, 10, 80, 90, 0, 40, 80]
+    assert data.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 0, 2]
+    for file in root.rglob("*.JPEG"):
+        file.unlink()
+    assert datasets.load_data("tinyimagenet", tmp_path).fingerprint() == data.fingerprint()
+
+
+def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
+    def refuses(name, words):
+        argv = ["--dataset", name, "--data-dir", str(tmp_path), *CPU]
+        refused(capsys, words, fedavg.main, argv)
+
+    root = tmp_path / "tiny-imagenet-200"
+    (root / "val").mkdir(parents=True)
+    (root / "wnids.txt").write_text("n01\nn02\n")
+    (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\n")
+    (root / "train" / "n01" / "images").mkdir(parents=True)
+    Image.new("RGB", (64, 64)).save(root / "train" / "n01" / "images" / "a.JPEG")
+    refuses("tinyimagenet", "is incomplete; remove it")
+    (root / "val" / "val_annotations.txt").write_text("no tab\n")
+    refuses("tinyimagenet", "could not get the data set tinyimagenet")
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (raw / f"{part}-ubyte").write_bytes(b"garbage")
+    refuses("mnist", "could not get the data set mnist")
+
+
+def test_limit_takes_equally_many_of_each_class():
+    labels = np.array([0] * 30 + [1] * 8 + [2] * 2 + [0, 1] * 5)
+    data = datasets.Data("x", np.zeros((50, 2, 2, 1), np.uint8), labels, 40, 3)
+    small = datasets.limit_images(data, 12)
+    assert small.n_train == 12 and len(small.images) == 22
+    assert np.bincount(small.labels[:12]).tolist() == [5, 5, 2]
+
+
+# Bad input: one line on stderr, exit code 2. What tests/faults.md has is tried by test_faults.py
+
+
+@pytest.mark.parametrize("given, words", [
+    (images(y_train=np.array([10**9] + [0] * 39)), "no training image has the label 1;"),
+    (images(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
+    (images(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0,"),
+    (images(client_test=np.arange(20)), "has client_test, but no client_train"),
+    (images(client_train=np.arange(40) % 4, client_test=np.arange(19) % 4),
+     "for each of the 20 images of x_test"),
+    (images(client_train=np.arange(40) % 4, client_test=np.arange(20) % 3),
+     "must give each client of client_train test images"),
+    (images(client_train=np.arange(40) % 4, client_test=np.arange(20) % 5),
+     "must give each client of client_train test images"),
+])
+def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
+    np.savez(tmp_path / "bad.npz", **given)
+    refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
+
+
+def test_broken_files_are_refused(tmp_path, capsys):
+    np.savez(tmp_path / "whole.npz", **images())
+    np.savez_compressed(tmp_path / "small.npz", **images())
+    damaged = bytearray((tmp_path / "small.npz").read_bytes())
+    for place in range(300, 400):
+        damaged[place] ^= 0xFF
+    file = tmp_path / "part.npz"
+    for content in ((tmp_path / "whole.npz").read_bytes()[:-30], damaged):
+        file.write_bytes(content)
+        argv = ["--dataset", str(file), *CPU]
+        refused(capsys, "can't be read as a .npz", fedavg.main, argv)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "emnist", "tinyimagenet"])
+def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypatch):
+    def offline(*args, **more):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    argv = ["--dataset", name, "--data-dir", str(tmp_path), *CPU]
+    refused(capsys, f"{tmp_path}/{name}.npz", fedavg.main, argv)
+
+
+@pytest.mark.parametrize("alpha", ["0.001", "0"])
+def test_a_small_alpha_is_refused(alpha, capsys):
+    argv = [*SHAPES, "--split", "dirichlet-classes", "--alpha", alpha]
+    refused(capsys, "use a larger --alpha or fewer --clients", fedavg.main, argv)
+
+
+# Splits
+
+LABELS = np.random.default_rng(5).permutation(np.arange(6000) % 10)
+ONCE = [name for name in common.SPLITS if name not in ("fedslr", "natural")]  # deal no image twice
+
+
+def split(scheme, seed=0, labels=LABELS, classes=10, **args):
+    """What a scheme gives each client, before train and test images are told apart."""
+    args = common.argparse.Namespace(**{"clients": 20, "per_client": 2, "alpha": 1.0, **args})
+    return common.SPLITS[scheme](labels, classes, common.stream(seed, "split"), args)
+
+
+def kinds(owned, labels=LABELS):
+    return [len(np.unique(labels[index])) for index in owned]
+
+
+@pytest.mark.parametrize("scheme", ONCE)
+def test_no_image_is_given_twice(scheme):
+    owned = np.concatenate(split(scheme))
+    assert len(np.unique(owned)) == len(owned) and owned.min() >= 0 and owned.max() < 6000
+
+
+@pytest.mark.parametrize("scheme", [
+    "iid", "shards", "dirichlet-hsu", "dirichlet-classes", "classes", "fedslr"])
+def test_all_images_are_given(scheme):
+    assert sum(map(len, split(scheme))) == 6000
+
+
+@pytest.mark.parametrize("scheme", ["iid", "shards", "dirichlet-hsu", "classes", "fedslr"])
+def test_balanced_schemes_give_equal_sizes(scheme):
+    assert set(map(len, split(scheme))) == {300}
+
+
+def test_shards():
+    """600 images of a class are 4 shards of 150: two shards are at most two classes, and the pairs
+    are random."""
+    owned = split("shards")
+    assert max(kinds(owned)) == 2
+    pairs = {tuple(np.unique(LABELS[index])) for index in owned}
+    others = {tuple(np.unique(LABELS[index])) for index in split("shards", seed=1)}
+    assert len(pairs) > 10 and pairs != others
+    assert all(set(np.bincount(LABELS[index])) <= {0, 150, 300} for index in owned)
+
+
+def test_hsus_dirichlet_has_the_papers_concentration():
+    """q ~ Dir(alpha p), p = 1/10: variance p(1-p)/(alpha+1). With alpha per class it would be
+    p(1-p)/(10 alpha+1)."""
+    labels = np.repeat(np.arange(10), 100_000)
+    for alpha in (1.0, 10.0):
+        owned = split("dirichlet-hsu", labels=labels, clients=2000, alpha=alpha)
+        early = owned[:600]  # before any class runs out
+        q = [np.bincount(labels[index], minlength=10) / 500 for index in early]
+        assert np.var(q, axis=0).mean() == pytest.approx(0.09 / (alpha + 1), rel=0.1)
+
+
+def test_alpha_zero_is_one_class_per_client_and_large_alpha_is_all():
+    assert set(kinds(split("dirichlet-hsu", alpha=0))) == {1}
+    assert len({int(LABELS[index][0]) for index in split("dirichlet-hsu", alpha=0)}) == 10
+    even = split("dirichlet-hsu", alpha=1e6)[:15]
+    assert all(set(np.bincount(LABELS[index])) <= {29, 30, 31} for index in even)
+    # underflows to one class, or what is left of another
+    assert np.mean(kinds(split("dirichlet-hsu", alpha=1e-4))) < 2
+
+
+@pytest.mark.parametrize("alpha", [1e-9, 1e-3, 0.05, 1.0, 100.0])
+def test_dirichlet_ends_whatever_alpha_is(alpha):
+    assert set(map(len, split("dirichlet-hsu", alpha=alpha, clients=100))) == {60}
+
+
+def test_dirichlet_over_clients_is_unbalanced_and_no_client_is_left_empty():
+    sizes = sorted(map(len, split("dirichlet-classes", alpha=0.5)))
+    assert sizes[0] >= 10 and sizes[-1] > 2 * sizes[0]
+
+
+def test_k_classes_each():
+    """Ten clients with 4 of 10 classes: every class has 4 holders, and each gets 600/4 of it
+    (PersFL's DS-1)."""
+    owned = split("classes", clients=10, per_client=4)
+    assert set(kinds(owned)) == {4}
+    assert all(set(np.bincount(LABELS[index], minlength=10)) == {0, 150} for index in owned)
+
+
+def test_lognormal_gives_two_neighbouring_labels_and_very_unequal_sizes():
+    owned = split("lognormal", clients=10)
+    for k, index in enumerate(owned):
+        assert set(LABELS[index]) == {k, (k + 1) % 10}
+    sizes = [len(index) for seed in range(20) for index in split("lognormal", seed, clients=10)]
+    assert min(sizes) >= 20 and max(sizes) > 1000
+
+
+def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
+    file, owner = tmp_path / "hospitals.npz", np.repeat([2, 0, 1], [25, 10, 5])
+    np.savez(file, **images(), client_train=owner)
+    argv = ["--dataset", str(file), "--split", "natural", "--model", "mnistnet", *CPU]
+    fed = federation(argv)
+    assert fed.K == 3 and fed.n.tolist() == [8, 4, 20]
+    for k in range(3):
+        own = [*fed.split.train[k], *fed.split.test[k]]
+        assert sorted(own) == np.flatnonzero(owner == k).tolist()
+    fed = federation([*argv, "--limit", "38"])
+    assert fed.whole_split.train[1].max() < 38
+    assert (fed.data.owner == np.delete(owner, [38, 39])).all()
+    few, words = [*argv, "--limit", "35"], "leaves a client of --split natural without images"
+    refused(capsys, words, fedavg.main, few)
+    last = np.repeat([0, 1, 2], [25, 10, 5])  # the last client loses all
+    np.savez(file, **images(), client_train=last)
+    refused(capsys, words, fedavg.main, few)
+    np.savez(tmp_path / "bytes.npz", **images(256), client_train=np.arange(256, dtype=np.uint8))
+    argv[1] = str(tmp_path / "bytes.npz")
+    assert federation([*argv, "--client-test", "0"]).K == 256
+    words = "use --client-test 0 or more images"
+    refused(capsys, words, fedavg.main, [*argv, "--client-test", "0.2"])
+
+
+def test_natural_clients_test_on_their_own_images(tmp_path):
+    """client_test, as LEAF has it: none of a client's training images is held out, whatever
+    --client-test says."""
+    owner, tester = np.repeat([2, 0, 1], [25, 10, 5]), np.array([0, 1, 1, 2] * 5)
+    np.savez(tmp_path / "leaf.npz", **images(), client_train=owner, client_test=tester)
+    argv = ["--dataset", str(tmp_path / "leaf.npz"), "--model", "mnistnet", *CPU]
+    fed = federation([*argv, "--split", "natural", "--client-val", "0.2"])
+    for k in range(3):
+        own = [*fed.split.train[k], *fed.split.val[k]]
+        assert sorted(own) == np.flatnonzero(owner == k).tolist()
+        assert fed.split.test[k].tolist() == (40 + np.flatnonzero(tester == k)).tolist()
+    assert [len(val) for val in fed.split.val] == [2, 1, 5] and "client_test" in " ".join(fed.notes)
+    fed = federation([*argv, "--split", "iid", "--clients", "4"])
+    assert max(map(max, fed.split.test)) < 40 and not fed.notes
+
+
+def test_semantic_clusters_of_emnist():
+    """5 clusters of 12, 12, 12, 12 and 14 classes, each of 2 digits, 5 (6) capital and 5 (6) small
+    letters."""
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(62), 1000))
+    owned = split("semantic", labels=labels, classes=62)
+    sets = [frozenset(np.unique(labels[index])) for index in owned]
+    clusters = []
+    for classes in sorted(set(sets), key=len, reverse=True):
+        if not any(classes <= cluster for cluster in clusters):
+            clusters.append(classes)
+    assert sorted(map(len, clusters)) == [12, 12, 12, 12, 14]
+    assert frozenset().union(*clusters) == set(range(62))
+    for cluster in clusters:
+        digits, capitals, small = (sum(a <= c < b for c in cluster)
+                                   for a, b in ((0, 10), (10, 36), (36, 62)))
+        assert digits == 2 and capitals == small == (len(cluster) - 2) / 2
+    sizes = np.array(list(map(len, owned)))
+    assert sizes.min() >= 100 and sizes.max() < 800
+    assert sizes.mean() == pytest.approx(450, rel=0.1)
+
+
+def test_semantic_clients_of_tiny_imagenet():
+    """10 clusters of 20 classes. The paper has 390 clients with 252 images; our sizes are uniform
+    in [100, 400)."""
+    labels = np.repeat(np.arange(200), 500)
+    owned = split("semantic", labels=labels, classes=200)
+    assert 365 < len(owned) < 430
+    assert np.mean(list(map(len, owned))) == pytest.approx(250, rel=0.06)
+    assert max(kinds(owned, labels)) == 20
+
+
+def test_fedslr_refills_a_class_that_is_used_up():
+    owned = split("fedslr", alpha=0.1)
+    assert len(np.unique(np.concatenate(owned))) < 6000  # some are used twice, others never
+    q = [np.bincount(LABELS[index], minlength=10) / 300
+         for seed in range(20) for index in split("fedslr", seed, alpha=0.1)]
+    # Dir(.1, ..., .1): alpha per class
+    assert np.var(q, axis=0).mean() == pytest.approx(0.09 / (10 * 0.1 + 1), rel=0.15)
+
+
+@pytest.mark.parametrize("scheme", ONCE)
+def test_clients_hold_out_what_they_are_asked_to(scheme):
+    more = ["--clients", "10"] if scheme != "semantic" else []
+    more += ["--alpha", "0.9"] if scheme in common.USED_BY["alpha"] else []
+    held = ["--client-test", "0.2", "--client-val", "0.2"]
+    fed = federation([*SHAPES, "--split", scheme, *more, *held])
+    for train, val, test in zip(*fed.split):
+        n = len(train) + len(val) + len(test)
+        assert len(test) == int(0.2 * n) and len(train) == int(0.6 * n + 1e-9)
+        every = np.concatenate([train, val, test])
+        assert len(np.unique(every)) == n and max(every) < fed.data.n_train
+    assert fed.n.tolist() == [len(index) for index in fed.split.train]
+
+
+def test_five_hundred_images_are_split_400_to_100():
+    fed = federation([*SHAPES, "--clients", "20"])
+    sizes = {tuple(map(len, parts)) for parts in zip(*fed.split)}
+    assert sizes == {(400, 0, 100)}
+
+
+def test_fedslrs_clients_are_tested_on_central_images_alone():
+    """It deals images twice: test images held out from a client's own could be among its training
+    images."""
+    argv = [*SHAPES, "--split", "fedslr", "--clients", "20", "--alpha", "0.1"]
+    fed = federation([*argv, "--client-test", "0"])
+    assert all(len(train) == 500 for train in fed.split.train)
+    assert all(test.min() >= fed.data.n_train for test in fed.split.test)
+
+
+def test_without_own_test_images_clients_get_central_ones_in_their_class_proportions():
+    argv = [*SHAPES, "--clients", "10", "--client-test", "0", "--split", "classes"]
+    fed = federation([*argv, "--per-client", "4"])
+    for train, test in zip(fed.split.train, fed.split.test):
+        assert len(train) == 1000 and test.min() >= fed.data.n_train and len(np.unique(test)) == 100
+        of_test, of_train = (np.bincount(fed.data.labels[index], minlength=10)
+                             for index in (test, train))
+        assert np.array_equal(of_test * 10, of_train)
+
+
+def test_the_fingerprint_tells_splits_apart():
+    argv = [*SHAPES, "--limit", "400", "--clients", "5"]
+    a, b, c = (federation([*argv, "--split-seed", seed, "--lr", lr]).split.fingerprint()
+               for seed, lr in (("0", "1"), ("0", "2"), ("1", "1")))
+    assert a == b != c
+
+
+def test_a_split_is_drawn_from_its_stream_alone():
+    """common.split_clients gives the Federation's split, for the same --split-seed."""
+    argv = [*SHAPES, "--limit", "400", "--clients", "5", "--client-val", "0.2"]
+    fed = federation([*argv, "--split-seed", "3", "--seed", "8"])
+    again = common.split_clients(fed.data, fed.args, common.stream(3, "split"))
+    other = common.split_clients(fed.data, fed.args, common.stream(8, "split"))
+    assert again.fingerprint() == fed.whole_split.fingerprint() != other.fingerprint()
+
+
+# Transforms
+
+
+def test_scale_and_centre():
+    """A byte from 0 to 255 becomes a number from 0 to 1, or from -1/2 to 1/2; channels come first.
+    """
+    # one image of 1x2 pixels with 2 channels
+    images = torch.tensor([[[[0, 255], [51, 102]]]], dtype=torch.uint8)
+    want = torch.tensor([[[[0.0, 0.2]], [[1.0, 0.4]]]])
+    data = datasets.Data("x", images.numpy(), np.zeros(1), 1, 2)
+    torch.testing.assert_close(common.TRANSFORMS["scale"](data)(images), want)
+    centred = common.TRANSFORMS["centre"](data)(images, torch.zeros(1, 0))
+    torch.testing.assert_close(centred, want - 0.5)
+
+
+def test_tensorflow_transform():
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(60, 190, (4, 32, 32, 3), dtype=np.uint8))
+
+    def standardised(x):  # [n, C, H, W]: each image to mean 0 and deviation 1
+        mean = x.mean((1, 2, 3), keepdim=True)
+        return (x - mean) / x.std((1, 2, 3), keepdim=True, correction=0)
+
+    def close(found, want):
+        torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-4)
+
+    centre = images[:, 4:28, 4:28].permute(0, 3, 1, 2).double()
+    close(datasets.tensorflow(images), standardised(centre))
+    # draws: window at row int(.5*9)=4, column int(.99*9)=8, mirrored, brightness +31.5 (which
+    # mean 0 undoes), contrast .2 + 1.6*.5625 = 1.1
+    u = torch.tensor([[0.5, 0.99, 0.2, 0.75, 0.5625]]).expand(4, -1)
+    cut = images[:, 4:28, 8:32].flip(2).double()
+    channel = cut.mean((1, 2), keepdim=True)
+    want = (channel + (cut - channel) * 1.1).permute(0, 3, 1, 2)
+    close(datasets.tensorflow(images, u), standardised(want))
+    flat = datasets.tensorflow(torch.full((1, 32, 32, 3), 9, dtype=torch.uint8))
+    assert flat.isfinite().all() and flat.abs().max() == 0
+
+
+@pytest.mark.parametrize("width", [8, 11])
+def test_fedslr_transform(width):
+    """Standardised channels; a flip below .5; below .5 a window of the image padded with zeros,
+    after normalisation."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (50, 8, width, 3), dtype=np.uint8)
+    data = datasets.Data("x", images, np.arange(50) % 2, 40, 2)
+    transform = datasets.fedslr(data)
+    z = transform(torch.from_numpy(images[:40])).numpy()
+    assert np.abs(z.mean((0, 2, 3))).max() < 1e-5 and np.abs(z.std((0, 2, 3)) - 1).max() < 1e-5
+    plain = datasets.normalize(data)(torch.from_numpy(images[:40]))
+    assert np.array_equal(plain.numpy(), z)
+    u = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.1, 0.0, 0.99], [0.9, 0.9, 0.0, 0.0]])
+    flipped, moved, plain = transform(torch.from_numpy(images[:3]), u).numpy()
+    assert np.array_equal(flipped, z[0][:, :, ::-1]) and np.array_equal(plain, z[2])
+    want = np.zeros((3, 8, width), np.float32)
+    # the window's corner lies 4 rows above and 4 columns to the right of the image's
+    want[:, 4:, : width - 4] = z[1][:, :4, 4:]
+    assert np.array_equal(moved, want)
+
+
+def test_augment_once_moves_and_mirrors_images_for_good():
+    """Pixels of value 1 to 54 tell where an image was moved: each of the 81 ways and their mirror
+    images occur."""
+    images = np.tile(np.arange(1, 55, dtype=np.uint8).reshape(1, 6, 9, 1), (5000, 1, 1, 1))
+    data = datasets.Data("x", images, np.arange(5000) % 2, 4000, 2)
+    changed = datasets.augment_once(data, np.random.default_rng(0))
+    wide = np.pad(images[0, :, :, 0], 4)
+    windows = [wide[i : i + 6, j : j + 9] for i in range(9) for j in range(9)]
+    ways = [way.tobytes() for window in windows for way in (window, window[:, ::-1])]
+    counts = np.bincount([ways.index(image.tobytes()) for image in changed.images], minlength=162)
+    assert changed.images.shape == images.shape and np.array_equal(changed.labels, data.labels)
+    assert abs(counts / 5000 * 162 - 1).max() < 0.8 and counts.min() > 0
+    assert abs(counts[::2].sum() - 2500) < 150
+    argv = [*SHAPES, "--limit", "1000"]
+    plain, a, b, other = (federation([*argv, *more]).images for more in (
+        [], ["--augment-once"], ["--augment-once"], ["--augment-once", "--split-seed", "1"]))
+    assert torch.equal(a, b) and not torch.equal(a, other) and not torch.equal(a, plain)
+
+
+def test_augmentation_comes_from_the_clients_own_stream():
+    argv = [*SHAPES, "--limit", "400", "--clients", "5", "--model", "tfcnn",
+            "--transform", "tensorflow"]
+    a, b = federation(argv), federation([*argv, "--seed", "1"])
+    same, again, *others = (fed.plan(k, np.arange(20), t, 1).uniform for fed, k, t in (
+        (a, 2, 7), (a, 2, 7), (a, 3, 7), (a, 2, 8), (b, 2, 7)))
+    assert same.shape == (1, 1, 20, 5) and np.array_equal(same, again)
+    assert not any(np.array_equal(same, other) for other in others)
+
+
+# Splits that say what they are
+
+HAM = np.repeat(np.arange(7), (6705, 1113, 1099, 514, 327, 142, 115))  # HAM10000's classes
+
+# Of today's balanced data sets, by the version of before there were two names (1e9c188): labels
+# LABELS, 20 clients (100 with K = 100), of dirichlet-hsu that of `dirichlet`
+BEFORE = {
+    ("iid", 20, 1, 0.2): "2889e5079673f091",
+    ("shards", 20, 1, 0): "e53890f9f5fee89a",
+    ("shards", 100, 1, 0.2): "974f6e9d8ad8959c",
+    ("dirichlet-hsu", 20, 0.3, 0.2): "421fd99bae9dd560",
+    ("dirichlet-hsu", 100, 0.1, 0): "dbcdebc0540684f7",
+    ("dirichlet-hsu", 20, 0, 0.2): "9ba0e995eab1cb56",
+    ("dirichlet-hsu", 20, 100, 0.2): "4fb9974edbe4093e",
+    ("dirichlet-classes", 20, 0.3, 0): "dbe9a9b52f81b590",
+    ("dirichlet-classes", 20, 1, 0.2): "acac9a5b0db68e5e",
+    ("classes", 20, 1, 0.2): "b3d98aac3e8c1bff",
+    ("lognormal", 20, 1, 0.2): "c5a9b5b6f153ad61",
+    ("semantic", 20, 1, 0.2): "c58aa98518f1f822",
+    ("fedslr", 100, 0.1, 0): "43f0425f155341a9",
+    ("fedma", 20, 0.5, 0.2): "5c8c4ff5e6dc6253",
+}
+
+
+@pytest.mark.parametrize("scheme, K, alpha, share", BEFORE)
+def test_splits_of_balanced_data_are_those_of_before(scheme, K, alpha, share):
+    labels = np.concatenate([LABELS, np.arange(600) % 10])
+    data = datasets.Data("x", np.zeros((6600, 1, 1, 1), np.uint8), labels, 6000, 10)
+    args = common.argparse.Namespace(split=scheme, clients=K, alpha=alpha, client_test=share,
+                                     client_val=share / 2, per_client=2, limit_test=None)
+    split = common.split_clients(data, args, common.stream(0, "split"))
+    assert split.fingerprint() == BEFORE[scheme, K, alpha, share]
+
+
+def test_dirichlet_alone_is_refused_since_it_has_two_meanings(capsys):
+    with pytest.raises(SystemExit) as stop:
+        fedavg.main([*SHAPES, "--split", "dirichlet", "--alpha", "0.3"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out and err.count("\n") == 1
+    assert "dirichlet-classes deals each class" in err and "dirichlet-hsu draws a client's" in err
+
+
+def test_a_record_with_the_old_name_is_read_as_hsus(tmp_path, capsys):
+    assert fedavgm.arguments([]).split == "dirichlet-hsu"
+    for old, new in (("dirichlet", "dirichlet-hsu"), ("iid", "iid")):
+        assert splits.renamed({"split": old, "alpha": 1}) == {"split": new, "alpha": 1}
+    argv = [*QUICK, "--split", "dirichlet-hsu", "--alpha", "1", "--model", "mnistnet"]
+    record, state = run(fedavg, argv, tmp_path)
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    saved["args"]["split"] = record["args"]["split"] = "dirichlet"
+    torch.save(saved, tmp_path / "state.pt")
+    assert "split: dirichlet-hsu, $\\alpha$ = 1" in common.setting(record)
+    again, resumed = run(fedavg, [*argv, "--rounds", "3", "--resume"], tmp_path)
+    assert len(again["rounds"]) == 3 and again["split"] == record["split"]
+
+
+def test_the_two_conventions_differ_as_the_literature_says(tmp_path, capsys):
+    """alpha = .3, ten classes of 600 images, 20 clients. If each class is dealt in Dir(.3) shares,
+    a client's share s is Beta(.3, 19 * .3), and it gets an image with probability min(600 s, 1).
+    With Hsu's .03 per class a client's shares are Dir(.03), and it has 300 images."""
+    rng = np.random.default_rng(0)
+    s = rng.beta(0.3, 19 * 0.3, 100_000)
+    seen = [np.mean(kinds(split("dirichlet-classes", seed, alpha=0.3))) for seed in range(20)]
+    assert np.mean(seen) == pytest.approx(10 * np.minimum(600 * s, 1).mean(), abs=0.2)
+    assert np.mean(seen) > 7.5
+    q = rng.dirichlet([0.03] * 10, 10_000)
+    seen = [np.mean(kinds(split("dirichlet-hsu", seed, alpha=0.3)[:8])) for seed in range(40)]
+    assert np.mean(seen) == pytest.approx((300 * q > 0.5).sum(1).mean(), abs=0.3)
+    assert np.mean(seen) < 3
+    record, _ = run(fedavg, [*QUICK, "--split", "dirichlet-classes", "--model", "mnistnet",
+                             "--alpha", "1"], tmp_path)
+    fed = federation([*QUICK, "--split", "dirichlet-classes", "--alpha", "1"])
+    own = [len(np.unique(fed.data.labels[index])) for index in fed.split.train]
+    words = f"classes {min(own)}/{np.mean(own):.1f}/{max(own)} (least/mean/most)"
+    assert record["split"]["classes"] == own
+    assert words.replace(".0/", "/") in capsys.readouterr().out
+
+
+def test_the_picture_of_the_split_says_classes_per_client(tmp_path, monkeypatch):
+    titles, drawing = [], plots.drawing
+
+    def noting(*args, **named):
+        titles.append(named.get("title"))
+        return drawing(*args, **named)
+
+    monkeypatch.setattr(plots, "drawing", noting)
+    argv = [*QUICK, "--model", "mnistnet", "--split", "classes", "--per-client", "3", "--plot"]
+    run(fedavg, argv, tmp_path)
+    assert titles[-1].endswith("\nclasses per client: 3/3/3 (least/mean/most)")
+
+
+def test_hsus_p_is_the_classes_shares_of_all_images():
+    """HAM10000's seven classes, 67 % to 1 %. alpha = 10,000 is i.i.d., for the last clients, too;
+    alpha = 1 has the variance p(1-p)/2 for the first clients."""
+    p = np.bincount(HAM) / len(HAM)
+    for K in (20, 100):
+        owned = split("dirichlet-hsu", labels=HAM, classes=7, clients=K, alpha=1e4)
+        q = np.stack([np.bincount(HAM[index], minlength=7) for index in owned])
+        n = len(HAM) // K
+        assert set(q.sum(1)) == {n}
+        assert np.abs(q / n - p).sum(1).max() / 2 < (0.06 if K == 20 else 0.2)
+        # as far from p as n random images, on average
+        random = np.random.default_rng(0).multinomial(n, p, K)
+        assert np.abs(q / n - p).sum(1).mean() <= np.abs(random / n - p).sum(1).mean()
+    owned = [split("dirichlet-hsu", seed, labels=HAM, classes=7, clients=100, alpha=1.0)[:10]
+             for seed in range(60)]
+    q = np.array([np.bincount(HAM[index], minlength=7) for part in owned for index in part]) / 100
+    assert np.allclose(q.mean(0), p, atol=0.04)
+    assert np.allclose(q.var(0)[:3], (p * (1 - p) / 2)[:3], rtol=0.25)
+
+
+def test_alpha_zero_takes_classes_by_their_shares():
+    """Two classes, three to one, and 400 clients of one image: the first have the ratio of the
+    images."""
+    labels = np.repeat([0, 1], [300, 100])
+    first = [labels[index[0]] for seed in range(40) for index in
+             split("dirichlet-hsu", seed, labels=labels, classes=2, clients=400, alpha=0)[:20]]
+    assert np.mean(first) == pytest.approx(0.25, abs=0.05)
+
+
+def test_fractions_go_up_as_often_as_they_say():
+    rng, values = np.random.default_rng(0), np.array([0.2, 3.7, 0.0, 1.6, 2.5])
+    seen = np.array([splits.whole_numbers(values, rng) for _ in range(20_000)])
+    assert (seen.sum(1) == 8).all() and np.allclose(seen.mean(0), values, atol=0.02)
+    assert (np.abs(seen - values) < 1).all() and (seen[:, 2] == 0).all()
+
+
+def test_a_class_that_is_used_up_is_said_with_numbers():
+    """60 images of each of ten classes, alpha = .01: many clients want the same class."""
+    argv = [*SHAPES, "--limit", "600", "--clients", "20", "--alpha", "0.01", "--client-test", "0"]
+    fed = federation([*argv, "--split", "dirichlet-hsu"])
+    counts = np.array([np.bincount(fed.data.labels[i], minlength=10) for i in fed.split.train])
+    left, k = np.full(10, 60), 0
+    while left.min() > 0:
+        left, k = left - counts[k], k + 1
+    before, after = ((counts[part] > 0).sum(1).mean() for part in (slice(k), slice(k, None)))
+    note, = (note for note in fed.notes if "used up" in note)
+    assert note == (f"note    a class is used up after {k} of 20 clients; the others get "
+                    f"{after:.1f} classes on average, these {before:.1f}")
+    assert not federation([*argv, "--split", "dirichlet-classes", "--alpha", "9"]).notes
+
+
+# A split of one's own
+
+OWN = """
+import numpy as np
+def sorts(labels, classes, rng, args):
+    labels.sort()
+    return np.array_split(np.arange(len(labels)), args.clients)
+def zeros(labels, classes, rng, args):
+    labels[:] = 0
+    return np.array_split(np.arange(len(labels)), args.clients)
+def shares(labels, classes, rng, args):
+    return [np.arange(50), np.arange(49, 100)]
+def admits(labels, classes, rng, args):
+    return [np.arange(50), np.arange(49, 100)]
+admits.overlap = True
+"""
+
+
+@pytest.mark.parametrize("name", ["sorts", "zeros"])
+def test_a_split_of_ones_own_gets_a_copy_of_the_labels(name, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    plain = federation([*QUICK, "--split", "iid"])
+    fed = federation([*QUICK, "--split", f"{tmp_path}/own.py:{name}"])
+    assert np.array_equal(fed.data.labels, plain.data.labels) and fed.K == 8
+
+
+def test_an_image_of_two_clients_is_refused_unless_the_split_says_overlap(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    argv = [*QUICK, "--client-test", "0", "--split", f"{tmp_path}/own.py:"]
+    words = "gives image 49 to clients 0 and 1; if that is meant, write shares.overlap = True below"
+    refused(capsys, words, fedavg.main, [*argv[:-1], argv[-1] + "shares"])
+    fed = federation([*argv[:-1], argv[-1] + "admits"])
+    assert [len(index) for index in fed.split.train] == [50, 51]
+    assert np.intersect1d(*fed.split.train).tolist() == [49]
+    for flag in ("--client-test", "--client-val"):
+        words = "may give an image twice, for training and for testing; use --client-test 0"
+        refused(capsys, words, fedavg.main, [*argv[:-1], argv[-1] + "admits", flag, "0.2"])
+
+
+# A folder of images
+
+
+def folder_of(root, images, mode=None):
+    """Writes images: "train/cat/1.png" -> array."""
+    for name, image in images.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image, mode).save(root / name)
+    return root
+
+
+def tiles(n=1, size=(6, 6), seed=0, channels=(3,)):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (*size, *channels), dtype=np.uint8) for _ in range(n)]
+
+
+def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
+    """Classes in the order of their names; the mapping is in the record. The second time the images
+    come from the .npz beside them, until a file changes."""
+    a, b, c, d, e = tiles(5)
+    root = folder_of(tmp_path / "pets", {
+        "train/zebra/1.png": a, "train/zebra/2.PNG": b, "train/ant/9.png": c, "test/zebra/1.png": d,
+        "test/ant/1.png": e})
+    (root / "train" / "ant" / "notes.txt").write_text("no image")
+    (root / "train" / "ant" / "._9.png").write_text("what macOS leaves")
+    data = datasets.load_data(str(root))
+    assert (data.name, data.n_train, data.names) == ("pets", 3, ("ant", "zebra"))
+    assert data.labels.tolist() == [0, 1, 1, 0, 1] and np.array_equal(data.images, [c, a, b, e, d])
+    kept, = root.glob("images-*.npz")
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", lambda path: 1 / 0)
+        assert datasets.load_data(str(root)).fingerprint() == data.fingerprint()
+        assert datasets.load_data(str(root)).names == ("ant", "zebra")
+    folder_of(root, {"train/ant/9.png": d})
+    assert np.array_equal(datasets.load_data(str(root)).images[0], d)
+    even = np.full((6, 6, 3), 77, np.uint8)
+    Image.fromarray(even).save(root / "train" / "ant" / "10.jpg", quality=95)
+    data = datasets.load_data(str(root))  # sorted: 10.jpg before 9.png
+    assert data.n_train == 4 and np.abs(data.images[0].astype(int) - even).max() <= 1
+    record, _ = run(fedavg, ["--dataset", str(root), "--clients", "2", "--model", "mnistnet",
+                             "--rounds", "1", *CPU], tmp_path / "out")
+    assert record["data"]["classes"] == ["ant", "zebra"] and record["data"]["name"] == "pets"
+
+
+def test_a_folder_that_cant_be_written_to(tmp_path, monkeypatch):
+    root = folder_of(tmp_path / "pets", {f"{part}/{name}/1.png": tiles()[0] for part in (
+        "train", "test") for name in "ab"})
+
+    def full(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(np, "savez", full)
+    data = datasets.load_data(str(root))
+    assert len(data.images) == 4 and not [*root.glob("images-*")]
+    note, = data.notes
+    assert "can't be written (Read-only file system): each run reads the images anew" in note
+    argv = ["--dataset", str(root), "--clients", "1", "--split", "iid", "--client-test", "0"]
+    assert note in federation([*argv, "--model", "mnistnet", *CPU]).notes
+
+
+def test_a_folder_without_test_images_holds_out_a_share_of_each_class(tmp_path, capsys):
+    """12 images of a and 8 of b, a quarter of each: 3 and 2; for each --split-seed the same."""
+    images = {f"{c}/{i:02}.png": np.full((6, 6, 3), 20 * i + j, np.uint8)
+              for j, (c, n) in enumerate((("a", 12), ("b", 8))) for i in range(n)}
+    root = folder_of(tmp_path / "pets", images)
+    argv = ["--dataset", str(root), "--clients", "2", "--model", "mnistnet", "--split", "iid", *CPU]
+    words = ("has no test images; add x_test and y_test (in a folder of images: test/CLASS/), or "
+             "hold out a share of the others by --test-share 0.2")
+    refused(capsys, words, fedavg.main, argv)
+    one, other = (federation([*argv, "--test-share", "0.25", "--split-seed", seed]).data
+                  for seed in "01")
+    assert np.bincount(one.labels[: one.n_train]).tolist() == [9, 6]
+    assert np.bincount(one.labels[one.central]).tolist() == [3, 2]
+    pixels = one.images[:, 0, 0, 0]
+    assert len(set(pixels)) == 20 and np.array_equal(pixels % 20, one.labels)
+    assert one.fingerprint() == other.fingerprint()
+    refused(capsys, "leaves no images for testing", fedavg.main, [*argv, "--test-share", "0.01"])
+    refused(capsys, "leaves no images for training", fedavg.main, [*argv, "--test-share", "1"])
+    refused(capsys, "has test images; leave out --test-share", fedavg.main,
+            [*SHAPES, "--test-share", "0.2"])
+
+
+def test_images_of_unequal_size_are_cut_by_resize(tmp_path, capsys):
+    """4x4 from 4x8: the middle columns; from 8x8: every pixel is four equal ones; 4x4 stays."""
+    wide, = tiles(1, (4, 8))
+    small, flat = tiles(2, (4, 4), 1)
+    large = small.repeat(2, 0).repeat(2, 1)
+    root = folder_of(tmp_path / "pets", {"train/a/1.png": wide, "train/a/2.png": flat,
+                                         "train/b/1.png": large, "test/a/1.png": flat})
+    argv = ["--dataset", str(root), "--model", "mnistnet", "--clients", "2", *CPU]
+    words = f"{root}/train/a/1.png has 8x4 pixels, {root}/train/a/2.png 4x4; add --resize 4"
+    refused(capsys, words, fedavg.main, argv)
+    x = datasets.load_data(str(root), resize=4).images
+    assert np.array_equal(x[0], wide[:, 2:6]) and np.array_equal(x[1], flat)
+    assert np.abs(x[2].astype(int) - np.asarray(Image.fromarray(large).resize((4, 4)))).max() <= 1
+    refused(capsys, "--resize is for a folder of images", fedavg.main, [*SHAPES, "--resize", "24"])
+
+
+def test_grey_and_deep_images_stay_what_they_are(tmp_path, capsys):
+    grey, other = tiles(2, channels=())
+    deep = np.random.default_rng(0).integers(0, 65536, (6, 6), dtype=np.uint16)
+    files = ("train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png")
+    root = folder_of(tmp_path / "grey", dict(zip(files, (grey, other, grey, other))))
+    x = datasets.load_data(str(root)).images
+    assert x.shape == (4, 6, 6, 1) and np.array_equal(x[:, :, :, 0], [grey, other, grey, other])
+    root = folder_of(tmp_path / "deep", dict.fromkeys(files, deep))
+    x = datasets.load_data(str(root)).images
+    assert x.dtype == np.uint16 and all(np.array_equal(z[:, :, 0], deep) for z in x)
+    root = folder_of(tmp_path / "mixed", {**dict.fromkeys(files, grey), files[0]: tiles()[0]})
+    assert np.array_equal(datasets.load_data(str(root)).images[1], np.stack([grey] * 3, 2))
+    root = folder_of(tmp_path / "both", {**dict.fromkeys(files, grey), files[0]: deep})
+    words = "images must have 8 bits, or all be grey with 16"
+    refused(capsys, words, datasets.load_data, str(root))
+
+
+def test_folders_that_are_no_data_set_are_refused(tmp_path, capsys):
+    image, = tiles()
+    files = {f"{part}/{name}/1.png": image for part in ("train", "test") for name in "ab"}
+    (tmp_path / "none").mkdir()
+    refused(capsys, "it wants a folder for each class", datasets.load_data, str(tmp_path / "none"))
+    root = folder_of(tmp_path / "empty", files)
+    (root / "train" / "c").mkdir()
+    refused(capsys, "train/c has no images; remove the folder, or fill it", datasets.load_data,
+            str(root))
+    root = folder_of(tmp_path / "strange", {**files, "test/A/1.png": image})
+    refused(capsys, "train has no class of this name", datasets.load_data, str(root))
+    root = folder_of(tmp_path / "broken", files)
+    (root / "train/a/1.png").write_bytes((root / "train/a/1.png").read_bytes()[:60])
+    refused(capsys, "train/a/1.png can't be read as an image", datasets.load_data, str(root))
+    (tmp_path / "leaf" / "train").mkdir(parents=True)
+    (tmp_path / "leaf" / "train" / "a.json").write_text("{}")
+    refused(capsys, f"for LEAF's JSON say leaf:{tmp_path}/leaf", datasets.load_data,
+            str(tmp_path / "leaf"))
+
+
+# MedMNIST
+
+
+def medmnist(path, labels=None, **more):
+    """Its arrays: labels are [n, 1] bytes."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for part, n in (("train", 60), ("val", 40), ("test", 30)):
+        arrays[f"{part}_images"] = rng.integers(0, 256, (n, 6, 6), dtype=np.uint8)
+        arrays[f"{part}_labels"] = (np.arange(n) % 4)[:, None].astype(np.uint8)
+    np.savez(path, **arrays | more)
+    return arrays
+
+
+def test_medmnists_file_is_read_as_it_is(tmp_path, capsys):
+    """A client's validation images are the file's in its class proportions; 100 are asked for, and
+    there are 10 of each class. With --client-val they are held out from its own instead."""
+    arrays = medmnist(tmp_path / "blood.npz")
+    argv = ["--dataset", str(tmp_path / "blood.npz"), "--model", "mnistnet", "--clients", "5",
+            "--split", "classes", "--per-client", "2", "--rounds", "1", "--fraction", "1", *CPU]
+    fed = federation(argv)
+    data = fed.data
+    assert (data.n_train, data.n_val, data.classes) == (60, 40, 4)
+    assert data.images.shape == (130, 6, 6, 1) and data.central.tolist() == [*range(60, 90)]
+    assert np.array_equal(data.images[60:90, :, :, 0], arrays["test_images"])
+    assert np.array_equal(data.labels[90:], arrays["val_labels"][:, 0])
+    for train, val in zip(fed.split.train, fed.split.val):
+        assert val.min() >= 90 and len(np.unique(val)) == 20
+        mine = np.bincount(data.labels[train], minlength=4) > 0
+        assert np.bincount(data.labels[val], minlength=4).tolist() == (10 * mine).tolist()
+    record, state = run(fedavg, argv, tmp_path / "out")
+    logits = fed.net(state["w"], fed.transform(fed.images[90:]))
+    right = (logits.argmax(1) == fed.labels[90:]).double()
+    means = [right[val - 90].mean().item() for val in fed.split.val]
+    assert record["final"]["personal"]["val_mean"] == pytest.approx(np.mean(means))
+    assert fed.evaluate(state["w"])["top1"] == pytest.approx(
+        (fed.net(state["w"], fed.transform(fed.images[60:90])).argmax(1) == fed.labels[60:90])
+        .double().mean().item())
+    fed = federation([*argv, "--client-val", "0.2"])
+    assert max(map(max, fed.split.val)) < 60
+    assert "the 40 of blood are not used" in " ".join(fed.notes)
+    medmnist(tmp_path / "chest.npz", train_labels=np.zeros((60, 14), np.uint8))
+    refused(capsys, "y_train has the shape (60, 14); multi-label is not supported", fedavg.main,
+            ["--dataset", str(tmp_path / "chest.npz"), *CPU])
+
+
+# LEAF
+
+
+def leaf(root, train, test, scale=1.0):
+    """Users' labels: {"f1": [0, 1]}. An image's pixels are all its label / 8, but the first: the
+    user."""
+    for part, users in (("train", train), ("test", test)):
+        (root / part).mkdir(parents=True)
+        for half in (0, 1):
+            own = {name: users[name] for i, name in enumerate(users) if i % 2 == half}
+            rows = {name: [[z * scale / 8 for z in (int(name[1:]), *[c] * 35)] for c in y]
+                    for name, y in own.items()}
+            content = {"users": [*own], "num_samples": [len(y) for y in own.values()],
+                       "user_data": {name: {"x": rows[name], "y": y} for name, y in own.items()}}
+            (root / part / f"data_{half}.json").write_text(json.dumps(content))
+    return root
+
+
+WRITERS = {"f3": [0, 2, 4, 4, 0], "f1": [0, 2, 2], "f2": [4, 4, 2, 0], "f7": [2, 0, 2]}
+TESTS = {"f1": [2, 1], "f2": [4], "f3": [0, 3, 3], "f7": [0]}
+
+
+def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path, capsys):
+    """The writers lack the digits 1 and 3: --classes says that there are five."""
+    root = leaf(tmp_path / "femnist" / "data", WRITERS, TESTS).parent
+    argv = ["--dataset", f"leaf:{root}", "--model", "mnistnet", "--rounds", "1", *CPU]
+    refused(capsys, "no training image has the label 1; number the classes", fedavg.main, argv)
+    refused(capsys, "say how many there are: --classes 5", fedavg.main, argv)
+    fed = federation([*argv, "--classes", "5"])
+    data = fed.data
+    assert (fed.args.split, fed.K, data.classes) == ("natural", 4, 5)
+    assert data.images.shape == (22, 6, 6, 1) and data.images.dtype == np.float32
+    for k, name in enumerate(("f1", "f2", "f3", "f7")):
+        for own, labels in ((fed.split.train[k], WRITERS[name]), (fed.split.test[k], TESTS[name])):
+            assert sorted(data.labels[own]) == sorted(labels)
+            assert (data.images[own, 0, 0] == int(name[1:]) / 8).all()
+            assert (data.images[own, 1:, :, 0] == data.labels[own][:, None, None] / 8).all()
+    assert torch.equal(fed.transform(fed.images), fed.images.permute(0, 3, 1, 2))  # not scaled
+    assert "note    no training image is of class 1, 3" in fed.notes
+    record, _ = run(fedavg, [*argv, "--classes", "5"], tmp_path / "out")
+    assert record["args"]["clients"] == record["split"]["clients"] == 4
+    assert [*(root / "data").glob("images-*.npz")]
+
+
+def test_leafs_other_layouts(tmp_path, capsys):
+    users = {"f1": [0, 1], "f2": [1, 0]}
+    root = leaf(tmp_path / "others", users, {"f5": [0, 1]})  # LEAF's -t user: new writers
+    data = datasets.load_data(f"leaf:{root}")
+    assert data.owner.tolist() == [0, 0, 1, 1] and data.test_owner is None
+    assert "2 users have training images, 1 test images, 0 both" in " ".join(data.notes)
+    data = datasets.load_data(f"leaf:{root}")  # from the .npz
+    assert "0 both" in " ".join(data.notes)
+    root = leaf(tmp_path / "bytes", users, users, 8)
+    content = json.loads((root / "train" / "data_0.json").read_text())
+    for name in ("train", "test"):
+        for path in (root / name).glob("*.json"):
+            path.write_text(path.read_text().replace(".0", ""))
+    assert datasets.load_data(f"leaf:{root}").images.dtype == np.uint8
+    content["user_data"]["f1"]["x"] = ["a.jpg", "b.jpg"]
+    (root / "train" / "data_0.json").write_text(json.dumps(content))
+    refused(capsys, "data_0.json can't be read as images in LEAF's JSON", datasets.load_data,
+            f"leaf:{root}")
+    (root / "test" / "data_1.json").write_text("{")
+    refused(capsys, "can't be read as images in LEAF's JSON", datasets.load_data, f"leaf:{root}")
+    refused(capsys, "has no .json files; leaf:FOLDER wants FOLDER/train/*.json", datasets.load_data,
+            f"leaf:{tmp_path}")
+
+
+@pytest.mark.parametrize("classes", [np.array(6), np.array([*"abcdef"])])
+def test_a_npz_can_say_how_many_classes_there_are(classes, tmp_path, capsys):
+    file, y = str(tmp_path / "some.npz"), np.array([0, 1, 3] * 13 + [0])
+    np.savez(file, **images(y_train=y), classes=classes)
+    data = datasets.load_data(file)
+    assert data.classes == 6 and data.names == (tuple("abcdef") if classes.ndim else ())
+    fed = federation(["--dataset", file, "--clients", "2", "--model", "mnistnet", *CPU])
+    missing = "c, e, f" if classes.ndim else "2, 4, 5"
+    assert f"note    no training image is of class {missing}" in fed.notes
+    assert fed.net(fed.initial_weights(), fed.transform(fed.images)).shape == (60, 6)
+    assert datasets.load_data(file, classes=7).classes == 7
+    refused(capsys, "there is the label 3, but there are only 3 classes", datasets.load_data, file,
+            classes=3)
+    np.savez(file, **images(), classes=np.array([1.5, 2]))
+    refused(capsys, "classes must be their number, or their names", datasets.load_data, file)
+
+
+# Pixels of other types
+
+
+@pytest.mark.parametrize("dtype, top", [("uint8", 255), ("uint16", 65535), ("float32", None),
+                                        ("float64", None), ("float16", None)])
+def test_pixels_of_all_types(dtype, top, tmp_path):
+    """Integers are divided by their type's range, floats are taken as they are; normalize gives
+    mean 0 and deviation 1."""
+    rng = np.random.default_rng(0)
+    draw = {"train": (40, 8, 8, 3), "test": (20, 8, 8, 3)}
+    x = {part: rng.integers(0, top + 1, size).astype(dtype) if top else
+         rng.normal(3, 2, size).astype(dtype) for part, size in draw.items()}
+    np.savez(tmp_path / "some.npz", **images(x_train=x["train"], x_test=x["test"]))
+    argv = ["--dataset", str(tmp_path / "some.npz"), "--clients", "2", "--model", "mnistnet", *CPU]
+    whole = np.concatenate([*x.values()]).astype(np.float64) / (top or 1)
+    mean, std = (getattr(whole[:40], name)((0, 1, 2)) for name in ("mean", "std"))
+    for name, want in (("scale", whole), ("centre", whole - 0.5), ("half", 2 * whole - 1),
+                       ("normalize", (whole - mean) / std), ("fedslr", (whole - mean) / std)):
+        fed = federation([*argv, "--transform", name])
+        assert fed.data.images.dtype == (dtype if top else np.float32)
+        z = fed.transform(fed.images)
+        assert z.dtype == torch.float32
+        np.testing.assert_allclose(z.permute(0, 2, 3, 1), want, rtol=1e-4, atol=1e-5)
+    once = federation([*argv, "--augment-once"])
+    assert once.data.images.dtype == fed.data.images.dtype
+
+
+def test_normalize_has_the_bits_that_it_always_had():
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (50, 9, 9, 3), dtype=np.uint8)
+    data = datasets.Data("x", x, np.zeros(50, int), 40, 2)
+    counts = np.stack([np.bincount(x[:40, :, :, c].ravel(), minlength=256) for c in range(3)], 1)
+    values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
+    mean = (share * values).sum(0)
+    std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
+    m, s = torch.tensor(np.stack([mean, std]), dtype=torch.float32)
+    z = ((torch.from_numpy(x).float() / 255 - m) / s).permute(0, 3, 1, 2)
+    assert torch.equal(common.TRANSFORMS["normalize"](data)(torch.from_numpy(x)), z)
+    pixels = torch.from_numpy(x).permute(0, 3, 1, 2) / 255
+    half = torchvision.transforms.functional.normalize(pixels, [0.5] * 3, [0.5] * 3)
+    assert torch.equal(common.TRANSFORMS["half"](data)(torch.from_numpy(x)), half)
+
+
+def test_the_tensorflow_transform_counts_pixels_from_0_to_255():
+    x = np.random.default_rng(0).integers(0, 256, (4, 30, 30, 3), dtype=np.uint8)
+    u = torch.rand(4, 5)
+    for u in (None, torch.rand(4, 5)):
+        a = datasets.tensorflow(torch.from_numpy(x), u)
+        b = datasets.tensorflow(datasets.as_tensor(x.astype(np.uint16) * 257), u)
+        c = datasets.tensorflow(torch.from_numpy((x / 255).astype(np.float32)), u)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_pixels_that_are_no_numbers_are_refused(bad, tmp_path, capsys):
+    x = np.zeros((40, 8, 8, 3), np.float32)
+    x[7, 1, 1, 1] = x[9, 0, 0, 0] = bad
+    np.savez(tmp_path / "bad.npz", **images(x_train=x, x_test=np.zeros((20, 8, 8, 3), np.float32)))
+    words = "2 of 40 images of x_train have NaN or infinite pixels, the first is image 7; mend"
+    refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
+
+
+# Advice and notes
+
+
+def advice(capsys, file):
+    """The code in the refusal of a file."""
+    with pytest.raises(SystemExit):
+        datasets.load_data(str(file))
+    return re.search(r"(\w+(, \w+)* = numpy\.[^;\n]+)", capsys.readouterr().err)[1]
+
+
+@pytest.mark.parametrize("val", [False, True])
+def test_the_advice_numbers_all_labels_together(val, tmp_path, capsys):
+    """Training has cats and dogs, the test set dogs alone: each by itself, a dog would be a cat."""
+    arrays = images(y_train=np.array(["cat", "dog"] * 20), y_test=np.array(["dog"] * 20))
+    if val:
+        arrays |= {"x_val": arrays["x_test"][:3], "y_val": np.array(["cat", "dog", "cat"])}
+    file = tmp_path / "words.npz"
+    np.savez(file, **arrays)
+    names = dict(arrays, numpy=np)
+    exec(advice(capsys, file), names)
+    np.savez(file, **{name: names[name] for name in arrays})
+    data = datasets.load_data(str(file))
+    assert data.labels.tolist() == [0, 1] * 20 + [1] * 20 + [0, 1, 0] * val
+    assert datasets.remarks(data) == ["note    no test image is of class 0"]
+
+
+def test_the_advice_numbers_the_clients_together(tmp_path, capsys):
+    arrays = images(client_train=np.repeat([30, 10, 20, 50], 10), client_test=np.repeat(
+        [50, 10, 20, 30], 5))
+    np.savez(tmp_path / "owned.npz", **arrays)
+    names = dict(arrays, numpy=np)
+    exec(advice(capsys, tmp_path / "owned.npz"), names)
+    np.savez(tmp_path / "owned.npz", **{name: names[name] for name in arrays})
+    data = datasets.load_data(str(tmp_path / "owned.npz"))
+    assert data.owner.tolist() == [2] * 10 + [0] * 10 + [1] * 10 + [3] * 10
+    assert data.test_owner.tolist() == [3] * 5 + [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_a_channel_that_is_constant_in_training_alone_is_noted(tmp_path):
+    """A difference of 2 of 255 becomes 2 / 255 / 1e-6 = 7,843."""
+    given = images()
+    given["x_train"][..., 1], given["x_test"][..., 1] = 100, 100
+    given["x_test"][3, 2, 2, 1] = 98
+    np.savez(tmp_path / "dead.npz", **given)
+    argv = ["--dataset", str(tmp_path / "dead.npz"), "--clients", "2", "--model", "mnistnet",
+            "--transform", "normalize", *CPU]
+    fed = federation(argv)
+    note, = (note for note in fed.notes if "channel 1" in note)
+    assert note.endswith("--transform normalize makes numbers up to 7,843 of it")
+    assert fed.transform(fed.images)[40:, 1].abs().max().item() == pytest.approx(7843, abs=1)
+    given["x_test"][..., 1] = 100
+    np.savez(tmp_path / "dead.npz", **given)
+    assert not [note for note in federation(argv).notes if "channel" in note]
+
+
+def test_a_bound_on_test_images(tmp_path, capsys):
+    """50 central ones, 5 of each class, and 50 of the 8 clients' own, 6 each."""
+    argv = [*SHAPES, "--limit", "400", "--clients", "8", "--limit-test", "50"]
+    whole, fed = federation(argv[:-2]), federation([*argv, "--client-test", "0.2"])
+    assert np.bincount(fed.data.labels[fed.data.central]).tolist() == [5] * 10
+    assert [len(test) for test in fed.split.test] == [6] * 8
+    for train, test, all_train, all_test in zip(fed.split.train, fed.split.test,
+                                                whole.split.train, whole.split.test):
+        assert np.array_equal(train, all_train) and set(test) < set(all_test)
+    fed = federation([*argv, "--client-test", "0"])
+    assert {len(test) for test in fed.split.test} == {6} and fed.split.test[0].min() >= 400
+    owner = dict(client_train=np.arange(40) % 4, client_test=np.arange(20) % 4)
+    np.savez(tmp_path / "owned.npz", **images(**owner))
+    argv = ["--dataset", str(tmp_path / "owned.npz"), "--split", "natural", "--model", "mnistnet",
+            *CPU, "--limit-test"]
+    fed = federation([*argv, "8"])
+    assert len(fed.data.central) == 8 and [len(test) for test in fed.split.test] == [2] * 4
+    assert all((fed.data.test_owner[test - 40] == k).all() for k, test in enumerate(fed.split.test))
+    refused(capsys, "--limit-test leaves a client of --split natural without images", fedavg.main,
+            [*argv, "3"])
+    refused(capsys, "--limit-test 21: owned has only 20 test images", fedavg.main, [*argv, "21"])
+
+
+def test_a_model_that_cant_take_24x24_is_told_who_cut_them(capsys, monkeypatch):
+    monkeypatch.setattr(readers, "read_torchvision", lambda *_: dict(zip(
+        datasets.ARRAYS, datasets.shapes(200, 100))))
+    argv = ["--dataset", "cifar10", "--data-dir", "nowhere", "--model", "cnn", *CPU]
+    refused(capsys, "--transform tensorflow, fedavg.py's default on cifar10, cuts 32x32 images so: "
+            "--transform normalize leaves them whole", fedavg.main, argv)

@@ -1,0 +1,625 @@
+"""The networks of models.py; and other people's: which are taken, refused, loaded and written."""
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from conftest import QUICK, federation, refused, run
+from torch import nn
+
+import baselines
+import common
+import fedavg
+import models
+import records
+
+CPU = ["--device", "cpu"]
+TINY = [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1"]
+
+
+# The networks of models.py
+
+
+@pytest.mark.parametrize("model, shape, classes, d", [
+    ("cnn", (1, 28, 28), 62, 109_022), ("cnn", (3, 32, 32), 10, 94_186),
+    ("cnn", (3, 32, 32), 100, 140_356), ("cnn", (3, 64, 64), 200, 181_416),
+    ("tfcnn", (3, 24, 24), 10, 1_068_298), ("tfcnn", (3, 32, 32), 10, 1_756_426),
+    ("cifarnet", (3, 32, 32), 10, 62_006), ("mnistnet", (1, 28, 28), 10, 79_510),
+    ("2nn", (1, 28, 28), 10, 199_210), ("mnistcnn", (1, 28, 28), 10, 1_663_370),
+    ("resnet18", (3, 32, 32), 10, 11_173_952), ("resnet18", (3, 32, 32), 100, 11_220_032),
+    ("resnet18", (3, 64, 64), 200, 11_279_112), ("vgg9", (3, 32, 32), 10, 3_491_530),
+])
+def test_numbers_of_weights(model, shape, classes, d):
+    assert common.Net(model, shape, classes).d == d
+
+
+@pytest.mark.parametrize("model", common.MODELS)
+def test_a_network_is_a_function_of_its_flat_vector(model):
+    """The table covers w without gaps, every weight has an influence, and images do not mix."""
+    shape = (1, 28, 28) if model == "mnistnet" else (3, 32, 32)
+    net = common.Net(model, shape, 10)
+    ends = [0] + [span.stop for _, span, _ in net.tensors]
+    assert [span.start for _, span, _ in net.tensors] == ends[:-1] and ends[-1] == net.d
+    assert all(int(np.prod(s)) == span.stop - span.start for _, span, s in net.tensors)
+    assert [span.start for _, span in net.layers] == [0] + [s.stop for _, s in net.layers][:-1]
+    assert all((net.layer_of[span] == i).all() for i, (_, span) in enumerate(net.layers))
+    w = net.init(common.stream(0, "initialisation")).requires_grad_()
+    x = torch.rand(3, *shape)
+    logits = net(w, x)
+    assert logits.shape == (3, 10)
+    torch.testing.assert_close(logits[1:2], net(w, x[1:2]), atol=1e-4, rtol=1e-3)
+    (gradient,) = torch.autograd.grad(logits.square().sum(), w)
+    assert all(gradient[span].abs().max() > 0 for _, span, _ in net.tensors)
+
+
+@pytest.mark.parametrize("shape, classes, pool, kernel", [
+    ((1, 28, 28), 62, 2, 2), ((3, 32, 32), 10, 2, 3), ((3, 64, 64), 200, 3, 2)])
+def test_cnn_is_superfeds_table_4(shape, classes, pool, kernel):
+    """Against the same five layers, with ReLU before the pooling as the paper draws it."""
+    model = nn.Sequential(
+        nn.Conv2d(shape[0], 32, 5), nn.ReLU(), nn.MaxPool2d(pool),
+        nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(pool),
+        nn.Conv2d(64, 32, kernel), nn.ReLU(), nn.MaxPool2d(pool),
+        nn.Flatten(), nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, classes))
+    net, x = common.Net("cnn", shape, classes), torch.rand(5, *shape)
+    torch.testing.assert_close(net(flat(model), x), model(x).detach(), atol=1e-5, rtol=1e-4)
+
+
+def flat(module):
+    """All parameters of a module as one vector [d]."""
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def test_resnet18_is_torchvisions_with_groupnorm():
+    """With the large stem: the same spread at the start, and the same logits for the same weights.
+    """
+    model = torchvision.models.resnet18(num_classes=200, norm_layer=lambda n: nn.GroupNorm(2, n))
+    net, x = common.Net("resnet18", (3, 64, 64), 200), torch.rand(2, 3, 64, 64)
+    w, w_0 = torch.empty(net.d), net.init(common.stream(3, "initialisation"))
+    for name, span, _ in net.tensors:
+        theirs = name
+        for a, b in (("norm1", "bn1"), ("norm2", "bn2"), ("norm3", "downsample.1"),
+                     ("shortcut", "downsample.0")):
+            theirs = theirs.replace(a, b)
+        if theirs.startswith("stage"):
+            stage, block, rest = theirs.split(".", 2)
+            theirs = f"layer{stage[5:]}.{int(block) - 1}.{rest}"
+        with torch.no_grad():
+            z = model.state_dict()[theirs]
+            want = pytest.approx(z.std().item(), rel=0.15, abs=1e-9)
+            assert w_0[span].std().item() == want, name
+            w[span] = z.uniform_(-0.1, 0.1).flatten()
+    torch.testing.assert_close(net(w, x), model(x).detach(), atol=1e-3, rtol=1e-3)
+
+
+def test_local_response_norm_is_tensorflows():
+    x = torch.randn(2, 11, 3, 3)
+    want = torch.empty_like(x)
+    for c in range(11):
+        around = x[:, max(0, c - 4) : c + 5].square().sum(1)
+        want[:, c] = x[:, c] / (1 + 0.001 / 9 * around) ** 0.75
+    torch.testing.assert_close(models.LocalResponseNorm(11)(x), want)
+
+
+@pytest.mark.parametrize("model, name, std", [
+    ("cnn", "conv1.weight", (2 / ((32 + 3) * 25)) ** 0.5),
+    ("cnn", "conv2.weight", (2 / ((64 + 32) * 25)) ** 0.5),
+    ("cnn", "conv3.weight", (2 / ((32 + 64) * 9)) ** 0.5),
+    ("cnn", "fc2.weight", (2 / (10 + 512)) ** 0.5), ("cnn", "fc1.weight", (2 / (512 + 32)) ** 0.5),
+    ("cnn", "conv1.bias", 0.0), ("cifarnet", "fc1.weight", (1 / 400) ** 0.5 / 3**0.5),
+    ("vgg16", "conv3-1.weight", (2 / (256 * 9)) ** 0.5), ("tfcnn", "fc3.weight", 0.04 * 0.8796),
+])
+def test_initial_weights_have_their_distribution(model, name, std):
+    """Xavier's normal, PyTorch's uniform, He's normal over the fan out, and a normal without values
+    beyond two deviations, whose deviation is .8796 of the whole one's."""
+    net = common.Net(model, (3, 32, 32), 10)
+    span = {n: s for n, s, _ in net.tensors}[name]
+    w = net.init(common.stream(3, "initialisation"))[span]
+    assert w.std().item() == pytest.approx(std, rel=0.03)
+    assert abs(w.mean().item()) < 0.03 * std + 1e-9
+    if model == "tfcnn":
+        assert w.abs().max() <= 2 * 0.04
+
+
+# Threads
+
+
+def test_threads_share_no_module():
+    """Two threads compute logits at once, with other weights each. functional_call puts the weights
+    into the module: with one module for both threads a thread would use the other's weights."""
+    meet = threading.Barrier(2, timeout=60)
+
+    class Meeting(nn.Linear):
+        def forward(self, x):
+            meet.wait()  # both threads have put their weights in place
+            y = super().forward(x)
+            meet.wait()  # and neither has taken them out before both have used them
+            return y
+
+    net = common.Net("mine", (3,), 2, build=lambda: Meeting(3, 2))
+    x, W = torch.randn(5, 3), torch.randn(2, 8)
+
+    def right():
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(net, W, [x, x]))
+        return [torch.equal(y, F.linear(x, w[:6].view(2, 3), w[6:])) for y, w in zip(found, W)]
+
+    assert all(right() + right())
+    net.copies = SimpleNamespace(module=net.build())  # one for all threads, which must not be
+    assert not all(right())
+
+
+def test_the_number_of_threads_changes_no_bit(tmp_path):
+    states = []
+    for threads in ("1", "2", "4"):
+        argv = [*QUICK, "--model", path(tmp_path, "Base"), "--parallel", threads]
+        record, state = run(fedavg, argv, tmp_path / threads)
+        assert record["status"] == "finished"
+        states.append(state["w"])
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+    assert not torch.equal(states[0], federation(argv).initial_weights())
+
+
+# Networks from elsewhere
+
+OTHERS = """
+import functools
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Base(nn.Module):
+    def __init__(self, num_classes, in_channels=1, size=(4, 4)):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 2, 3, padding=1)
+        self.fc = nn.Linear(2 * size[0] * size[1], num_classes)
+    def forward(self, x):
+        return self.fc(F.relu(self.conv(x)).flatten(1))
+
+class Sized(Base):
+    def __init__(self, channels, classes, size):
+        super().__init__(classes, channels, size)
+class More(Base):
+    def __init__(self, num_classes=1000, width=2, *args, in_channels, **more):
+        super().__init__(num_classes, in_channels)
+def function(num_classes): return Base(num_classes)
+def without(): return Base(3)
+partial = functools.partial(Base, in_channels=7, size=(9, 9))
+instance = Base(3)
+
+class Residual(nn.Module):
+    def __init__(self, in_channels, num_classes):
+        super().__init__()
+        self.stem, self.bn1 = nn.Conv2d(in_channels, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 5), nn.BatchNorm1d(5), nn.ReLU())
+        self.fc = nn.Linear(5, num_classes)
+    def forward(self, x):
+        x = F.relu(self.bn1(self.stem(x)))
+        x = F.relu(x + self.bn2(self.conv(x)))
+        return self.fc(F.dropout(self.head(x.mean((2, 3))), 0.1, self.training))
+
+class With(Base):  # what `extra` gives stands before the network
+    extra = nn.Identity
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.before = self.extra()
+    def forward(self, x): return super().forward(self.before(x))
+class Thick(nn.BatchNorm2d):
+    def forward(self, x): return super().forward(x).relu()
+class Layer(With): extra = nn.Dropout2d
+class Norm(With): extra = functools.partial(nn.BatchNorm2d, 1)
+class Momentless(With): extra = functools.partial(nn.BatchNorm2d, 1, track_running_stats=False)
+class Subclass(With): extra = functools.partial(Thick, 1)
+class Running(With): extra = functools.partial(nn.InstanceNorm2d, 1, track_running_stats=True)
+class Start(Base):  # a layer of this name says nothing of initial weights
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.start = nn.Conv2d(1, 1, 1)
+    def forward(self, x): return super().forward(self.start(x))
+class Loose(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.fc.scale = torch.ones(3)
+class Listed(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.more = [nn.Linear(3, 3)]
+    def forward(self, x): return self.more[0](super().forward(x))
+class Frozen(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.conv.requires_grad_(False)
+class Dropout(Base):
+    def forward(self, x): return F.dropout(super().forward(x), 0.5, self.training)
+class Noise(Base):
+    def forward(self, x): return super().forward(x + 0.1 * torch.randn_like(x))
+class Functional(Base):
+    def forward(self, x): return super().forward(F.batch_norm(x, None, None, training=True))
+class Nothing(Base):
+    def forward(self, x): super().forward(x)
+class Pair(Base):
+    def forward(self, x): return super().forward(x), x
+class Map(Base):
+    def forward(self, x): return self.conv(x)
+class Nan(Base):
+    def forward(self, x): return super().forward(x) / 0
+class Detached(Base):
+    def forward(self, x): return super().forward(x).detach()
+class Numpy(Base):
+    def forward(self, x): return torch.from_numpy(np.tanh(super().forward(x).numpy()))
+class Array(Base):
+    def forward(self, x): return super().forward(x).detach().numpy()
+class InPlace(Base):
+    def forward(self, x): return super().forward(x.mul_(2))
+class Raises(Base):
+    def __init__(self, num_classes): raise KeyError("weights")
+class Asks(Base):
+    def __init__(self, num_classes, depth, width): pass
+class Gauss(Base):
+    def start(self, name, shape): return "gauss", 0.1
+class Empty(nn.Module):
+    def forward(self, x): return x.flatten(1)[:, :3]
+class Softmax(Base):
+    def forward(self, x): return super().forward(x).softmax(1)
+def five(): return Base(5)
+def old(m, x, classes): return m.linear("fc", x.flatten(1), classes)
+def number(): return 3
+names = ["fc"]
+"""
+IMAGES = (1, 4, 4), 3  # for which most of them are made
+
+
+def path(folder, name):
+    """--model for a network of OTHERS."""
+    file = folder / "others.py"
+    if not file.exists():
+        file.write_text(OTHERS)
+    return f"{file}:{name}"
+
+
+@pytest.mark.parametrize("name", [
+    "Base", "Sized", "More", "function", "without", "partial", "instance", "Start"])
+def test_whatever_makes_a_module_is_a_model(name, tmp_path):
+    """A class, a function or an instance; it gets what its signature asks for. Conv2d(1, 2, 3) has
+    20 weights, Linear(32, 3) has 99."""
+    net = common.Net(path(tmp_path, name), *IMAGES)
+    assert net.d == 119 + 2 * (name == "Start") and net.names[:2] == ["conv.weight", "conv.bias"]
+    assert net.tensors[2] == ("fc.weight", slice(20, 116), (3, 32))
+    w, x, module = torch.randn(net.d), torch.rand(5, *IMAGES[0]), net.build()
+    nn.utils.vector_to_parameters(w, module.parameters())
+    assert torch.equal(net(w, x), module(x))
+    seeds = [net.init(common.stream(seed, "initialisation")) for seed in (0, 0, 1)]
+    assert torch.equal(seeds[0], seeds[1])
+    same = name == "instance"  # its own weights
+    assert torch.equal(seeds[0], seeds[2]) == same
+    assert net.notes == ["note    the model's initial weights are the same for every --seed"] * same
+
+
+def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
+    argv = [*TINY, "--model", path(tmp_path, "Residual"), "--out", str(tmp_path / "out")]
+    for flags, words in (
+            ([], "it has 3 BatchNorm layers, with which an image's logits depend on the others of "
+             "its minibatch; use --batchnorm group (GroupNorm in their place), or --batchnorm "
+             "frozen"),
+            (["--no-dropout"], "it has 3 BatchNorm layers"),
+            (["--batchnorm", "group"], "it has 1 dropout layer, drawing at random; use "
+             "--no-dropout")):
+        refused(capsys, words, fedavg.main, [*argv, *flags])
+    for kind, said in (("group", "became GroupNorm"), ("frozen", "got constant statistics")):
+        more = [*argv, "--batchnorm", kind, "--no-dropout"]
+        record, state = run(fedavg, more, tmp_path / kind)
+        assert f"model   3 BatchNorm layers {said}\n" in capsys.readouterr().out
+        assert record["batchnorm_layers"] == 3 and record["status"] == "finished"
+        fed, module = federation(more), module_of(tmp_path, "Residual")(3, 10)
+        if kind == "group":
+            module.bn1, module.bn2 = nn.GroupNorm(2, 8), nn.GroupNorm(2, 8)
+            module.head[2] = nn.GroupNorm(1, 5)  # an odd number of channels is one group
+        nn.utils.vector_to_parameters(state["w"], module.parameters())
+        x = torch.rand(4, 3, 32, 32)
+        torch.testing.assert_close(fed.net(state["w"], x), module.eval()(x).detach())
+        assert not torch.equal(state["w"], fed.initial_weights())
+    record, _ = run(fedavg, [*TINY, "--model", path(tmp_path, "Base")], tmp_path / "plain")
+    assert "batchnorm_layers" not in record
+
+
+@pytest.mark.parametrize("name, words", [
+    ("Layer", "it has 1 dropout layer, drawing at random; use --no-dropout"),
+    ("Dropout", "two calls on one batch differ: it draws at random, or changes x in place; "
+     "--no-dropout makes dropout inactive"),
+    ("Noise", "two calls on one batch differ"), ("InPlace", "changes x in place"),
+    ("Norm", "it has 1 BatchNorm layer, with which"), ("Momentless", "it has 1 BatchNorm layer"),
+    ("Functional", "an image's logits depend on the others of its minibatch, as with BatchNorm"),
+    ("Running", "it changes its buffers in training, which all clients share"),
+    ("Loose", "fc.scale is a tensor that is neither parameter nor buffer; use nn.Parameter or "
+     "register_buffer"),
+    ("Listed", "it trains tensors that are not its parameters: register them, as modules in an "
+     "nn.ModuleList, not in a list"),
+    ("five", "it gives 5 logits, and there are 3 classes"),
+    ("Nothing", "it gives a NoneType, not the logits"),
+    ("Pair", "it gives a tuple, not the logits"), ("Array", "it gives a ndarray, not the logits"),
+    ("Map", "its logits have the shape (8, 2, 4, 4) for 8 images"),
+    ("Nan", "its logits are not finite, with weights and pixels drawn at random"),
+    ("Detached", "its logits carry no gradient of its weights"),
+    ("Numpy", "numpy() on Tensor that requires grad"), ("Empty", "it has no parameters to train"),
+    ("Raises", "KeyError: 'weights'"), ("Gauss", "its `start` gives 'gauss', which is none of"),
+    ("Asks", "asks for depth, width, which nobody can give; it must return an nn.Module and may "
+     "ask for channels, in_channels, classes, num_classes, size"),
+    ("old", "asks for m, x, which nobody can give; it must return an nn.Module"),
+    ("number", "it gives a int, not an nn.Module"),
+    ("names", "is a list; it must be a class of nn.Module, or a function that returns one"),
+    ("nosuch", "has no nosuch"),
+])
+def test_what_is_no_function_of_its_weights_and_one_image_is_refused(name, words, tmp_path, capsys):
+    refused(capsys, words, common.Net, path(tmp_path, name), *IMAGES)
+
+
+@pytest.mark.parametrize("name, flags, words", [
+    ("Momentless", {"batchnorm": "frozen"}, "an image's logits depend on the others"),
+    ("Subclass", {"batchnorm": "group"}, "a Thick does more than BatchNorm; --batchnorm group "
+     "can't replace it"),
+    ("Norm", {"no_dropout": True}, "it has 1 BatchNorm layer"),
+    ("Noise", {"no_dropout": True}, "two calls on one batch differ")])
+def test_what_the_flags_do_not_help_is_refused(name, flags, words, tmp_path, capsys):
+    refused(capsys, words, common.Net, path(tmp_path, name), *IMAGES, **flags)
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("Layer", {"no_dropout": True}), ("Dropout", {"no_dropout": True}),
+    ("Norm", {"batchnorm": "group"}), ("Norm", {"batchnorm": "frozen"}),
+    ("Subclass", {"batchnorm": "frozen"})])
+def test_what_the_flags_help_is_taken(name, flags, tmp_path):
+    net = common.Net(path(tmp_path, name), *IMAGES, **flags)
+    assert net.batchnorms == ("batchnorm" in flags)
+
+
+@pytest.mark.parametrize("model, words", [
+    ("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "cnn is no .py file"),
+    ("mine.py", "--model mine.py names nothing in the file; use mine.py:NAME"),
+    ("lstm", "--model lstm is unknown; use one of cnn, tfcnn"),
+    ("torchvision:resnet19", "--model torchvision:resnet19: torchvision has no such network for "
+     "classification; it has alexnet"), ("torchvision:fcn_resnet50", "no such network for"),
+    ("OTHERS:five", "can't be built for images of 32x32 with 3 channels: Given groups=1, weight of "
+     "size [2, 1, 3, 3]")])
+def test_a_command_with_such_a_model_is_refused(model, words, tmp_path, capsys):
+    model = path(tmp_path, "five") if model == "OTHERS:five" else model
+    argv = [*QUICK, "--out", str(tmp_path), "--model", model]
+    refused(capsys, words, fedavg.main, argv)
+
+
+def test_softmax_and_frozen_parameters_are_noted(tmp_path):
+    net = common.Net(path(tmp_path, "Softmax"), *IMAGES)
+    assert net.notes == ["note    the model ends in softmax; cross-entropy wants the logits before "
+                         "it"]
+    net = common.Net(path(tmp_path, "Frozen"), *IMAGES)
+    assert net.d == 99 and net.names == ["fc.weight", "fc.bias"]
+    assert net.notes == ["model   20 weights with requires_grad = False stay as they are"]
+
+
+def test_frozen_parameters_stay_as_they_are(toy, tmp_path):
+    """They are in the network and in model.pt."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+from torch import nn
+def mine(classes):
+    below, above = nn.Linear(4, 5), nn.Linear(5, classes)
+    nn.init.constant_(below.weight, 0.5).requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), below, above)
+""")
+    argv = ["--dataset", toy, "--model", f"{file}:mine", "--split", "iid", "--clients", "4",
+            "--rounds", "2", *CPU]
+    _, state = run(fedavg, argv, tmp_path / "out")
+    net, x = federation(argv).net, torch.rand(2, 1, 2, 2)
+    assert net.d == 5 + 15 + 3 and net.names == ["1.bias", "2.weight", "2.bias"]
+    w, below = state["w"], x.sum((1, 2, 3))[:, None] / 2
+    want = (below + w[:5]) @ w[5:20].view(3, 5).T + w[20:]
+    torch.testing.assert_close(net(w, x), want)
+    saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert torch.equal(saved["1.weight"], torch.full((5, 4), 0.5))
+    assert not torch.equal(w, federation(argv).initial_weights())
+
+
+def test_buffers_ties_and_the_order_of_registration():
+    """Positions in a buffer, one tensor for two layers, and layers registered last to first."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.b, self.a = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+            self.register_buffer("code", torch.arange(4.0))
+            self.register_buffer("hidden", torch.tensor(2.0), persistent=False)
+
+        def forward(self, x):
+            return self.last(self.b(self.a(self.hidden * x.flatten(1) + self.code)))
+
+    module = Odd()
+    net, x = common.Net("odd", (1, 2, 2), 3, build=Odd), torch.rand(5, 1, 2, 2)
+    assert net.names == ["last.weight", "last.bias", "b.weight", "b.bias", "a.bias"]
+    assert net.d == 12 + 3 + 16 + 4 + 4 and [where.start for _, where in net.layers] == [0, 15, 35]
+    w = flat(module).requires_grad_()
+    torch.testing.assert_close(net(w, x), module(x))
+    (gradient,) = torch.autograd.grad(net(w, x).square().sum(), w)
+    wanted = torch.autograd.grad(module(x).square().sum(), module.parameters())
+    torch.testing.assert_close(gradient, torch.cat([z.flatten() for z in wanted]))
+    saved = net.state_dict(w.detach())
+    assert list(saved) == list(module.state_dict()) and "hidden" not in saved
+    assert torch.equal(saved["a.weight"], saved["b.weight"])
+    assert torch.equal(saved["code"], torch.arange(4.0))
+    Odd().load_state_dict(saved, strict=True)
+    clients = net.state_dict(torch.stack([w, 2 * w]).detach())  # [K, d]
+    second = {name: z[1] for name, z in clients.items()}
+    Odd().load_state_dict(second, strict=True)
+    assert torch.equal(second["a.weight"], 2 * saved["a.weight"])
+    assert torch.equal(second["code"], saved["code"])
+
+
+def test_initial_weights_draw_from_no_generator_of_torch(tmp_path):
+    """Neither does reading the file, whose instance always has the same weights."""
+    before, instances = torch.get_rng_state(), []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        net = common.Net(path(tmp_path / folder, "Base"), *IMAGES)
+        w = net.init(common.stream(0, "initialisation"))
+        instances.append(common.Net(path(tmp_path / folder, "instance"), *IMAGES))
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(ord(folder))
+        before = torch.get_rng_state()
+    a, b = (net.init(common.stream(0, "initialisation")) for net in instances)
+    assert torch.equal(a, b)
+    conv = w[:18]  # PyTorch's: uniform in +-1/3 for 9 inputs
+    assert 0.15 < conv.std() < 0.25 and conv.abs().max() <= 1 / 3
+
+
+def test_torchvisions_mobilenet_takes_a_step(tmp_path, capsys):
+    argv = [*QUICK, "--limit", "40", "--clients", "2", "--rounds", "1", "--client-test", "0.5",
+            "--model", "torchvision:mobilenet_v3_small", "--batchnorm", "group", "--no-dropout"]
+    record, _ = run(fedavg, argv, tmp_path)
+    assert "model   34 BatchNorm layers became GroupNorm" in capsys.readouterr().out
+    assert record["batchnorm_layers"] == 34 and record["parameters"] == 1_528_106
+    assert set(record["environment"]["sources"]) == {"fedavg.py", *records.SHARED}
+
+
+# State dicts: --init, model.pt, clients.pt
+
+
+def saved(folder, contents):
+    """--init with a file in which `contents` are."""
+    torch.save(contents, folder / "init.pt")
+    return ["--init", str(folder / "init.pt")]
+
+
+def module_of(folder, name):
+    """The class of that name in OTHERS."""
+    return getattr(common.load_file(path(folder, name).rpartition(":")[0]), name)
+
+
+def test_a_state_dict_is_w_0(tmp_path):
+    """For every method; the record has the file's SHA-256, and another file does not go on."""
+    model = path(tmp_path, "Base")
+    module = module_of(tmp_path, "Base")(10, 3, (32, 32))
+    argv = [*TINY, "--model", model, *saved(tmp_path, module.state_dict())]
+    assert torch.equal(federation(argv).initial_weights(), flat(module))
+    assert torch.equal(federation([*argv, "--seed", "5"]).initial_weights(), flat(module))
+    record, state = run(fedavg, [*argv, "--lr", "1e-30"], tmp_path / "out")  # as good as none
+    assert torch.equal(state["w"], flat(module))
+    digest = hashlib.sha256((tmp_path / "init.pt").read_bytes()).hexdigest()
+    assert record["environment"]["sources"]["init.pt"] == digest
+
+
+def test_another_state_dict_is_refused_by_resume(tmp_path, capsys):
+    module = module_of(tmp_path, "Base")(10, 3, (32, 32))
+    argv = [*TINY, "--model", path(tmp_path, "Base"), *saved(tmp_path, module.state_dict()),
+            "--out", str(tmp_path / "out")]
+    fedavg.main(argv)
+    saved(tmp_path, {name: z + 1 for name, z in module.state_dict().items()})
+    refused(capsys, "was made by another version of init.pt", fedavg.main, [*argv, "--resume"])
+
+
+def base(**changes):
+    """The state dict of a Base for IMAGES, but for the changes; None: without that tensor."""
+    found = {"conv.weight": torch.ones(2, 1, 3, 3), "conv.bias": torch.ones(2),
+             "fc.weight": torch.ones(3, 32), "fc.bias": torch.ones(3)}
+    found |= {name.replace("_", "."): z for name, z in changes.items()}
+    return {name: z for name, z in found.items() if z is not None}
+
+
+@pytest.mark.parametrize("contents, words", [
+    (base(fc_bias=None), "init.pt has no fc.bias, which"),
+    (base(fc_weight=torch.ones(10, 32)), "init.pt: fc.weight has the shape (10, 32), in"),
+    (base(fc_extra=torch.ones(1)), "init.pt has fc.extra, which"),
+    (base(fc_bias=torch.tensor([1.0, 2.0, float("nan")])), "has weights that are not finite"),
+    (base() | {"bn.running_mean": torch.ones(2)}, "init.pt has bn.running_mean, which"),
+    (base() | {"bn.running_mean": torch.ones(2)}, "; it is of a network with BatchNorm: use "
+     "--batchnorm frozen"),
+    ({"epoch": 3, "model": base()}, "init.pt can't be read as a state dict"),
+    ([torch.ones(2)], "init.pt can't be read as a state dict: 'list' object has no attribute"),
+    (nn.Linear(2, 2), "init.pt can't be read as a state dict"),
+    (b"text", "init.pt can't be read as a state dict"),
+    (None, "init.pt can't be read as a state dict: [Errno 2] No such file"),
+])
+def test_other_files_are_refused(contents, words, tmp_path, capsys):
+    if isinstance(contents, bytes):
+        (tmp_path / "init.pt").write_bytes(contents)
+    elif contents is not None:
+        torch.save(contents, tmp_path / "init.pt")
+    net = common.Net(path(tmp_path, "Base"), *IMAGES)
+    refused(capsys, words, net.load, str(tmp_path / "init.pt"))
+
+
+def test_frozen_batchnorm_keeps_the_statistics_of_the_state_dict(tmp_path):
+    """They come with --init, are constants in training, and stand in model.pt."""
+    module = module_of(tmp_path, "Residual")(3, 10)
+    module.train()
+    with torch.no_grad():
+        for _ in range(3):
+            module(2 + 3 * torch.randn(16, 3, 8, 8))  # moves the running statistics
+    before = {name: z.clone() for name, z in module.state_dict().items()}
+    argv = [*TINY, "--model", path(tmp_path, "Residual"), "--batchnorm", "frozen", "--no-dropout",
+            "--lr", "0.1", *saved(tmp_path, module.state_dict())]
+    fed, x = federation(argv), torch.randn(6, 3, 32, 32)
+    w_0 = fed.initial_weights()
+    torch.testing.assert_close(fed.net(w_0, x), module.eval()(x).detach())
+    record, state = run(fedavg, argv, tmp_path / "out")
+    after = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert before["bn1.running_mean"].norm() > 0.1
+    for name, z in before.items():
+        constant = "running" in name or "tracked" in name
+        assert torch.equal(after[name], z) == constant, name
+    module.load_state_dict(after, strict=True)
+    assert accuracy(fed, module) == pytest.approx(record["final"]["global"]["top1"])
+
+
+def accuracy(fed, module, index=None):
+    """Of a torch module on images of a federation, by default the central test images."""
+    index = np.arange(fed.data.n_train, len(fed.data.images)) if index is None else index
+    with torch.no_grad():
+        guess = module.eval()(fed.transform(fed.images[index])).argmax(1).numpy()
+    return (guess == fed.data.labels[index]).mean()
+
+
+def test_model_pt_is_the_modules_own_state_dict(tmp_path):
+    """In the bare module it gives the accuracy of the record."""
+    argv = [*QUICK, "--model", path(tmp_path, "Base"), "--lr", "0.03", "--momentum", "0.9",
+            "--split", "iid", "--limit", "1000", "--epochs", "3", "--transform", "normalize"]
+    record, state = run(fedavg, argv, tmp_path / "out")
+    module = module_of(tmp_path, "Base")(10, 3, (32, 32))
+    found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    module.load_state_dict(found, strict=True)
+    assert torch.equal(flat(module), state["w"])
+    right = accuracy(federation(argv), module)
+    assert right == pytest.approx(record["final"]["global"]["top1"]) and right > 0.15
+    start = [*argv, "--init", str(tmp_path / "out" / "model.pt")]  # goes on from there
+    assert torch.equal(federation(start).initial_weights(), state["w"])
+
+
+@pytest.mark.parametrize("method", ["fedper", "ditto"])
+def test_clients_pt_has_a_model_for_each_client(method, tmp_path):
+    """Names -> [K, ...]. A client's model gives the client's accuracy in the record."""
+    argv = ["--method", method, *QUICK, "--model", path(tmp_path, "Base"), "--lr", "0.1"]
+    record, _ = run(baselines, [*argv, "--save-clients"], tmp_path / "out")
+    found = torch.load(tmp_path / "out" / "clients.pt", weights_only=True)
+    shapes = {name: tuple(z.shape) for name, z in found.items()}
+    assert shapes == {"conv.weight": (8, 2, 3, 3, 3), "conv.bias": (8, 2),
+                      "fc.weight": (8, 10, 2048), "fc.bias": (8, 10)}
+    module = module_of(tmp_path, "Base")(10, 3, (32, 32))
+    fed = common.Federation(SimpleNamespace(**record["args"]))
+    accuracies = []
+    for k in range(8):
+        module.load_state_dict({name: z[k] for name, z in found.items()}, strict=True)
+        accuracies.append(accuracy(fed, module, fed.split.test[k]))
+    assert accuracies == pytest.approx(record["final"]["personal"]["per_client"])
+    assert (found["fc.bias"][0] != found["fc.bias"][1]).any()
+    assert (tmp_path / "out" / "model.pt").exists() == (method == "ditto")  # fedper has no such
+
+
+def test_without_the_flag_there_is_no_clients_pt(tmp_path):
+    run(baselines, ["--method", "local", *TINY, "--model", path(tmp_path, "Base")], tmp_path)
+    assert not (tmp_path / "clients.pt").exists()
