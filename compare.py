@@ -291,16 +291,14 @@ def record(method, folder):
     except (OSError, ValueError, KeyError, TypeError) as problem:
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); "
                       "move it elsewhere")
-    file = next(iter(sources), "another file")
-    if file != method.file.name:
-        common.refuse(f"{folder} has a record of {file}, now it is {method.file.name}; use another "
-                      "NAME, or another --out")
     then, no_part = common.renamed(then), (*FREE, *common.unused(method.args["split"]))
-    for name, now in method.args.items():
-        later = name not in then and not now  # a flag that the file got later, and that is not used
-        if then.get(name) != now and not later and name not in (*no_part, "seed", "device"):
-            common.refuse(f"{folder} has a record with {flag(name)} {then.get(name)}, now it is "
-                          f"{now}; use another NAME, or another --out")
+    earlier = next(iter(sources), "") == method.file.name  # a version that had other flags, perhaps
+    for name in {**method.args, **({} if earlier else then)}:
+        was, now = then.get(name), method.args.get(name)
+        unused = name not in then and not now  # a flag that the file got later
+        if was != now and not unused and name not in (*no_part, "seed", "device"):
+            common.refuse(f"{folder} has a record with {flag(name)} {was}, now it is {now}; use "
+                          "another NAME, or another --out")
     return found
 
 
@@ -311,7 +309,7 @@ def changed(method, record):
     own += [pathlib.Path(name.rpartition(":")[0])
             for name in (method.args["model"], method.args["split"]) if ".py:" in name]
     own += [pathlib.Path(method.args["init"])] if method.args.get("init") else []
-    files = {path.name: path for path in own}
+    files = {path.name: path for path in own if path.name in then["sources"]}
     if record["status"] not in ("finished", "diverged"):
         files = {**{name: HERE / name for name in then["sources"]}, method.file.name: method.file,
                  **files}

@@ -14,6 +14,7 @@ import inspect
 import pathlib
 import sys
 import threading
+import warnings
 from collections import OrderedDict
 from math import gcd
 
@@ -311,7 +312,9 @@ class Net:
         self.batchnorm, self.copies = batchnorm, threading.local()
         try:
             self.build = build or builder(name, shape, classes, batchnorm, no_dropout)
-            self.module = fresh(self.build)
+            with warnings.catch_warnings():  # of a layer without weights, which is refused below
+                warnings.simplefilter("ignore")
+                self.module = fresh(self.build)
             self.batchnorms = self.count_batchnorms()
             self.read_table()
             if build is None and name not in MODELS:

@@ -1,9 +1,6 @@
-"""Who gets which images: split_clients, and one function for each scheme of --split.
-
-A scheme takes (labels [n] of the training images, classes, rng, args) and returns an array of image
-numbers for each client, whose images split_clients shuffles and cuts into training, validation and
-test images. A scheme with `overlap = True` may give an image to several clients.
-"""
+"""Who gets which images: split_clients, and one function for each scheme of --split. A scheme takes
+(labels [n] of the training images, classes, rng, args) and returns an array of image numbers for
+each client; with `overlap = True` it may give an image to several clients."""
 
 import functools
 import hashlib
@@ -55,13 +52,11 @@ def split_clients(data, args, rng):
 def validate(data, args):
     """Refuses what no draw can satisfy."""
     if args.split in USED_BY["clients"] and args.clients > data.n_train:
-        refuse(f"{data.n_train} training images can't be split among {args.clients} clients; use "
-               "fewer --clients")
+        refuse(f"{args.clients} --clients can't share {data.n_train} training images; use fewer")
     if args.split in ("classes", "lognormal") and args.per_client > data.classes:
-        refuse(f"--per-client {args.per_client}: there are only {data.classes} classes")
+        refuse(f"--per-client {args.per_client}: there are only {data.classes} classes; use fewer")
     if args.client_test + args.client_val >= 1:
-        refuse("--client-test and --client-val leave nothing to train on; their sum must be below "
-               "1")
+        refuse("--client-test and --client-val leave nothing to train on; use a sum below 1")
     if getattr(scheme(args.split), "overlap", False) and (args.client_test or args.client_val):
         refuse(f"--split {args.split} may give an image twice, for training and for testing; use "
                "--client-test 0 --client-val 0")
@@ -80,12 +75,11 @@ def deal(data, args, rng):
 
 def cut(data, args, rng, k, index):
     """The training, validation and test images of client k, which was dealt those in `index`.
-    Without --client-test its test images are central ones (see matched), or those that the data
-    set's client_test names. Without --client-val its validation images are drawn from the data
-    set's, if it has some. Refuses a client that is left without images."""
+    Without --client-test its test images are central ones, without --client-val its validation
+    images are the data set's, if it has some (see matched)."""
     index, n, labels = rng.permutation(index), len(index), data.labels[index]
     named = data.test_owner if args.split == "natural" else None
-    tests, vals = args.client_test if named is None else 0, args.client_val  # shares
+    tests, vals = args.client_test * (named is None), args.client_val  # shares
     n_train = int((1 - tests - vals) * n + 1e-9)
     n_test = int(tests * n + 1e-9) if vals else n - n_train
     train, val, test = np.split(index, [n_train, n - n_test])
@@ -109,11 +103,11 @@ def cut(data, args, rng, k, index):
 
 def advice(args, tests, untrained):
     """What helps a client that has too few images."""
+    flags = [f"--client-{z}" for z, share in (("test", tests), ("val", args.client_val)) if share]
     if args.split == "natural" or ":" in args.split:
-        return ["--client-test 0"] * bool(tests) + ["--client-val 0"] * bool(args.client_val)
-    shares = (("test", tests), ("val", args.client_val)) if untrained else ()
+        return [f"{flag} 0" for flag in flags]
     return ["fewer --clients", *["a larger --alpha"] * ("dirichlet" in args.split),
-            *(f"a smaller --client-{part}" for part, share in shares if share)]
+            *(f"a smaller {flag}" for flag in flags * untrained)]
 
 
 def matched(labels, data, numbers, rng, size=100):
@@ -126,8 +120,7 @@ def matched(labels, data, numbers, rng, size=100):
 
 
 def own_split(labels, classes, rng, args):
-    """What a user's function gives, as a list of arrays. Refuses what is no array of image numbers
-    for each client, and an image of two clients unless the function says overlap."""
+    """What a user's function gives, as a list of arrays of image numbers."""
     name, deal, holder = f"--split {args.split}", scheme(args.split), np.full(len(labels), -1)
     try:
         owned = deal(labels.copy(), classes, rng, args)
@@ -138,13 +131,13 @@ def own_split(labels, classes, rng, args):
         refuse(f"{name} gives no list with an array of image numbers for each client")
     for k, index in enumerate(owned):
         if not index.size:
-            refuse(f"{name} gives client {k} no images")
+            refuse(f"{name} gives client {k} no images; leave it out of the list")
         numbers = index.ndim == 1 and index.dtype.kind in "iu"
         if not numbers or index.min() < 0 or index.max() >= len(labels):
             refuse(f"{name} gives client {k} something else than an array of image numbers from 0 "
                    f"to {len(labels) - 1}")
         if len(np.unique(index)) < len(index):
-            refuse(f"{name} gives client {k} an image twice: it could be trained on and tested on")
+            refuse(f"{name} gives client {k} an image twice; give it at most once")
         two = index[holder[index] >= 0]
         if len(two) and not getattr(deal, "overlap", False):
             refuse(f"{name} gives image {two[0]} to clients {holder[two[0]]} and {k}; if that is "
@@ -157,11 +150,9 @@ def remarks(split, data, args):
     """What a user should know of a split: a line each."""
     notes, K, labels = [], len(split.train), data.labels[: data.n_train]
     if args.split == "natural" and data.test_owner is not None:
-        notes.append("note    the clients' own test images are the data set's (client_test); "
-                     "--client-test is not used")
+        notes.append("note    --client-test is not used: client_test names the clients' images")
     if data.n_val and args.client_val:
-        notes.append(f"note    --client-val holds out the clients' own images for validation; the "
-                     f"{data.n_val} of {data.name} are not used")
+        notes.append("note    --client-val holds out clients' own images: x_val is not used")
     own = [np.concatenate(parts) for parts in zip(*split)]
     own = [index[index < data.n_train] for index in own]  # without central images
     if nobodys := data.n_train - len(np.unique(np.concatenate(own))):
@@ -172,9 +163,8 @@ def remarks(split, data, args):
         used_up = ((counts.cumsum(0) == whole) & (whole > 0)).any(1)[:-1]  # after each client
         if used_up.any():
             k, kinds = used_up.argmax() + 1, (counts > 0).sum(1)
-            means = kinds[:k].mean(), kinds[k:].mean()
-            notes.append("note    a class is used up after {} of {} clients; the others get {:.1f} "
-                         "classes on average, these {:.1f}".format(k, K, *means[::-1]))
+            notes.append(f"note    a class is used up after {k} of {K} clients; the others get "
+                         f"{kinds[k:].mean():.1f} classes on average, these {kinds[:k].mean():.1f}")
     return notes
 
 
@@ -189,33 +179,30 @@ def by_class(labels, classes, rng):
 
 def split_iid(labels, classes, rng, args):
     """Shuffled and cut into equal parts (McMahan et al. 2017: IID). The remainder is not used."""
-    n = len(labels) // args.clients
-    return list(rng.permutation(len(labels))[: n * args.clients].reshape(args.clients, n))
+    n = len(labels) // args.clients * args.clients
+    return list(rng.permutation(len(labels))[:n].reshape(args.clients, -1))
 
 
 def split_shards(labels, classes, rng, args):
     """Sorted by label and cut into K*s equal shards; each client gets s random ones (McMahan et al.
     2017, section 3). The remainder is not used."""
-    shards = args.clients * args.per_client
-    size = len(labels) // shards
-    if not size:
+    shards, order = args.clients * args.per_client, rng.permutation(len(labels))
+    if not (size := len(labels) // shards):
         refuse(f"{len(labels)} training images don't make {shards} shards; use fewer --clients or "
                "a smaller --per-client")
-    order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")][: shards * size].reshape(shards, size)
     return list(order[rng.permutation(shards)].reshape(args.clients, -1))
 
 
 def split_dirichlet_hsu(labels, classes, rng, args):
     """Equal sizes; a client's class shares are q ~ Dir(alpha * p), where p are the class shares of
-    all training images (Hsu et al. 2019, section 3). alpha = 0 gives each client one random class.
-    When a class is used up, its share goes to the client's other classes; if q is 0 for all of
-    these, q is drawn again over them. The paper does not say this. So the last clients get what is
-    left: `remarks` says from which client on."""
+    all images (Hsu et al. 2019, section 3); alpha = 0: one random class. When a class is used up,
+    its share goes to the client's other classes; if q is 0 for all of these, q is drawn again over
+    them (the paper does not say this). `remarks` says from which client on."""
     pools, sizes = by_class(labels, classes, rng), np.bincount(labels, minlength=classes)
     n, equal = len(labels) // args.clients, len(set(sizes)) == 1
-    a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p; with equal classes
-    there, owned = sizes > 0, []  # alpha / classes to the bit
+    a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p, in bits alpha / classes
+    there, owned = sizes > 0, []
     for k in range(args.clients):
         left = np.array([len(pool) for pool in pools])
         if args.alpha == 0:
@@ -242,9 +229,8 @@ def split_dirichlet_hsu(labels, classes, rng, args):
 
 
 def whole_numbers(values, rng=None):
-    """Rounds values [n] up or down so that their (whole) sum stays: the largest fractions go up.
-    With rng each has its own probability: if classes are unequal, the largest fractions are the
-    same classes' for each client, and the last clients would get what these left."""
+    """Rounds values [n] up or down so that their (whole) sum stays: the largest fractions go up or,
+    with rng, random ones (of unequal classes the same ones would go up for every client)."""
     if rng:
         return np.diff(np.floor(values.cumsum().round(9) + rng.random()), prepend=0).astype(int)
     low = np.floor(values).astype(int)
@@ -259,15 +245,14 @@ def split_dirichlet_classes(labels, classes, rng, args, balance=False):
     already holds N/K images gets nothing of the classes still to be dealt."""
     least = 10
     if args.clients * least > len(labels):
-        refuse(f"--split {args.split} gives {least} images at least to a client; use fewer "
-               f"--clients than {args.clients}")
+        refuse(f"--split {args.split} gives a client {least} images or more; use fewer --clients")
     for _ in range(1000):
         owned = [[] for _ in range(args.clients)]
         for pool in by_class(labels, classes, rng):
             share = rng.dirichlet(np.full(args.clients, max(args.alpha, 1e-300)))
             if balance:
-                held = np.array([sum(map(len, parts)) for parts in owned])
-                share = share * (held < len(labels) / args.clients)
+                full = [sum(map(len, parts)) >= len(labels) / args.clients for parts in owned]
+                share[full] = 0
                 share = share / max(share.sum(), 1e-300)
             cuts = (share.cumsum()[:-1] * len(pool)).astype(int)
             for k, part in enumerate(np.split(pool, cuts)):
@@ -287,10 +272,9 @@ def split_classes(labels, classes, rng, args):
         chosen.append(np.lexsort((rng.random(classes), holders))[: args.per_client])
         holders[chosen[-1]] += 1
     pools = by_class(labels, classes, rng)
-    n = min(len(pool) // h for pool, h in zip(pools, holders) if h)
-    if not n:
+    if not (n := min(len(pool) // h for pool, h in zip(pools, holders) if h)):
         refuse(f"{args.clients} clients with {args.per_client} classes each need more images than "
-               "some class has; use fewer --clients or a smaller --per-client")
+               "some class has; use fewer of either")
     start, owned = np.zeros(classes, int), []
     for mine in chosen:
         owned.append(np.concatenate([pools[c][start[c] : start[c] + n] for c in mine]))
@@ -304,8 +288,7 @@ def split_lognormal(labels, classes, rng, args):
     (pFedMe's generator is far more even: docs/persfl.md)."""
     least, owned = 10, [[] for _ in range(args.clients)]
     for c, pool in enumerate(by_class(labels, classes, rng)):
-        holders = [k for k in range(args.clients) for j in range(args.per_client)
-                   if (k + j) % classes == c]
+        holders = [k for k in range(args.clients) if (c - k) % classes < args.per_client]
         if len(pool) < least * len(holders):
             refuse(f"class {c} has {len(pool)} images for {len(holders)} clients, {least} each at "
                    "least; use fewer --clients")
@@ -318,11 +301,11 @@ def split_lognormal(labels, classes, rng, args):
 
 
 def split_semantic(labels, classes, rng, args):
-    """Each class belongs to one cluster; clients of random size within a cluster (SuPerFed, A). 62
-    classes (EMNIST): 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform
-    in [100, 800). Otherwise (Tiny ImageNet): 10 clusters of random classes, equally many but for
-    the last; sizes in [100, 400). What remains of a cluster when the next client doesn't fit, or
-    when at most 100 images are left, is not used. K is what comes out."""
+    """Each class is in one cluster; clients of random size within a cluster (SuPerFed, A). EMNIST's
+    62 classes: 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform in
+    [100, 800). Others: 10 clusters of random classes, equally many but for the last; sizes in
+    [100, 400). When the next client doesn't fit, or at most 100 images are left, they are not used.
+    """
     groups, clusters, largest = [range(classes)], min(10, classes), 400
     if classes == 62:
         groups, clusters, largest = [range(10), range(10, 36), range(36, 62)], 5, 800
@@ -337,8 +320,7 @@ def split_semantic(labels, classes, rng, args):
             owned.append(pool[:n])
             pool = pool[n:]
     if not owned:
-        refuse("--split semantic needs more than 100 images in some cluster of classes; use more "
-               "images or another --split")
+        refuse("--split semantic needs more than 100 images in a cluster of classes; use more")
     return owned
 
 
@@ -362,9 +344,6 @@ def split_fedslr(labels, classes, rng, args):
         owned.append(np.concatenate(parts))
     return owned
 
-
-# --------------------------------------------------------------------------------------------------
-# 3. Their names
 
 SPLITS = {
     "iid": split_iid, "shards": split_shards, "dirichlet-classes": split_dirichlet_classes,

@@ -279,7 +279,7 @@ def figures(name):
 
 def below(name, parts):
     """What follows the two columns: the sections of docs/NAME.md, the figures and the papers' tables beside ours."""
-    opened = ("What was measured", "What the committed records say", "Exercises")
+    opened = ("The idea", "What was measured", "What the committed records say", "Exercises")
     out = [(title, fold(title, markdown(text), title in opened)) for title, text in parts]
     tables = HERE / "results" / f"{name}.md"
     if tables.exists():

@@ -1,9 +1,11 @@
-"""FedAvg's Figure 1: the loss of the average of two networks, trained apart, from one and from two initial values.
+"""FedAvg's Figure 1: the loss of the average of two networks, trained apart, from the same and from
+different initial weights.
 
-    python -m tables.fedavg_figure_1        writes results/fedavg-figure-1.json and .png; two minutes on one core
+    python -m tables.fedavg_figure_1        writes results/fedavg-figure-1.json and .png
 
-Two 2NN are trained on the 600 images of two clients, 240 minibatches of 50 each. The loss of theta*w + (1-theta)*w' is measured
-on all training images of MNIST. It is one round of FedAvg with two clients, and theta = .5 is what its server makes.
+Two 2NN are trained on the 600 images of two clients, 240 minibatches of 50 each. The loss of
+theta*w + (1-theta)*w' is measured on all training images of MNIST. This is one round of FedAvg with
+two clients, and theta = .5 is what its server makes. It takes two minutes on one core.
 """
 
 import json
@@ -23,15 +25,18 @@ THETA = np.sort(np.append(np.linspace(-0.2, 1.2, 50), 0.5))
 
 
 def losses(federation, W):
-    """The loss on all training images between the weights W [2, d]: at theta the model theta*W[0] + (1-theta)*W[1]."""
+    """Returns the loss on all training images of the models theta*W[0] + (1-theta)*W[1], for each
+    theta of THETA. W: [2, d]."""
     index = np.arange(federation.data.n_train)
     y = federation.labels[: federation.data.n_train]
-    return [F.cross_entropy(federation.logits(theta * W[0] + (1 - theta) * W[1], index), y).item() for theta in THETA]
+    between = (federation.logits(theta * W[0] + (1 - theta) * W[1], index) for theta in THETA)
+    return [F.cross_entropy(logits, y).item() for logits in between]
 
 
 def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
     p = common.parser(__doc__, **fedavg.DEFAULTS)
-    args = common.parse(p, fedavg.BY_DATASET, [*SETTING.split(), *(sys.argv[1:] if argv is None else argv)])
+    more = sys.argv[1:] if argv is None else argv
+    args = common.parse(p, fedavg.BY_DATASET, [*SETTING.split(), *more])
     federation = common.Federation(args)
     client_update, two = fedavg.local_training(federation.net, args), np.array([0, 1])
     first, other = (federation.net.init(common.stream(args.seed + i, "initialisation"))
@@ -41,7 +46,8 @@ def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
         own, eta = [torch.stack([first, second])], federation.eta(0)
         W = federation.train(client_update, two, 0, own=own, shared=[eta])
         found[name] = losses(federation, W)
-    record = {"args": vars(args), "commit": records.commit([__file__]), "theta": THETA.tolist(), "loss": found}
+    record = {"args": vars(args), "commit": records.commit([__file__]), "theta": THETA.tolist(),
+              "loss": found}
     (out / "fedavg-figure-1.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(record, out / "fedavg-figure-1.png")
     return record
@@ -53,8 +59,10 @@ def draw(record, path):
         for axis, (name, loss) in zip(axes, record["loss"].items()):
             better = min(loss[np.abs(theta - end).argmin()] for end in (0, 1))
             axis.plot(theta, loss, marker="o", label=r"the network $\theta w + (1-\theta) w'$")
-            axis.axhline(better, color="black", linestyle="--", label="the better of the two networks w and w'")
-            axis.set(title=f"{name} initial weights", xlabel=r"$\theta$", ylabel="loss on all training images")
+            axis.axhline(better, color="black", linestyle="--",
+                         label="the better of the two networks w and w'")
+            axis.set(title=f"{name} initial weights", xlabel=r"$\theta$",
+                     ylabel="loss on all training images")
 
 
 if __name__ == "__main__":

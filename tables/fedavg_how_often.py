@@ -1,9 +1,9 @@
 """FedAvg's rounds until a target, if not every round is measured.
 
-    python -m tables.fedavg_how_often       prints them for the runs in results/fedavg-beyond, and draws results/fedavg-how-often.png
+    python -m tables.fedavg_how_often       prints them, and draws results/fedavg-how-often.png
 
-These runs measured the accuracy after every round, and went on beyond the target. So what every k-th round alone would have shown
-can be counted afterwards.
+The runs in results/fedavg-beyond measured the accuracy after every round, and went on beyond the
+target. So what every k-th round alone would have shown can be counted afterwards.
 """
 
 import json
@@ -19,7 +19,8 @@ DRAWN = {"IID clients": "2nn-iid-C-0.1/0", "non-IID clients": "2nn-shards-C-0.1/
 
 
 def every(k, target, history):
-    """Rounds until the target for each of the k ways to keep every k-th round of a record's history: [k]."""
+    """Returns the rounds until the target for each of the k ways to keep every k-th round of a
+    record's history: [k]."""
     return [records.rounds_to(target, history[first::k]) for first in range(k)]
 
 
@@ -29,21 +30,27 @@ def draw(histories, target, path):
         for axis, (title, history) in zip(axes, histories.items()):
             t, top1 = (np.array([row[name] for row in history]) for name in ("round", "top1"))
             axis.plot(t, top1, color="#BBBBBB", linewidth=0.8, label="after each round")
-            for label, kept in (("each round", slice(0, None)), ("rounds 10, 30, 50, ...", slice(9, None, 20))):
-                axis.plot(t[kept], np.maximum.accumulate(top1[kept]), label=f"best so far, {label} measured")
+            for label, kept in (("each round", slice(0, None)),
+                                ("rounds 10, 30, 50, ...", slice(9, None, 20))):
+                axis.plot(t[kept], np.maximum.accumulate(top1[kept]),
+                          label=f"best so far, {label} measured")
             axis.axhline(target, color="black", linestyle="--", linewidth=1, label="target")
-            axis.set(title=title, xlabel="round", ylabel="accuracy on the test images", ylim=(0.93, 0.98))
+            axis.set(title=title, xlabel="round", ylabel="accuracy on the test images",
+                     ylim=(0.93, 0.98))
 
 
 def main():
-    found = {path.parent: json.loads(path.read_text()) for path in sorted((RESULTS / "fedavg-beyond").rglob("result.json"))}
+    runs = RESULTS / "fedavg-beyond"
+    found = {path.parent: json.loads(path.read_text())
+             for path in sorted(runs.rglob("result.json"))}
     for folder, record in found.items():
         target = min(record["args"]["target"])
-        print(f"{folder.relative_to(RESULTS / 'fedavg-beyond')}, rounds until {target:g}")
+        print(f"{folder.relative_to(runs)}, rounds until {target:g}")
         for k in (1, 5, 20, 50):
             rounds = every(k, target, record["rounds"])
-            print(f"    every {k:>2}: mean {np.mean(rounds):7.1f}, {min(rounds):7.1f} to {max(rounds):7.1f}")
-    draw({title: found[RESULTS / "fedavg-beyond" / name]["rounds"] for title, name in DRAWN.items()}, 0.97,
+            print(f"    every {k:>2}: mean {np.mean(rounds):7.1f}, {min(rounds):7.1f} to "
+                  f"{max(rounds):7.1f}")
+    draw({title: found[runs / name]["rounds"] for title, name in DRAWN.items()}, 0.97,
          RESULTS / "fedavg-how-often.png")
 
 

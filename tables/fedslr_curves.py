@@ -1,6 +1,6 @@
 """FedSLR beside other methods over 60 rounds, with the small CNN.
 
-    python -m tables.fedslr_curves       draws results/fedslr-curves.png from the records in results/fedslr
+    python -m tables.fedslr_curves       draws results/fedslr-curves.png from results/fedslr
 """
 
 import json
@@ -21,11 +21,13 @@ def curve(name, part):
 
 
 def main():
-    title = "small CNN, 100 clients, $\\alpha$ = .1, $\\lambda$ = 1e-4, seed 0: accuracy, mean over the clients"
+    title = (r"small CNN, 100 clients, $\alpha$ = .1, $\lambda$ = 1e-4, seed 0: accuracy, "
+             "mean over the clients")
     with common.drawing(RESULTS / "fedslr-curves.png", 2, 2, (11, 8), title) as axes:
         for (one, own), (data, prefix) in zip(axes, DATA.items()):
-            one.plot(*curve(f"{prefix}-lambda-1e-4", "gkr"), color="black", label="FedSLR: GKR, mixed")
-            own.plot(*curve(f"{prefix}-lambda-1e-4", "personal"), color="black")
+            ours = f"{prefix}-lambda-1e-4"
+            one.plot(*curve(ours, "gkr"), color="black", label="FedSLR: GKR, mixed")
+            own.plot(*curve(ours, "personal"), color="black")
             for axis, methods, first in ((one, ONE_MODEL, 0), (own, OWN_MODELS, 3)):
                 for i, (method, name) in enumerate(methods.items(), first):
                     axis.plot(*curve(f"{prefix}-{name}", "personal"), color=f"C{i}", label=method)

@@ -1,8 +1,8 @@
 """Figures in the papers' forms.
 
-`draw` calls one of the functions below it with the path of the picture, its title, and a list of (cell, shown, note). shown: what
-reproduce.py says of the cell. Where a figure needs a whole run, it is that of the first seed. note: what is not as in the paper,
-as fewer rounds.
+`draw` calls one of the functions below it with the path of the picture, its title, and a list of
+(cell, shown, note). shown: what reproduce.py says of the cell; a figure that needs a whole run
+takes that of the first seed. note: what is not as in the paper, such as fewer rounds.
 """
 
 import contextlib
@@ -23,11 +23,14 @@ def words(text):
 
 
 def draw(figure, path, title, found):
-    """The title names the data set and the split if there is one of each, and the note if all cells have the same."""
-    settings, notes = {common.setting(shown.results[0].record) for _, shown, _ in found}, {note for *_, note in found}
+    """The title names the data set and the split if all cells share them, and so with the note."""
+    settings = {common.setting(shown.results[0].record) for _, shown, _ in found}
+    notes, title = {note for *_, note in found}, words(title)
     if len(notes) == 1:
         found = [(cell, shown, "") for cell, shown, _ in found]
-    title = words(title) + (notes.pop() if len(notes) == 1 else "") + ("\n" + settings.pop() if len(settings) == 1 else "")
+        title += notes.pop()
+    if len(settings) == 1:
+        title += "\n" + settings.pop()
     figure(path, title, found)
 
 
@@ -35,7 +38,8 @@ def draw(figure, path, title, found):
 def panels(path, title, n, columns, size):
     """n axes, at most `columns` in a row, of a size in inches each."""
     lines, columns = -(-n // columns), min(n, columns)
-    with common.drawing(path, lines, columns, (max(6, size[0] * columns), size[1] * lines), title) as axes:
+    whole = max(6, size[0] * columns), size[1] * lines
+    with common.drawing(path, lines, columns, whole, title) as axes:
         axes = list(np.ravel(axes))
         for axis in axes[n:]:
             axis.remove()
@@ -43,16 +47,19 @@ def panels(path, title, n, columns, size):
 
 
 def lambdas(path, title, found):
-    """Accuracy over lambda, a panel for each combination; dashed: the paper's accuracy at the best lambda."""
+    """Accuracy over lambda, a panel for each combination; dashed: the paper's best accuracy."""
     found = [entry for entry in found if "global" not in entry[0].row]
     with panels(path, title, len(found), 4, (4, 3.8)) as axes:
         for axis, (cell, shown, note) in zip(axes, found):
             at = reading.final(shown.results[0].record)["lambdas"]
-            x, mean, std = (np.array([point[key] for point in at]) for key in ("lambda", "mean", "std"))
+            x, mean, std = (np.array([point[key] for point in at])
+                            for key in ("lambda", "mean", "std"))
             axis.plot(x, mean, marker="o", label="mean over clients")
-            axis.fill_between(x, (mean - std).clip(0), (mean + std).clip(max=1), alpha=0.15, label="std over clients")
+            axis.fill_between(x, (mean - std).clip(0), (mean + std).clip(max=1), alpha=0.15,
+                              label="std over clients")
             if published := reading.number(cell.published):
-                axis.axhline(published / 100, color="black", linestyle="--", linewidth=1.2, label="the paper, best $\\lambda$")
+                axis.axhline(published / 100, color="black", linestyle="--", linewidth=1.2,
+                             label=r"the paper, best $\lambda$")
             axis.set(title=words(f"{cell.row}, {cell.column}") + note, ylim=(0, 1))
             axis.set_xlabel(r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)")
         axes[0].set_ylabel("accuracy of personal models")
@@ -68,25 +75,31 @@ def rounds(path, title, found):
             known = {}  # FedProx and FedProx-LU have one global model
             for cell, shown, note in found:
                 record = shown.results[0].record
-                x, y = zip(*[(row["round"], row["global"][key]) for row in record["rounds"] if "global" in row])
-                label = cell.row + ("" if "top-1" in cell.column else f" {words(cell.column)}") + note
+                x, y = zip(*[(row["round"], row["global"][key]) for row in record["rounds"]
+                             if "global" in row])
+                column = "" if "top-1" in cell.column else f" {words(cell.column)}"
+                label = cell.row + column + note
                 if y in known:
                     known[y].set_label(f"{cell.row}, {known[y].get_label()}")
                     continue
                 curve = known[y] = axis.plot(x, y, label=label)[0]
                 if record["args"].get("start"):
                     begins = record["args"]["start"] * record["args"]["rounds"] + 0.5
-                    axis.axvline(begins, color=curve.get_color(), linestyle=":", label=f"{cell.row}: Phase II begins")
+                    axis.axvline(begins, color=curve.get_color(), linestyle=":",
+                                 label=f"{cell.row}: Phase II begins")
                 if key == "top1" and (published := reading.number(cell.published)):
-                    axis.axhline(published / 100, color=curve.get_color(), linestyle="--", linewidth=1.2)
-            axis.set(xlabel="round", ylabel={"top1": "accuracy of the global model", "loss": "loss of the global model"}[key])
+                    axis.axhline(published / 100, color=curve.get_color(), linestyle="--",
+                                 linewidth=1.2)
+            measure = {"top1": "accuracy", "loss": "loss"}[key]
+            axis.set(xlabel="round", ylabel=f"{measure} of the global model")
             axis.set_ylim(bottom=0)
         if any(reading.number(cell.published) for cell, *_ in found):
             axes[0].plot([], [], color="gray", linestyle="--", linewidth=1.2, label="the paper")
 
 
 def columns(path, title, found):
-    """Accuracy over alpha, eta or eta/(1-beta): a panel for each E and C, a line for each method, alpha or beta."""
+    """Accuracy over alpha, eta or eta/(1-beta): a panel for each E and C, a line for each method,
+    alpha or beta."""
     where, name = {}, found[0][0].column.split("=")[0]
     for cell, shown, note in found:
         line, panel = cell.row.split(" ", 1)
@@ -112,8 +125,11 @@ def columns(path, title, found):
 def clients(path, title, found):
     """A violin of the clients' accuracies for each method."""
     with panels(path, title, 1, 1, (8, 4)) as (axis,):
-        axis.violinplot([shown.results[0].record["final"]["personal"]["per_client"] for _, shown, _ in found], showmedians=True)
-        axis.set_xticks(range(1, len(found) + 1), [(cell.row + note).replace(" ", "\n") for cell, _, note in found])
+        records = [shown.results[0].record for _, shown, _ in found]
+        axis.violinplot([record["final"]["personal"]["per_client"] for record in records],
+                        showmedians=True)
+        names = [(cell.row + note).replace(" ", "\n") for cell, _, note in found]
+        axis.set_xticks(range(1, len(found) + 1), names)
         axis.set(ylabel="accuracy of a client")
 
 
@@ -127,4 +143,5 @@ def users(path, title, found):
         for axis, (data, heights) in zip(axes, where.items()):
             for i, (split, values) in enumerate(heights.items()):
                 axis.bar(np.arange(len(values)) + (i - 1) * 0.27, values, 0.25, label=split)
-            axis.set(title=data, xlabel="user", ylabel="round of the teacher,\nmean over seeds", xticks=range(len(values)))
+            axis.set(title=data, xlabel="user", ylabel="round of the teacher,\nmean over seeds",
+                     xticks=range(len(values)))

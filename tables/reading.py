@@ -1,4 +1,5 @@
-"""Numbers from records, in the papers' units. A measure is a path in the record, like global/top1 or users/PersFL/Avg."""
+"""Numbers from records, in the papers' units. A measure is a path in the record, like global/top1
+or users/PersFL/Avg."""
 
 import statistics
 
@@ -16,7 +17,8 @@ def factor(measure):
         return 1e-9
     if measure.startswith("numbers") or measure.endswith("parameters"):
         return 1e-6
-    as_it_is = ("ece", "loss", "rounds_to", "args/rounds", "users/T/", "users/lambda/", "users/teacher", "_ms")
+    as_it_is = ("ece", "loss", "rounds_to", "args/rounds", "users/T/", "users/lambda/",
+                "users/teacher", "_ms")
     return 1 if any(word in measure for word in as_it_is) else 100
 
 
@@ -49,7 +51,8 @@ def read(tree, measure):
 def final(record):
     """Everything that a record says of the last evaluated round, and of the run."""
     rows = [row for row in record["rounds"] if "global" in row or "personal" in row] or [{}]
-    return {**record, **rows[-1], **record["final"], "bytes": record["bytes_up"] + record["bytes_down"]}
+    sent = record["bytes_up"] + record["bytes_down"]
+    return {**record, **rows[-1], **record["final"], "bytes": sent}
 
 
 def last(record, measure):
@@ -59,10 +62,12 @@ def last(record, measure):
 
 
 def combine(values, measure):
-    """Mean and standard deviation over seeds, in the papers' unit. SD: over users, of their averages over seeds."""
+    """Returns mean and standard deviation over seeds, in the papers' unit. SD: over users, of their
+    averages over seeds."""
     if not values or None in values:
         return None, None
     if measure.endswith("/SD"):
-        return factor(measure) * statistics.stdev(statistics.mean(user) for user in zip(*values)), None
+        means = [statistics.mean(user) for user in zip(*values)]
+        return factor(measure) * statistics.stdev(means), None
     values = [factor(measure) * (statistics.mean(v) if isinstance(v, list) else v) for v in values]
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None

@@ -99,7 +99,7 @@ def w_0(run, client=0):
     """The initial weights of a run, [d]; client=1: SuPerFed's w^l_0."""
     args = SimpleNamespace(**run.record["args"])
     images = (3, 32, 32), 10  # of shapes
-    net = psinet.PsiNet(args, *images) if run.record["algorithm"] == "psinet" else common.Net(args.model, *images)
+    net = psinet.GroupedNet(args, *images) if run.record["algorithm"] == "psinet" else common.Net(args.model, *images)
     return net.init(common.stream(args.seed, "initialisation", 0, client))
 
 
@@ -235,7 +235,7 @@ def psinet_2(psinet_run, fedavg):
 def psinet_3(pruned, whole):
     changed = []
     for run in (pruned, whole):
-        net = psinet.PsiNet(SimpleNamespace(**run.record["args"]), (3, 32, 32), 10)
+        net = psinet.GroupedNet(SimpleNamespace(**run.record["args"]), (3, 32, 32), 10)
         changed.append(len(set(net.group[run.w != w_0(run)].tolist()) - {-1}))
     numbers = {"groups that changed, --prune": str(changed[0]), "--no-prune": str(changed[1])}
     return numbers | {"MB up, --prune": megabytes(pruned), "MB up, --no-prune": megabytes(whole)}, changed == [4, 10]

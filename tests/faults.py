@@ -414,7 +414,8 @@ def child(point, number, line):
 
         setattr(owner, name, watched)
 
-    before(records.Run, "begin_round", lambda run, t: now.update(round=t + 1))
+    before(records.Run, "begin_round",
+           lambda run: now.update(round=len(run.kept.history) + 1))
     if point == "in training":
         before(common.Federation, "batch", lambda *_: send())
     elif point == "in evaluation":
@@ -423,7 +424,7 @@ def child(point, number, line):
         save = torch.save
 
         def half_state(saved, file):
-            if now["round"] == 2:
+            if now["round"] == 2 and hasattr(file, "write"):  # not model.pt
                 file.write(b"half")
                 file.flush()
                 send()

@@ -19,10 +19,12 @@ import sys
 import tempfile
 import weakref
 from datetime import date
+from unittest import mock
 
 import numpy as np
 import torch
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import engine
 import fedslr
 import pretend
@@ -41,29 +43,60 @@ def host(folder):
             "seconds_per_round": record["seconds_per_round"], "cores": engine.cores()}
 
 
-def kept(function, device):
-    """In place of engine.capture: what a step takes at most is taken as long as its graph lives."""
-    pool = pretend.MEMORY.of(function)
+class Memory:
+    """Bytes of the pretended GPU's tensors that are alive, and the most there were at a time."""
 
-    def take(size):
-        pretend.MEMORY.held += size
+    def __init__(self):
+        self.held, self.peak, self.places, self.label = 0, 0, {}, pretend.label
 
-    def replay():
-        take(-pool)
-        try:
-            return function()
-        finally:
-            take(pool)
+    def labelled(self, result, device):
+        """In place of pretend.label."""
+        self.label(result, device)
+        for x in pretend.tensors_of(result) if device == pretend.GPU else ():
+            storage = pretend.unwrapped(x).untyped_storage()
+            place, size = storage.data_ptr(), storage.nbytes()
+            if place and place not in self.places:
+                self.places[place] = weakref.finalize(storage, self.drop, place, size)
+                self.take(size)
+        return result
 
-    take(pool)
-    weakref.finalize(replay, take, -pool)
-    return replay
+    def take(self, size):
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+    def drop(self, place, size):
+        if self.places.pop(place, None):
+            self.take(-size)
+
+    def of(self, work):
+        """The most bytes that work() has at a time beyond what is there before it."""
+        earlier, before, self.peak = self.peak, self.held, self.held
+        work()
+        taken, self.peak = self.peak - before, max(self.peak, earlier)
+        return taken
+
+    def capture(self, function, device):
+        """In place of engine.capture: what a step takes at most is taken while its graph lives."""
+        pool = self.of(function)
+
+        def replay():
+            self.take(-pool)
+            try:
+                return function()
+            finally:
+                self.take(pool)
+
+        self.take(pool)
+        weakref.finalize(replay, self.take, -pool)
+        return replay
 
 
 def on_the_gpu(module, argv, folder, near=False):
     """The most GB that a run's tensors hold on a pretended GPU."""
-    with pretend.gpu(kept, room=float("inf") if near else 0):
-        taken = pretend.MEMORY.of(lambda: module.main([*map(str, argv), "--out", str(folder)]))
+    memory, room = Memory(), float("inf") if near else 0
+    with (mock.patch.object(pretend, "label", memory.labelled),
+          pretend.gpu(memory.capture, room=room)):
+        taken = memory.of(lambda: module.main([*map(str, argv), "--out", str(folder)]))
     return round(taken / 1e9, 3)
 
 

@@ -8,8 +8,6 @@ the GPU or copies to it. Its speed and its rounding can't be seen here.
 """
 
 import contextlib
-import gc
-import weakref
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-import conftest  # noqa: F401 (finds the project)
 import engine
 
 GPU, CPU = torch.device("cpu", 0), torch.device("cpu")
@@ -51,39 +48,9 @@ def where(x):
 
 
 def label(result, device):
-    for x in map(unwrapped, tensors_of(result)):
-        x.where = device
-        if device == GPU:
-            MEMORY.hold(x.untyped_storage())
+    for x in tensors_of(result):
+        unwrapped(x).where = device
     return result
-
-
-class Memory:
-    """Bytes of the GPU's tensors that are alive, and the most there were at a time."""
-
-    held, peak, places = 0, 0, {}
-
-    def hold(self, storage):
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place and place not in self.places:
-            self.places[place] = weakref.finalize(storage, self.drop, place, size)
-            self.held += size
-            self.peak = max(self.peak, self.held)
-
-    def drop(self, place, size):
-        if self.places.pop(place, None):
-            self.held -= size
-
-    def of(self, work):
-        """The most bytes that work() has at a time beyond what is there before it."""
-        gc.collect()
-        earlier, before, self.peak = self.peak, self.held, self.held
-        work()
-        taken, self.peak = self.peak - before, max(self.peak, earlier)
-        return taken
-
-
-MEMORY = Memory()
 
 
 class Calls(TorchFunctionMode):

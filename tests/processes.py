@@ -1,6 +1,7 @@
-"""Run by torchrun: the algorithms' commands in the JSON file given, one after the other, in the same processes.
+"""Run by torchrun: the algorithms' commands in a JSON file, one after the other, in the same
+processes.
 
-    torchrun --nproc-per-node 2 tests/processes.py COMMANDS.json        ([["fedavg", "--rounds", "2", ...], ...])
+    torchrun --nproc-per-node 2 tests/processes.py COMMANDS.json     ([["fedavg", "--rounds", "2"]])
 """
 
 import importlib

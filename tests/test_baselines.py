@@ -141,7 +141,8 @@ def test_numbers_in_the_page_s_tables_are_those_of_the_records():
             row, final = dict(zip(titles, cells, strict=True)), record["final"]
             assert row["rounds"] == str(len(record["rounds"]))
             assert row["personal, last"] == f"{final['personal']['mean']:.4f}"
-            assert row["method"].split(",")[0] == record["algorithm"]
+            assert row["method"].strip("[").split("]")[0].split(",")[0] == record["algorithm"]
+            assert ("seed 1" in row["method"]) == (record["args"]["seed"] == 1)
             in_the_end = f"{final['global']['top1']:.4f}" if "global" in final else ""
             assert row["global, last"] == in_the_end
             rows += 1

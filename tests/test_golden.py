@@ -17,12 +17,12 @@ import tempfile
 
 import numpy as np
 import pytest
-from bits import MORE
-from conftest import run
-from test_processes import COMMANDS as OTHERS
 from torch.utils._pytree import tree_leaves
 
 import common
+from bits import MORE
+from conftest import run
+from test_processes import COMMANDS as OTHERS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "results" / "golden.json"
@@ -34,6 +34,11 @@ TOLERANCE = 3e-5
 LARGER = {("fedslr", "state gamma"): 2e-2, ("fedslr", "state p"): 1e-2,
           ("fedavg, bf16", "state w"): 5e-4, ("fedavg, bf16", "loss"): 1e-4}
 MEASURES = 0.03  # of accuracies and the algorithm's own measures, on a few images
+
+
+def algorithm(name):
+    module, *argv = COMMANDS[name]
+    return argv[1] if module == "baselines" else module
 
 
 def described(x):
@@ -75,9 +80,9 @@ def test_numbers_have_not_changed(name, tmp_path):
     wrong = differences(name, numbers_of(name, tmp_path), json.loads(GOLDEN.read_text())[name])
     assert not wrong, (
         f"`{' '.join(COMMANDS[name])}` ends with other numbers than those in results/golden.json: "
-        f"{', '.join(wrong)}. If this change is wanted, run `python tests/test_golden.py`. It "
-        "writes the file and says which of NUMBERS in records.py to increase by 1, so that older "
-        "records count as stale. Add a line to CHANGELOG.md.")
+        f"{', '.join(wrong)}. If this change is wanted, run `python tests/test_golden.py`, which "
+        f"writes the file, add 1 to NUMBERS[{algorithm(name)!r}] in records.py, so that older "
+        "records count as stale, and a line to CHANGELOG.md.")
 
 
 def test_every_file_that_trains_is_compared():
@@ -86,10 +91,15 @@ def test_every_file_that_trains_is_compared():
     assert json.loads(GOLDEN.read_text()).keys() == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("change", ["rate", "seed", "order", "sign"])
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("fedavg", "fedprox")))
-    for name in COMMANDS])
+# Half precision rounds more than these, and a node of Psi-Net has one minibatch here.
+UNSEEN = [("fedavg, bf16", "rate"), ("fedavg, bf16", "order"), ("psinet", "order"),
+          ("psinet, all groups", "order"), ("psinet, FedAvg with BatchNorm", "order")]
+
+
+@pytest.mark.parametrize("name, change", [
+    pytest.param(name, change, marks=[pytest.mark.slow] * (name not in ("fedavg", "fedprox")))
+    for name in COMMANDS for change in ("rate", "seed", "order", "sign")
+    if (name, change) not in UNSEEN])
 def test_a_change_is_seen(name, change, tmp_path, monkeypatch):
     """A rate that is 10 % larger, another seed, another order of the images, another sign."""
     module, *argv = COMMANDS[name]
@@ -115,12 +125,11 @@ def main():
             if name in then and not differences(name, now[name], then[name]):
                 now[name] = then[name]  # so that small differences do not add up
             elif name in then:
-                module, *argv = COMMANDS[name]
-                changed.add(argv[1] if module == "baselines" else module)
+                changed.add(algorithm(name))
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(z)}" for name, z in now.items())
     GOLDEN.write_text(f"{{\n{lines}\n}}\n")
-    for algorithm in sorted(changed):
-        print(f"changed: add 1 to NUMBERS[{algorithm!r}] in records.py, a line to CHANGELOG.md")
+    for which in sorted(changed):
+        print(f"changed: add 1 to NUMBERS[{which!r}] in records.py, and a line to CHANGELOG.md")
     print(f"{GOLDEN}: {len(now)} commands, {len(now.keys() - then.keys())} of them new")
 
 

@@ -14,11 +14,12 @@ import common
 import engine
 import fedavg
 import gpu_check
+import memory
 import pretend
 import superfed
 from conftest import QUICK, eager, federation, killed, refused, run
 
-SMALL = ["--limit", "120", "--clients", "4", "--batch-size", "10", "--device", "cpu"]
+SMALL = ["--limit", "80", "--clients", "4", "--batch-size", "10", "--device", "cpu"]
 FED = [*QUICK, "--split", "iid", "--model", "mnistnet"]
 
 
@@ -26,13 +27,16 @@ FED = [*QUICK, "--split", "iid", "--model", "mnistnet"]
 def test_the_gpus_ways_give_what_the_loop_gives(name):
     """Each step is captured, and what is repeated is what was captured."""
     module, *flags = [*gpu_check.ALGORITHMS[name], "--dataset", "shapes", "--rounds", "2", *SMALL]
+    flags += ["--model", "mnistnet"] if module == "baselines" else []  # others have convolutions
     loop, wanted, _, w_0 = gpu_check.run(module, flags)
     for way in ("together", "graphs"):
         with pretend.gpu(way=way):
             record, found, federation, _ = gpu_check.run(module, flags)
         assert not federation.failed
         assert federation.used == way or (federation.used == "graphs" and "unequal" in name)
-        assert gpu_check.difference(wanted, found, w_0) < (0.3 if "bf16" in name else 1e-3)
+        # with BatchNorm one rounding decides a ReLU otherwise
+        near = {"fedavg, bf16": 0.3, "psinet, BatchNorm": 0.03}.get(name, 1e-3)
+        assert gpu_check.difference(wanted, found, w_0) < near
         assert all(record[key] == loop[key] for key in ("split", "bytes_up", "bytes_down"))
 
 
@@ -49,15 +53,13 @@ def test_a_run_is_resumed_on_it(tmp_path):
 
 def test_a_hundred_clients_take_no_more_of_its_memory_than_twenty(tmp_path):
     """If what they keep lies in the host's memory: here a model each."""
-    peaks, d = {}, 308_310
-    for K, room in ((20, 0), (100, 0), (100, float("inf"))):
+    peaks = {}  # in models of 308,310 weights
+    for K, near in ((20, False), (100, False), (100, True)):
         argv = [*FED, "--method", "local", "--clients", K, "--fraction", 4 / K, "--rounds", 1,
-                "--batch-size", 1, "--limit", 5 * K, "--out", tmp_path / f"{K}-{room}"]
-        with pretend.gpu(eager, room=room):
-            work = lambda argv=argv: baselines.main(list(map(str, argv)))
-            peaks[K, room] = pretend.MEMORY.of(work) - 5 * K * 32 * 32 * 3  # less the images
-    assert peaks[100, 0] < 1.05 * peaks[20, 0]
-    assert peaks[100, float("inf")] > peaks[100, 0] + 90 * 4 * d
+                "--batch-size", 1, "--limit", 5 * K]
+        gb = memory.on_the_gpu(baselines, argv, tmp_path / f"{K}-{near}", near)
+        peaks[K, near] = (gb * 1e9 - 5 * K * 32 * 32 * 3) / (4 * 308_310)  # less the images
+    assert peaks[100, False] < peaks[20, False] + 1 < peaks[100, True] - 90
 
 
 # What goes wrong

@@ -13,11 +13,11 @@ import types
 
 import numpy as np
 import pytest
-from conftest import refused
 
 import datasets
 import records
 import reproduce
+from conftest import refused
 from tables import reading, table
 
 COMMANDS = list(reproduce.runs())
