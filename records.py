@@ -529,7 +529,7 @@ class Run:
         final.update({name: value for name, value in next(evaluated, {}).items()
                       if name not in own})  # the algorithm's own measures
         history = [*history, *failed]
-        self.environment["numbers"] = numbers(self.algorithm)  # here: baselines.py names its method late
+        self.environment["numbers"] = numbers(self.algorithm)  # baselines.py names its method late
         if federation.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(federation.device)
             self.environment["way"] = federation.used
@@ -585,8 +585,8 @@ class Run:
         minutes = [sum(row.get(name, 0) for row in record["rounds"]) / 60
                    for name in ("seconds", "evaluation_seconds")]
         say(f"\n{self.algorithm} on {self.federation.data.name}, {record['status']} after "
-            f"{len(record['rounds'])} of {self.args.rounds} rounds: {minutes[0]:.1f} min of training"
-            f", {minutes[1]:.1f} of evaluation, {record['bytes_up'] / 1e6:.1f} MB up, "
+            f"{len(record['rounds'])} of {self.args.rounds} rounds: {minutes[0]:.1f} min of "
+            f"training, {minutes[1]:.1f} of evaluation, {record['bytes_up'] / 1e6:.1f} MB up, "
             f"{record['bytes_down'] / 1e6:.1f} MB down")
         for part, columns in (("global", ("top1", "top5", "loss", "ece", "mce")),
                               ("personal", ("mean", "weighted_mean", "std", "worst_decile", "top5",

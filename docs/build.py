@@ -1,8 +1,9 @@
-"""Writes the pages docs/*.html: the papers' pseudocode beside the code that carries it out. `make docs` calls it.
+"""Writes the pages docs/*.html: the papers' pseudocode beside the code that carries it out. `make
+docs` calls it.
 
-Pseudocode and choices are from the docstrings, code from the files, the text below from docs/NAME.md, the tables from
-results/NAME.md. All pages share docs/page.css and docs/page.js. tests/test_docs.py compares the committed pages with what this
-script makes.
+Pseudocode and choices are from the docstrings, code from the files, the text below from
+docs/NAME.md, the tables from results/NAME.md. All pages share docs/page.css and docs/page.js.
+tests/test_docs.py compares the committed pages with what this script makes.
 """
 
 import ast
@@ -17,32 +18,65 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
-PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psinet": "Psi-Net", "fedslr": "FedSLR",
-          "persfl": "PersFL", "baselines": "Baselines"}
-TEXTS = {"claims": "Claims", "compare": "Compare", "extend": "Your own", "run": "Runs"}  # pages without code beside them
+PAPERS = {
+    "fedavg": "FedAvg",
+    "fedavgm": "FedAvgM",
+    "superfed": "SuPerFed",
+    "psinet": "Psi-Net",
+    "fedslr": "FedSLR",
+    "persfl": "PersFL",
+    "baselines": "Baselines",
+}
+# pages without code beside them
+TEXTS = {"claims": "Claims", "compare": "Compare", "extend": "Your own", "run": "Runs"}
 MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
-FIGURES = {  # a page: (the picture in results/, what it shows, the command that draws it), beside those of results/NAME.md
-    "fedavg": [("fedavg-figure-1", "Figure 1: the average of two networks", "python -m tables.fedavg_figure_1"),
-               ("fedavg-how-often", "How often one measures: each round, or every 20th", "python -m tables.fedavg_how_often")],
-    "fedslr": [("fedslr-curves", "FedSLR beside other methods", "python -m tables.fedslr_curves"),
-               *((f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}", RANKS.format(data))
-                 for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")))],
-    "baselines": [(f"compare/{name}", "All methods on one split of the embedded images", "make compare")
-                  for name in ("curves", "clients")],
+# a page: (the picture in results/, what it shows, the command that draws it), beside those of
+# results/NAME.md
+FIGURES = {
+    "fedavg": [
+        (
+            "fedavg-figure-1",
+            "Figure 1: the average of two networks",
+            "python -m tables.fedavg_figure_1",
+        ),
+        (
+            "fedavg-how-often",
+            "How often one measures: each round, or every 20th",
+            "python -m tables.fedavg_how_often",
+        ),
+    ],
+    "fedslr": [
+        ("fedslr-curves", "FedSLR beside other methods", "python -m tables.fedslr_curves"),
+        *(
+            (
+                f"fedslr/{data}-cnn/ranks",
+                f"Accuracy, ranks and bytes over the rounds, {name}",
+                RANKS.format(data),
+            )
+            for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))
+        ),
+    ],
+    "baselines": [
+        (f"compare/{name}", "All methods on one split of the embedded images", "make compare")
+        for name in ("curves", "clients")
+    ],
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a file says of itself
 
 
 def pseudocode(doc):
-    """[(number, column, text)] of a docstring's numbered lines. None: a title between them. "": the line above goes on."""
+    """[(number, column, text)] of a docstring's numbered lines. None: a title between them. "": the
+    line above goes on."""
     rows, inside = [], False
     for line in doc.splitlines():
         match = re.match(r"( {4,6})(C?[1-9]\d?[a-z]?)(  +)([^\s.\d].*)", line)
-        inside = bool(line.strip()) and (inside or bool(match) or line in ("    Server", "    Structure"))
+        inside = bool(line.strip()) and (
+            inside or bool(match) or line in ("    Server", "    Structure")
+        )
         if match:
             rows.append((match[2], match.start(4), match[4]))
         elif inside:
@@ -53,7 +87,10 @@ def pseudocode(doc):
 
 def choices(doc):
     """{D1: its one line, ...}"""
-    return {D: " ".join(text.split()) for D, text in re.findall(r"^    (D\d+)  (.*(?:\n {8}\S.*)*)", doc, re.M)}
+    return {
+        D: " ".join(text.split())
+        for D, text in re.findall(r"^    (D\d+)  (.*(?:\n {8}\S.*)*)", doc, re.M)
+    }
 
 
 def tags(text):
@@ -62,40 +99,90 @@ def tags(text):
     for comment in re.findall(r"#(.*)", text):
         for first, last in re.findall(r"l\.(C?\d+[a-z]?)(?:-(C?\d+))?", comment):
             part, first_number = re.match(r"(C?)(.*)", first).groups()
-            cited |= {f"{part}{n}" for n in range(int(first_number), int(last.strip("C")) + 1)} if last else {first}
+            cited |= (
+                {f"{part}{n}" for n in range(int(first_number), int(last.strip("C")) + 1)}
+                if last
+                else {first}
+            )
     return cited
 
 
 def statements(tree):
     """{line: the lines of its statement}, for statements without others inside."""
-    simple = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
-    return {n: range(node.lineno, node.end_lineno + 1) for node in simple for n in range(node.lineno, node.end_lineno + 1)}
+    simple = [
+        node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")
+    ]
+    return {
+        n: range(node.lineno, node.end_lineno + 1)
+        for node in simple
+        for n in range(node.lineno, node.end_lineno + 1)
+    }
 
 
 def sections(text, level):
-    """[(title, text)] of the headings of a level of a Markdown text; what is before the first has the title ""."""
+    """[(title, text)] of the headings of a level of a Markdown text; what is before the first has
+    the title ""."""
     first, *parts = re.split(rf"^{'#' * level} (.*)\n", text, flags=re.M)
     return [("", first), *zip(parts[::2], parts[1::2])]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Mathematics: w^f_{t+1}, lambda, ||w||^2, sum over k in S_t of ... as HTML
 
-GREEK = dict(zip("alpha beta gamma delta eta theta lambda mu nu pi tau omega Omega infinity".split(), "αβγδηθλμνπτωΩ∞"))
+GREEK = dict(
+    zip(
+        [
+            "alpha",
+            "beta",
+            "gamma",
+            "delta",
+            "eta",
+            "theta",
+            "lambda",
+            "mu",
+            "nu",
+            "pi",
+            "tau",
+            "omega",
+            "Omega",
+            "infinity",
+        ],
+        "αβγδηθλμνπτωΩ∞",
+    )
+)
 GREEK["dw"] = "Δw"
 SYMBOL = re.compile(rf"(?<![\w.'])(?<![A-Za-z]-)({'|'.join(GREEK)}|cos|[A-Za-z])('{{0,2}})"
                     r"((?:[_^](?:{[^{}]*}|[*+]|[A-Za-z0-9]+'?))*)(?!\w|-[a-z]{2}|/[a-z]{3}|\.\w)")
 SCRIPT = re.compile(r"([_^])(?:{([^{}]*)}|([*+]|[A-Za-z0-9]+'?))")
-SIGNS = [(r"&lt;([^&]+?), ([^&]+?)&gt;", r"⟨\1, \2⟩"), ("&gt;=", "≥"), ("&lt;=", "≤"), (" -&gt; ", " → "), (r"\.\.\.", "…"),
-         (r"\|\|", "‖"), (r"\*", "·"), (" - ", " − "), (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
-         (" ~ ", " ∼ "), (r"(?<=\d) x (?=\d)", " × "), (r"(<i>[a-z]</i>) in (?=<i>[A-Z])", r"\1 ∈ "), (r" \+- ", " ± ")]
+SIGNS = [
+    (r"&lt;([^&]+?), ([^&]+?)&gt;", r"⟨\1, \2⟩"),
+    ("&gt;=", "≥"),
+    ("&lt;=", "≤"),
+    (" -&gt; ", " → "),
+    (r"\.\.\.", "…"),
+    (r"\|\|", "‖"),
+    (r"\*", "·"),
+    (" - ", " − "),
+    (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
+    (" ~ ", " ∼ "),
+    (r"(?<=\d) x (?=\d)", " × "),
+    (r"(<i>[a-z]</i>) in (?=<i>[A-Z])", r"\1 ∈ "),
+    (r" \+- ", " ± "),
+]
 
 
 def scripts(text):
     """_k and ^f as sub- and superscript, one above the other where there are both."""
     tag = {"^": "sup", "_": "sub"}
-    parts = [f"<{tag[kind]}>{symbols(a or b).replace('·', '∗')}</{tag[kind]}>" for kind, a, b in sorted(SCRIPT.findall(text))]
-    return f'<span class="ss">{"".join(parts)}</span>' if "^" in text and "_" in text else "".join(parts)
+    parts = [
+        f"<{tag[kind]}>{symbols(a or b).replace('·', '∗')}</{tag[kind]}>"
+        for kind, a, b in sorted(SCRIPT.findall(text))
+    ]
+    return (
+        f'<span class="ss">{"".join(parts)}</span>'
+        if "^" in text and "_" in text
+        else "".join(parts)
+    )
 
 
 def symbol(match):
@@ -103,7 +190,11 @@ def symbol(match):
     unit = name in "sx" and re.search(r"\d $", match.string[: match.start()])  # 62.6 s, 32 x 32
     if not primes and not after and (unit or name in ("a", "A", "I")):
         return match[0]
-    return (name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>") + "′" * len(primes) + scripts(after)
+    return (
+        (name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>")
+        + "′" * len(primes)
+        + scripts(after)
+    )
 
 
 def symbols(text):
@@ -117,21 +208,34 @@ def symbols(text):
 
 def inline_code(text):
     """A flag or a short name with hyphens stays on one line."""
-    return "<code>" + re.sub(r"(?<!\S)(?=\S*-)\S{,30}(?!\S)", r'<span class="word">\g<0></span>', html.escape(text)) + "</code>"
+    return (
+        "<code>"
+        + re.sub(
+            r"(?<!\S)(?=\S*-)\S{,30}(?!\S)", r'<span class="word">\g<0></span>', html.escape(text)
+        )
+        + "</code>"
+    )
 
 
 def mathematics(text):
     """Plain text as HTML. `code` and --flags stay as they are."""
     def plain(text):
-        text = re.sub(r"(?:the )?sum over ([^,;:.]{1,30}?) of ", "∑\0\\1\0 ", html.escape(text, quote=False))
+        text = re.sub(
+            r"(?:the )?sum over ([^,;:.]{1,30}?) of ", "∑\0\\1\0 ", html.escape(text, quote=False)
+        )
         text = re.sub(r"argmin over (\w) of", "argmin\0\\1\0", text)
-        return "".join(f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part) for i, part in enumerate(text.split("\0")))
+        return "".join(
+            f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part)
+            for i, part in enumerate(text.split("\0"))
+        )
 
     parts = re.split(r"(`[^`]+`|--[a-z][\w-]*(?: (?:N|\.?\d)\w*(?:\.\w+)*)?)", text)
-    return "".join(inline_code(part.strip("`")) if i % 2 else plain(part) for i, part in enumerate(parts))
+    return "".join(
+        inline_code(part.strip("`")) if i % 2 else plain(part) for i, part in enumerate(parts)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Markdown
 
 
@@ -140,10 +244,15 @@ def slug(title):
 
 
 def address(link):
-    """Markdown pages that are HTML pages, too, are linked as these; a heading D6 has the name D6."""
+    """Markdown pages that are HTML pages, too, are linked as these; a heading D6 has the name
+    D6."""
     link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
     link = link.replace("first-hour.md", "index.html")  # which shows it
-    return re.sub(r"^(\w+)\.md(?=#|$)", lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0], link)
+    return re.sub(
+        r"^(\w+)\.md(?=#|$)",
+        lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0],
+        link,
+    )
 
 
 @functools.cache
@@ -160,7 +269,12 @@ def markdown(text):
     def product(match):  # C*K is no emphasis
         return r"\*" if match[0] == "*" else match[0]
 
-    text = re.sub(r"^(?!    ).*", lambda m: re.sub(r"`[^`]*`|(?<=[\w)])\*(?=[\w(])", product, m[0]), text, flags=re.M)
+    text = re.sub(
+        r"^(?!    ).*",
+        lambda m: re.sub(r"`[^`]*`|(?<=[\w)])\*(?=[\w(])", product, m[0]),
+        text,
+        flags=re.M,
+    )
     tokens = parser().parse(text)
     for token, inline in zip(tokens, tokens[1:]):
         if token.type == "heading_open":
@@ -180,7 +294,7 @@ def fold(title, body, opened=False):
             f"{body}\n</details>")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The two columns, and the choices below them
 
 
@@ -199,10 +313,18 @@ def paper_side(doc, key):
             out.append(f'<div class="part">{words}</div>')
             continue
         label = number or label
-        link = f'<a class="n" href="#{key}c{label}" title="to its code">{label}</a>' if number else "<span></span>"
-        words += "".join(f' <a class="d" href="#{key}{D}">{D}</a>' for D in lines_of.get(number, ()))
+        link = (
+            f'<a class="n" href="#{key}c{label}" title="to its code">{label}</a>'
+            if number
+            else "<span></span>"
+        )
+        words += "".join(
+            f' <a class="d" href="#{key}{D}">{D}</a>' for D in lines_of.get(number, ())
+        )
         name, depth = f' id="{key}l{label}"' if number else "", max(column - first, 0) / 4
-        out.append(f'<div class="row" data-l="{label}"{name}>{link}<div class="t" style="--in:{depth:g}">{words}</div></div>')
+        out.append(
+            f'<div class="row" data-l="{label}"{name}>{link}<div class="t" style="--in:{depth:g}">{words}</div></div>'
+        )
     return "\n".join(out)
 
 
@@ -212,12 +334,16 @@ def coloured(text):
 
 
 def code_side(file, lines, key):
-    """The lines (numbers from 1) of a file, each with the lines of the pseudocode that it carries out."""
+    """The lines (numbers from 1) of a file, each with the lines of the pseudocode that it carries
+    out."""
     text = (HERE / file).read_text(encoding="utf-8")
     source, together, seen, out = text.splitlines(), statements(ast.parse(text)), set(), []
 
     def to_pseudocode(match):
-        new = sorted(tags("#" + match[0]) - seen, key=lambda number: (int(re.search(r"\d+", number)[0]), number))
+        new = sorted(
+            tags("#" + match[0]) - seen,
+            key=lambda number: (int(re.search(r"\d+", number)[0]), number),
+        )
         seen.update(new)
         anchors = "".join(f'<a id="{key}c{number}"></a>' for number in new)
         return f'{anchors}<a class="l" href="#{key}l{match[1]}">{match[0]}</a>'
@@ -229,18 +355,25 @@ def code_side(file, lines, key):
     for before, n in zip([None, *lines], lines):
         if not source[n - 1].strip() and before and not source[before - 1].strip():
             continue  # of several empty lines one
-        own = tags(source[n - 1]) or set().union(*(tags(source[i - 1]) for i in together.get(n, ())))
+        own = tags(source[n - 1]) or set().union(
+            *(tags(source[i - 1]) for i in together.get(n, ()))
+        )
         body = re.sub(r'^(?: |<span class="w"> *</span>)+', "", coloured(text)[n - 1])
         body = re.sub(r'<span class="(?:c1|sd)">.*?</span>', comment, body)
         body = re.sub(r'  (<span class="c1">.*)', r' <span class="tail"> \1</span>', body)
         labels = f' data-l="{" ".join(sorted(own))}"' if own else "" if body else " data-empty"
         indent = len(source[n - 1]) - len(source[n - 1].lstrip())
-        out.append(f'<div class="row"{labels}><span class="n">{n}</span><code style="--in:{indent}">{body}</code></div>')
-    return f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n' + "\n".join(out) + "</div>"
+        out.append(
+            f'<div class="row"{labels}><span class="n">{n}</span><code style="--in:{indent}">{body}</code></div>'
+        )
+    return (
+        f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n' + "\n".join(out) + "</div>"
+    )
 
 
 def listing(file, doc, lines, told, key="", about=""):
-    """The two columns, and below them the choices, whose text told[D] is from the page in Markdown."""
+    """The two columns, and below them the choices, whose text told[D] is from the page in
+    Markdown."""
     words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence
     words = re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if words else []
     full = "\n".join(f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
@@ -250,7 +383,7 @@ def listing(file, doc, lines, told, key="", about=""):
             f'<div class="choices"><h3>Choices that change a number</h3>\n{paragraph(" ".join(words)) if words else ""}{full}\n</div>')
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Pages
 
 HINT = ('<p class="hint">Point at a line: what carries it out is marked on the other side. A click keeps the marks. <b>D1</b>, '
@@ -269,8 +402,15 @@ def page(name, title, body):
 
 def figures(name):
     tables, out = HERE / "results" / f"{name}.md", []
-    drawn = re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M) if tables.exists() else ()
-    for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn), *FIGURES.get(name, ())]:
+    drawn = (
+        re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M)
+        if tables.exists()
+        else ()
+    )
+    for picture, words, command in [
+        *((picture, words, TABLES) for words, picture in drawn),
+        *FIGURES.get(name, ()),
+    ]:
         if (HERE / "results" / f"{picture}.svg").exists():
             out.append(f'<figure><img src="../results/{picture}.svg" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
                        f"<code>{html.escape(command)}</code></figcaption></figure>")
@@ -278,23 +418,40 @@ def figures(name):
 
 
 def below(name, parts):
-    """What follows the two columns: the sections of docs/NAME.md, the figures and the papers' tables beside ours."""
+    """What follows the two columns: the sections of docs/NAME.md, the figures and the papers'
+    tables beside ours."""
     opened = ("The idea", "What was measured", "What the committed records say", "Exercises")
     out = [(title, fold(title, markdown(text), title in opened)) for title, text in parts]
     tables = HERE / "results" / f"{name}.md"
     if tables.exists():
-        text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M))
+        text = re.sub(
+            r"\]\((?!\w+:|\.\./)",
+            "](../results/",
+            re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M),
+        )
         (_, about), *rest = sections(text.replace("](../docs/", "]("), 2)
         rest = "\n".join(fold(title, markdown(body)) for title, body in rest)
-        out.append(("", fold("Ours beside the paper's: all tables", markdown(about.split("\n", 1)[1]) + rest)))
+        out.append(
+            (
+                "",
+                fold(
+                    "Ours beside the paper's: all tables", markdown(about.split("\n", 1)[1]) + rest
+                ),
+            )
+        )
     last = [text for title, text in out if title == "Exercises"]
     return "\n".join([*(text for title, text in out if title != "Exercises"), figures(name), *last])
 
 
 def paper_page(name):
-    text, page_text = (HERE / f"{name}.py").read_text(encoding="utf-8"), (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    text, page_text = (
+        (HERE / f"{name}.py").read_text(encoding="utf-8"),
+        (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8"),
+    )
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
-    imports = max(node.end_lineno for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+    imports = max(
+        node.end_lineno for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))
+    )
     rule = text[: text.index("\n# -----")].rstrip().count("\n") + 1
     start = next(n for n in range(imports, rule) if text.splitlines()[n].strip()) + 1
     told, parts = {}, []
@@ -309,14 +466,25 @@ def paper_page(name):
             parts.append((title.replace("The choices", "About the choices"), rest))
     cite, *before = doc.split("\n\n")
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
-    run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>" if block.startswith("    ") else
-                  paragraph(block) for block in before[:-1])
+    run = "".join(
+        f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>"
+        if block.startswith("    ")
+        else paragraph(block)
+        for block in before[:-1]
+    )
     rest = fold("Run it, and what to expect", run, True) + below(name, parts)
-    links = [title for title in (parts[0][0], "What was measured", "Figures", "Exercises") if f' id="{slug(title)}"' in rest]
+    links = [
+        title
+        for title in (parts[0][0], "What was measured", "Figures", "Exercises")
+        if f' id="{slug(title)}"' in rest
+    ]
     links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in links)
-    body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}</p>{HINT}'
-            f'<p class="toc">{links}</p></header>\n'
-            + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1])) + rest)
+    body = (
+        f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}</p>{HINT}'
+        f'<p class="toc">{links}</p></header>\n'
+        + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1]))
+        + rest
+    )
     return page(name, f"{PAPERS[name]}: pseudocode beside code", body)
 
 
@@ -324,48 +492,96 @@ def baselines_page():
     text = (HERE / "baselines.py").read_text(encoding="utf-8")
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "METHODS")
+    table = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "METHODS"
+    )
     methods, told, about, rest, out = {}, {}, {}, [], []
     for flag, function in zip(table.keys, table.values):
         methods.setdefault(function.id, []).append(flag.value)
-    for title, part in sections((HERE / "docs" / "baselines.md").read_text(encoding="utf-8"), 2)[1:]:
+    for title, part in sections((HERE / "docs" / "baselines.md").read_text(encoding="utf-8"), 2)[
+        1:
+    ]:
         flags = re.findall(r"`([\w-]+)`", title)
         told |= {tuple(heading.split(":")[0].split()): body for heading, body in sections(part, 3)}
         about |= dict.fromkeys(flags, sections(part, 3)[0][1])
         rest += [] if flags else [(title, part)]
     for name, flags in methods.items():
-        own, first, key = ast.get_docstring(functions[name], clean=False), functions[name].body[0], f"{flags[0]}-"
-        lines = [*range(functions[name].lineno, first.lineno), *range(first.end_lineno + 1, functions[name].end_lineno + 1)]
+        own, first, key = (
+            ast.get_docstring(functions[name], clean=False),
+            functions[name].body[0],
+            f"{flags[0]}-",
+        )
+        lines = [
+            *range(functions[name].lineno, first.lineno),
+            *range(first.end_lineno + 1, functions[name].end_lineno + 1),
+        ]
         cite, *blocks = own.split("\n\n")
-        remarks = [re.sub(r"^    D1  .*", "", block, flags=re.M | re.S) for block in blocks if not pseudocode(block)]
-        texts = {D: told[next((flag, D) for flag in flags if (flag, D) in told)] for D in choices(own)}
+        remarks = [
+            re.sub(r"^    D1  .*", "", block, flags=re.M | re.S)
+            for block in blocks
+            if not pseudocode(block)
+        ]
+        texts = {
+            D: told[next((flag, D) for flag in flags if (flag, D) in told)] for D in choices(own)
+        }
         cite = html.escape(" ".join(cite.split()))
-        out.append(f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
-                   + listing("baselines.py", own, lines, texts, key, "".join(map(paragraph, filter(str.strip, remarks))))
-                   + f"\n{markdown(about[flags[0]])}</section>")
+        out.append(
+            f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
+            + listing(
+                "baselines.py",
+                own,
+                lines,
+                texts,
+                key,
+                "".join(map(paragraph, filter(str.strip, remarks))),
+            )
+            + f"\n{markdown(about[flags[0]])}</section>"
+        )
     others = [n for name, node in functions.items() if name not in (*methods, "arguments", "main")
               for n in range(node.lineno, node.end_lineno + 2)]
     links = " ".join(f'<a href="#{flags[0]}">{", ".join(flags)}</a>' for flags in methods.values())
-    words = [block for block in doc.split("\n\n") if block.startswith(("Symbols", "Models", "Local SGD"))]
-    body = ('<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: one function each.</p>'
-            f'{HINT}<p class="toc">{links}</p></header>\n{fold("Symbols and models", "".join(map(paragraph, words)))}\n'
-            + fold("Functions that the methods call", code_side("baselines.py", others, "other-")) + "\n".join(out)
-            + below("baselines", rest))
+    words = [
+        block for block in doc.split("\n\n") if block.startswith(("Symbols", "Models", "Local SGD"))
+    ]
+    body = (
+        '<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: one function each.</p>'
+        f'{HINT}<p class="toc">{links}</p></header>\n{fold("Symbols and models", "".join(map(paragraph, words)))}\n'
+        + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
+        + "\n".join(out)
+        + below("baselines", rest)
+    )
     return page("baselines", "Baselines: pseudocode beside code", body)
 
 
 def index_page():
-    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|", (HERE / "README.md").read_text(encoding="utf-8"), re.M)
-    rows = {name: [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell) for cell in cells] for name, *cells in rows}  # a card is a link already
-    cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
-                    for name, title in PAPERS.items() for paper, idea in [rows[name]])
+    rows = re.findall(
+        r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|",
+        (HERE / "README.md").read_text(encoding="utf-8"),
+        re.M,
+    )
+    # a card is a link already
+    rows = {
+        name: [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell) for cell in cells] for name, *cells in rows
+    }
+    cards = "".join(
+        f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
+        for name, title in PAPERS.items()
+        for paper, idea in [rows[name]]
+    )
     title, text = (HERE / "docs" / "first-hour.md").read_text(encoding="utf-8").split("\n", 1)
-    body = ("<header><h1>Federated learning, one file per paper</h1><p>Many clients (phones, hospitals) hold images that must not "
-            "leave them. Federated learning trains one model from all these images. Each page shows a paper's pseudocode beside its "
-            "code, the choices that change a number, what was measured, and exercises.</p></header>\n"
-            f'<div class="cards">{cards}</div>\n<ul>'
-            + "".join(f'<li><a href="{name}.html">{html.escape(heading(name))}</a></li>' for name in (*TEXTS, *MORE))
-            + f'</ul>\n<section><h2>{title.strip("# ")}</h2>\n{markdown(text)}</section>')
+    body = (
+        "<header><h1>Federated learning, one file per paper</h1><p>Many clients (phones, hospitals) hold images that must not "
+        "leave them. Federated learning trains one model from all these images. Each page shows a paper's pseudocode beside its "
+        "code, the choices that change a number, what was measured, and exercises.</p></header>\n"
+        f'<div class="cards">{cards}</div>\n<ul>'
+        + "".join(
+            f'<li><a href="{name}.html">{html.escape(heading(name))}</a></li>'
+            for name in (*TEXTS, *MORE)
+        )
+        + f"</ul>\n<section><h2>{title.strip('# ')}</h2>\n{markdown(text)}</section>"
+    )
     return page("index", "Federated learning, one file per paper", body)
 
 
@@ -374,7 +590,9 @@ def heading(name):
 
 
 def text_page(name):
-    return page(name, heading(name), markdown((HERE / "docs" / f"{name}.md").read_text(encoding="utf-8")))
+    return page(
+        name, heading(name), markdown((HERE / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    )
 
 
 def pages():

@@ -152,7 +152,7 @@ def forget_memory():
 def memory_of(work, device):
     """The most MiB that work() took over what lay there before: of the GPU, or of the process
     (Linux; else 0)."""
-    if device == "cuda":
+    if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         work()

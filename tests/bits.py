@@ -30,7 +30,8 @@ MORE = {  # what the tests with several processes leave out
     "superfed, official": ["superfed", *SMALL, "--as", "official", "--start", "0", "--own-start"],
     "psinet, all groups": [*PSINET, "--no-prune"],
     "psinet, FedAvg with BatchNorm": [*PSINET, "--groups", "0", "--norm", "bn"],
-    "persfl, last teacher": ["persfl", *SMALL, "--teacher", "final", "--soft", "ce"],
+    "persfl, last teacher": ["persfl", *SMALL, "--model", "mnistnet", "--teacher", "final",
+                             "--soft", "ce"],
 }
 
 

@@ -1,4 +1,5 @@
-"""What the tests share: a small data set, a linear model, a quick way to a federation and to a finished run."""
+"""What the tests share: a small data set, a linear model, a quick way to a federation and to a
+finished run."""
 
 import json
 import pathlib
@@ -13,15 +14,38 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-import common  # noqa: E402
-import engine  # noqa: E402
-import models  # noqa: E402
-import records  # noqa: E402
+import common
+import engine
+import models
+import records
 
-torch.set_num_threads(1)  # a product with another number of threads is rounded otherwise, and some tests compare bits
+# a product with another number of threads is rounded otherwise, and some tests compare bits
+torch.set_num_threads(1)
 
-QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--fraction", "0.5", "--rounds", "2", "--epochs", "1",
-         "--lr", "0.01", "--lr-decay", "1", "--batch-size", "20", "--transform", "scale", "--device", "cpu"]
+QUICK = [
+    "--dataset",
+    "shapes",
+    "--limit",
+    "400",
+    "--clients",
+    "8",
+    "--fraction",
+    "0.5",
+    "--rounds",
+    "2",
+    "--epochs",
+    "1",
+    "--lr",
+    "0.01",
+    "--lr-decay",
+    "1",
+    "--batch-size",
+    "20",
+    "--transform",
+    "scale",
+    "--device",
+    "cpu",
+]
 
 
 def linear(channels, classes, size):
@@ -34,10 +58,14 @@ def linear(channels, classes, size):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """The path of a .npz with 60 training and 30 test images of 2x2 grey pixels in 3 classes; --model linear takes them."""
+    """The path of a .npz with 60 training and 30 test images of 2x2 grey pixels in 3 classes;
+    --model linear takes them."""
     monkeypatch.setitem(common.MODELS, "linear", linear)
     rng = np.random.default_rng(7)
-    arrays = {f"x_{part}": rng.integers(0, 256, (n, 2, 2), dtype=np.uint8) for part, n in (("train", 60), ("test", 30))}
+    arrays = {
+        f"x_{part}": rng.integers(0, 256, (n, 2, 2), dtype=np.uint8)
+        for part, n in (("train", 60), ("test", 30))
+    }
     arrays.update({f"y_{part}": np.arange(n) % 3 for part, n in (("train", 60), ("test", 30))})
     np.savez(tmp_path / "toy.npz", **arrays)
     return str(tmp_path / "toy.npz")
@@ -73,11 +101,14 @@ def paths(fed, monkeypatch):
 def run(module, argv, out):
     """Runs an algorithm's main in this process; returns its record and its saved state."""
     module.main([*argv, "--out", str(out)])
-    return json.loads((out / "result.json").read_text()), torch.load(out / "state.pt", weights_only=True)["state"]
+    return json.loads((out / "result.json").read_text()), torch.load(
+        out / "state.pt", weights_only=True
+    )["state"]
 
 
 def killed(module, argv, out, when):
-    """A run that dies at the first call of Federation.train for which when(t, options) is true, at t = 0 the first round."""
+    """A run that dies at the first call of Federation.train for which when(t, options) is true, at
+    t = 0 the first round."""
 
     class Killed(Exception):
         pass
@@ -107,17 +138,21 @@ def same(a, b):
 
 
 def refused(capsys, words, call, *args, **named):
-    """The call ends as a wrong command line does: one line on stderr, with these words, nothing on stdout, and exit code 2."""
+    """The call ends as a wrong command line does: one line on stderr, with these words, nothing on
+    stdout, and exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         call(*args, **named)
     out, error = capsys.readouterr()
-    assert stop.value.code == 2 and "error:" in error and words in error and error.count("\n") == 1, error
+    assert (
+        stop.value.code == 2 and "error:" in error and words in error and error.count("\n") == 1
+    ), error
     assert not out, out
 
 
 def softmax_gradient(w, x, y, classes=3):
-    """d/dw of the mean cross-entropy of softmax regression in float64; w = [weights (classes x features), biases]."""
+    """d/dw of the mean cross-entropy of softmax regression in float64; w = [weights (classes x
+    features), biases]."""
     features = x.shape[1]
     weight, bias = w[: classes * features].reshape(classes, features), w[classes * features :]
     z = x @ weight.T + bias

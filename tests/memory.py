@@ -102,7 +102,8 @@ def on_the_gpu(module, argv, folder, near=False):
 
 def device(folder):
     with np.load(HERE / "data" / "cifar10.npz") as images:
-        few = {name: images[name][:: 50 if "train" in name else 20] for name in images}
+        few = {name: images[name][:: 50 if "train" in name else 20]
+               for name in ("x_train", "y_train", "x_test", "y_test")}
     np.savez(folder / "few.npz", **few)
     argv = ["--dataset", folder / "few.npz", "--limit", 240, "--clients", 12, "--fraction", 0.84,
             "--epochs", 1, "--rounds", 2]

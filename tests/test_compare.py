@@ -33,7 +33,8 @@ def main(argv=None):
 @pytest.fixture
 def go(toy, tmp_path, monkeypatch):
     """Compares methods on the small data set and returns the records. Runs are done in this
-    process; go.trained has their folders, with "+" if resumed; go.code is the exit code."""
+    process; go.trained has their folders, with "+" if resumed; go.code is the exit code. Nothing is
+    drawn, but by go.draw."""
     def train(argv, *_):
         file, *argv = argv
         out = next(word.removeprefix("--out=") for word in argv if word.startswith("--out="))
@@ -52,7 +53,8 @@ def go(toy, tmp_path, monkeypatch):
                 for path in go.out.rglob("result.json")}
 
     monkeypatch.setattr(compare, "train", train)
-    go.out = tmp_path / "out"
+    go.out, go.draw = tmp_path / "out", compare.draw
+    monkeypatch.setattr(compare, "draw", lambda *_: None)  # it takes longer than all else
     return go
 
 
@@ -93,7 +95,8 @@ def main(argv=None):
     assert not go.trained
 
 
-def test_the_table_is_that_of_the_records(go, capsys):
+def test_the_table_is_that_of_the_records(go, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "draw", go.draw)
     found = go(f"local,fedavg,{OWN},persfl", "--seeds", "2", "--set", "lastlayer.mix=0.25",
                "--set", "persfl.distill-epochs=1")
     names = "fedavg", "lastlayer", "local", "persfl"
@@ -354,7 +357,8 @@ def test_a_terminal_without_the_plus_minus_sign_shows_the_table(go, monkeypatch)
     assert "±" in (go.out / "compare.md").read_text(encoding="utf-8")
 
 
-def test_the_exit_code_is_1_if_every_run_diverged(go, capsys):
+def test_the_exit_code_is_1_if_every_run_diverged(go, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "draw", go.draw)
     go("fedavg,fedprox", "--seeds", "1", "--lr", "1e30", "--momentum", "0")
     assert go.code == 1 and "all runs diverged" in capsys.readouterr().out
     page = (go.out / "compare.md").read_text()

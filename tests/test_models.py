@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import QUICK, federation, refused, run
 from torch import nn
 
 import baselines
@@ -18,6 +17,7 @@ import common
 import fedavg
 import models
 import records
+from conftest import QUICK, federation, refused, run
 
 CPU = ["--device", "cpu"]
 TINY = [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1"]

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import QUICK, eager, federation, killed, refused, run, same
 
 import baselines
 import common
@@ -28,6 +27,7 @@ import persfl
 import psinet
 import records
 import superfed
+from conftest import QUICK, eager, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
 GLOBAL = {"top1", "top5", "loss", "ece", "mce"}

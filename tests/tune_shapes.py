@@ -1,10 +1,12 @@
-"""How the quick defaults for `shapes` were chosen: each method with a few rates, or values of a parameter of its own.
+"""How the quick defaults for `shapes` were chosen: each method with a few rates, or values of a
+parameter of its own.
 
-    python tests/tune_shapes.py [NAME ...]     (all: about 45 minutes of one core; a run that is finished is not run again)
+    python tests/tune_shapes.py [NAME ...]    (all: 45 minutes; a finished run is not run again)
 
-No image of `shapes` is used. The runs see 12,000 images that datasets.shapes draws from another seed, split by another seed, in
-place of the data set. So the accuracies below are on validation images, whatever the records call them: global on 2,000 images,
-personal on those that each client held out. Prints the table of docs/shapes.md. Records: runs/tune/.
+No image of `shapes` is used. The runs see 12,000 images that datasets.shapes draws from another
+seed, split by another seed, in place of the data set. So the accuracies below are on validation
+images, whatever the records call them: global on 2,000 images, personal on those that each client
+held out. Prints the table of docs/shapes.md. Records: runs/tune/.
 """
 
 import argparse
@@ -34,11 +36,19 @@ METHODS = {  # command, the measure that the method is for, what was tried
     "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
     "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02", "--lr .05"]),
     "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05", "--lr .02"]),
-    "centralised": ("baselines --method centralised", GLOBAL, [*MOMENTA, "--momentum .9 --lr .005"]),
+    "centralised": (
+        "baselines --method centralised",
+        GLOBAL,
+        [*MOMENTA, "--momentum .9 --lr .005"],
+    ),
     "scaffold": ("baselines --method scaffold", GLOBAL, MOMENTA),
     "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, MOMENTA),
     "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, MOMENTA),
-    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL, ["--lr .02 --theta-lr .02", "--lr .03 --theta-lr .03"]),
+    "pfedme": (
+        "baselines --method pfedme --rounds 15",
+        PERSONAL,
+        ["--lr .02 --theta-lr .02", "--lr .03 --theta-lr .03"],
+    ),
 }
 
 
@@ -46,10 +56,26 @@ def train(name, words):
     """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
     record = out / "result.json"
-    if not record.exists() or json.loads(record.read_text())["status"] not in ("finished", "diverged"):
+    if not record.exists() or json.loads(record.read_text())["status"] not in (
+        "finished",
+        "diverged",
+    ):
         file, *argv = METHODS[name][0].split()
-        argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1, "--split-seed", 1, "--out", out]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # a diverged run is a result, too
+        argv += [
+            *words.split(),
+            "--dataset",
+            "shapes",
+            "--data-dir",
+            RUNS,
+            "--seed",
+            1,
+            "--split-seed",
+            1,
+            "--out",
+            out,
+        ]
+        # a diverged run is a result, too
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             importlib.import_module(file).main([*map(str, argv)])
     return json.loads(record.read_text())
 
@@ -59,7 +85,9 @@ def accuracy(row, measure):
 
 
 def main(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("names", nargs="*", metavar="NAME", help=f"{'; '.join(METHODS)}")
     names = p.parse_args(argv).names
     for name in names:
@@ -67,8 +95,12 @@ def main(argv):
             p.error(f"no {name!r}; names are {'; '.join(METHODS)}")
     RUNS.mkdir(parents=True, exist_ok=True)
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
-    np.savez(RUNS / "shapes.npz", **arrays)  # taken in place of the data set: see datasets.load_data
-    print("| method | measure | settings tried | accuracy after half of the rounds | after all | best here |\n|---|---|---|---|---|---|")
+    # taken in place of the data set: see datasets.load_data
+    np.savez(RUNS / "shapes.npz", **arrays)
+    print(
+        "| method | measure | settings tried | accuracy after half of the rounds "
+        "| after all | best here |\n|---|---|---|---|---|---|"
+    )
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
         reached, remark = {}, {}
@@ -82,7 +114,9 @@ def main(argv):
         best = max(reached, key=lambda words: reached[words][1])
         for words, (half, last) in reached.items():
             mark = remark.get(words, "yes" * (words == best))
-            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True)
+            print(
+                f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True
+            )
 
 
 if __name__ == "__main__":
