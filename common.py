@@ -125,28 +125,29 @@ class Epochs:
 
     epochs(epochs=2, order=1) are others of the same client: another number of epochs, or another
     order of the images. clients: (row, numbers of its images), one but in the way "together", where
-    minibatches have a row for each client. first_only: only the first minibatch.
+    minibatches have a row for each client. few: only the first two minibatches.
     """
 
-    def __init__(self, fed, clients, t, way="loop", first_only=False, **options):
+    def __init__(self, fed, clients, t, way="loop", few=False, **options):
         self.fed, self.clients, self.t, self.way = fed, clients, t, way
-        self.first_only, self.options = first_only, options
+        self.few, self.options = few, options
 
     def __call__(self, **options):
-        return Epochs(self.fed, self.clients, self.t, self.way, self.first_only,
+        return Epochs(self.fed, self.clients, self.t, self.way, self.few,
                       **self.options | options)
 
-    def by(self, way, first_only=False, clients=None):
+    def by(self, way, few=False, clients=None):
         """The same in another way, perhaps of other clients."""
-        return Epochs(self.fed, clients or self.clients, self.t, way, first_only, **self.options)
+        return Epochs(self.fed, clients or self.clients, self.t, way, few, **self.options)
 
     def __iter__(self):
         if not self.clients:
             return
         plans = [self.fed.plan(*client, self.t, **self.options) for client in self.clients]
         plan = plans[0] if self.way == "loop" else filled(plans, self.fed.B, self.way)
-        if self.first_only:
-            plan = Plan(*(z[:1, :1] for z in plan))
+        if self.few:
+            epochs, steps = (1, 2) if plan.index.shape[1] > 1 else (2, 1)
+            plan = Plan(*(z[:epochs, :steps] for z in plan))
         arrays = [torch.as_tensor(z, device=self.fed.device) for z in plan]
         for e, images in enumerate(plan.mask.sum(-1)):
             yield self.minibatches(images, *(z[e] for z in arrays))

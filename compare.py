@@ -43,7 +43,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 # "data" and "training" of `python fedavg.py --help` are shared, too, with their defaults.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1,
               client_test=0.2, model="cnn", transform="normalize", fraction=0.5, rounds=30,
-              epochs=1, batch_size=10, lr=0.02, momentum=0.9, eval_every=5)
+              epochs=1, batch_size=10, lr=0.02, momentum=0.9)
 BY_DATASET = {"shapes": dict(lr_decay=0.95)}  # for 30 rounds; after 200 no rate would be left
 
 # A file, and the flags that make the method. --target without a number lets FedAvg run on.
@@ -64,9 +64,9 @@ def plain(shared):
 
 def everybody(shared):
     """All clients in every round, but fewer rounds, so that as many clients are trained in all."""
-    rounds, every = (max(1, round(number * shared.fraction))
-                     for number in (shared.rounds, shared.eval_every))
-    return {"fraction": 1, "rounds": rounds, "eval_every": every}
+    rounds = max(1, round(shared.rounds * shared.fraction))
+    return {"fraction": 1, "rounds": rounds,
+            "eval_every": max(1, int(shared.eval_every * shared.fraction))}
 
 
 # What a method has of its own although the others share it: the settings, and why.
@@ -119,11 +119,19 @@ def arguments(argv):
                         "(docs/extend.md); NAME=METHOD: under another name, to take part with "
                         "several settings")
     p.add_argument("--seeds", type=common.positive_int, default=3,
-                   help="how many: 0, 1, 2, ... (default: 3); they share one split")
+                   help="how many: 0, 1, 2, ... (default: 3)")
+    p.add_argument("--split-seeds", type=common.positive_int, default=1, metavar="N",
+                   help="train every seed on N splits, from --split-seed on (default: 1)")
+    p.add_argument("--against", type=lambda word: word.split(","), default=[], metavar="A,B,...",
+                   help="methods for the paired differences (default: the best one, and local)")
     p.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE",
                    help="as fedprox.mu=0.1")
+    p.add_argument("--tune", action="append", default=[], metavar="[NAME.]PARAMETER=A,B,...",
+                   help="lr=0.01,0.1 (of each method) or fedprox.mu=0.1,1: choose the value on "
+                        "validation images, with the first seed and split")
     p.add_argument("--jobs", type=common.positive_int, default=1,
-                   help="runs at a time; on a CPU with one thread each")
+                   help="runs at a time; on a CPU with one thread each. Each has its own copy of the "
+                        "images and of the clients' states in memory")
     p.add_argument("--out", default="runs/compare",
                    help="folder of all that is written (default: runs/compare)")
     args, rest = p.parse_known_args(argv)
@@ -133,11 +141,22 @@ def arguments(argv):
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and "
                     "figures are drawn")
-    shared = common.parser(__doc__, **SHARED)
+    shared = common.parser(__doc__, **SHARED, eval_every=None)
     if unknown := shared.parse_known_args(rest)[1]:
         p.error(f"unrecognized arguments: {' '.join(unknown)}; a method's own parameter is --set "
                 "NAME.PARAMETER=VALUE")
-    return args, common.parse(shared, BY_DATASET, rest)
+    shared = common.parse(shared, BY_DATASET, rest)
+    args.points = shared.eval_every is None
+    if args.points:
+        shared.eval_every = tenth(shared.rounds)
+    if args.against and args.seeds * args.split_seeds == 1:
+        p.error("--against: one run of each method gives no interval; use --seeds 2 or more")
+    return args, shared
+
+
+def tenth(rounds):
+    """--eval-every for at least ten points on a curve."""
+    return max(1, rounds // 10)
 
 
 def flags(settings):
@@ -200,12 +219,12 @@ def named(args):
             yield word if word in METHODS else pathlib.Path(word).stem, word
 
 
-def plan(args, shared):
-    """The Methods that --methods and --set name."""
+def plan(args, shared, option="--set"):
+    """The Methods that --methods and --set, or --tune, name."""
     sets, found = [], {}
     for word in args.set:
         if not (given := re.fullmatch(r"([^.=]+)\.([^.=]+)(=.*)?", word, re.S)):
-            common.refuse(f"--set {word}: say NAME.PARAMETER=VALUE")
+            common.refuse(f"{option} {word}: say NAME.PARAMETER=VALUE")
         name, parameter, value = given.groups("")
         sets.append((name, parameter.replace("_", "-") + value))
     no_part = (*OURS, *common.unused(shared.split))
@@ -224,11 +243,13 @@ def plan(args, shared):
                           f"NAME={method}")
         function, _ = functions(file)
         wanted = settings | (OWN[method][0](shared) if method in OWN else {})
+        if args.points:
+            wanted["eval_every"] = tenth(wanted["rounds"])
         mine = [word for whose, word in sets if whose == name]
         for word in mine:
             refuse_foreign(name, method, word, words, settings)
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
-        what = f"--methods: {name}" + f", --set {name}.{', '.join(mine)}" * bool(mine)
+        what = f"--methods: {name}" + f", {option} {name}.{', '.join(mine)}" * bool(mine)
         made = parsed(function, argv, what, file)
         # of the shared settings --set changes RATES alone: refuse_foreign
         own = {word.partition("=")[0].replace("-", "_") for word in mine}
@@ -250,7 +271,7 @@ def plan(args, shared):
             common.refuse(f"--set {name}.{word}: --methods has no {name}; its names are "
                           f"{', '.join(found)}")
         if parameters.count(parameter) > 1:
-            common.refuse(f"--set {name}.{word}: it is set twice")
+            common.refuse(f"{option} {name}.{word}: it is set twice")
     return list(found.values())
 
 
@@ -358,60 +379,142 @@ def stop(number, _):
     sys.exit(128 + number)
 
 
-def train_all(methods, args, shared):
-    """Trains what is missing, --jobs runs at a time. Returns {method: a record for each seed}."""
-    todo, children = {}, Children()
-    # once, before several runs would: downloads, and refusals
-    data = common.images_for(shared, common.stream(shared.split_seed, "split", 1))
-    split = common.split_clients(data, shared, common.stream(shared.split_seed, "split"))
-    fingerprints = data.fingerprint(), split.fingerprint()
-    places = {(method.name, seed): (method, pathlib.Path(args.out) / method.name / str(seed))
-              for seed in range(args.seeds) for method in methods}
-    for (name, seed), (method, folder) in places.items():
-        found = record(method, folder)
-        stale = found and changed(method, found)
-        if found and not stale and split_of(found) != fingerprints:
-            same = found["data"]["fingerprint"] == fingerprints[0]
-            common.refuse(f"{folder} has a record of {'another split' if same else 'other images'} "
-                          f"than {shared.dataset} has now; use another --out")
+class Job(NamedTuple):
+    """A run: of a method with a seed on a split."""
+
+    label: str
+    method: Method
+    seed: int
+    folder: pathlib.Path
+
+
+def job(method, seed, split, args, shared):
+    out, at = pathlib.Path(args.out) / method.name, shared.split_seed + split
+    if split:
+        out /= f"split{at}"
+        method = method._replace(argv=[*method.argv, f"--split-seed={at}"],
+                                 args=method.args | {"split_seed": at})
+    where = f", split {at}" * (args.split_seeds > 1)
+    return Job(f"{method.name}{where}, seed {seed}", method, seed, out / str(seed))
+
+
+def train_all(wanted, args, shared, bar):
+    """Trains those of the Jobs that are missing, --jobs at a time. Returns a record for each."""
+    todo, children, prints = [], Children(), {}
+    for run in wanted:
+        if (at := run.method.args["split_seed"]) not in prints:
+            # once, before several runs would: downloads, and refusals
+            data = common.images_for(shared, common.stream(at, "split", 1))
+            split = common.split_clients(data, shared, common.stream(at, "split"))
+            prints[at] = data.fingerprint(), split.fingerprint()
+        found = record(run.method, run.folder)
+        stale = found and changed(run.method, found)
+        if found and not stale and split_of(found) != prints[at]:
+            same = found["data"]["fingerprint"] == prints[at][0]
+            common.refuse(f"{run.folder} has a record of "
+                          f"{'another split' if same else 'other images'} than {shared.dataset} "
+                          "has now; use another --out")
         if stale:
-            common.say(f"{name}, seed {seed}: {', '.join(stale)} changed; trained anew, the record "
+            common.say(f"{run.label}: {', '.join(stale)} changed; trained anew, the record "
                        "becomes result.previous.json")
         if stale or not found or found["status"] not in ("finished", "diverged"):
-            argv = [str(method.file), *method.argv, f"--seed={seed}", f"--out={folder}"]
-            todo[name, seed] = argv + ["--resume"] * (not stale)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+            argv = [str(run.method.file), *run.method.argv, f"--seed={run.seed}",
+                    f"--out={run.folder}"]
+            todo.append((run, argv + ["--resume"] * (not stale)))
+    bar.total -= len(wanted) - len(todo)  # what is done says nothing about the time that is left
+    bar.refresh()
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
             one_thread = args.jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
-            runs = {pool.submit(train, argv, one_thread, children): run
-                    for run, argv in todo.items()}
-            for done in tqdm(as_completed(runs), total=len(runs), unit="run", disable=None):
-                (name, seed), (code, said) = runs[done], done.result()
+            runs = {pool.submit(train, argv, one_thread, children): (run, argv)
+                    for run, argv in todo}
+            for done in as_completed(runs):
+                (run, argv), (code, said) = runs[done], done.result()
                 if code not in (0, 3):  # 3: diverged, which is a result
-                    command = "" if code == 2 else f" ({shell(todo[name, seed])})"
-                    common.refuse(f"{name}, seed {seed}: {said}{command}")
-                method, folder = places[name, seed]
-                found = record(method, folder)
+                    command = "" if code == 2 else f" ({shell(argv)})"
+                    common.refuse(f"{run.label}: {said}{command}")
+                found = record(run.method, run.folder)
                 if not found:
-                    common.refuse(f"{method.file} has trained nothing; does it end with  "
+                    common.refuse(f"{run.method.file} has trained nothing; does it end with  "
                                   'if __name__ == "__main__": main()  ?')
                 if found["status"] not in ("finished", "diverged"):
-                    common.refuse(f"{name}, seed {seed}: {method.file} has left the loop over "
+                    common.refuse(f"{run.label}: {run.method.file} has left the loop over "
                                   "run.rounds before its end; see docs/extend.md")
-                common.say(f"{name}, seed {seed}: {'diverged' if code else 'done'}")
+                common.say(f"{run.label}: {'diverged' if code else 'done'}")
+                bar.update()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             children.stop()
             raise
-    return {method.name: [record(*places[method.name, seed]) for seed in range(args.seeds)]
-            for method in methods}
+    return [record(run.method, run.folder) for run in wanted]
 
 
 def split_of(record):
     """The fingerprints of its images and split."""
     return record["data"]["fingerprint"], record["split"]["fingerprint"]
+
+
+# --------------------------------------------------------------------------------------------------
+# --tune
+
+
+def tuning(methods, args, shared):
+    """Returns [(the --set words, the Job)] for each point of each method's grid."""
+    grids, points = {method.name: {} for method in methods}, []
+    if args.tune and not shared.client_val:
+        common.refuse("--tune chooses on validation images: --client-val must be above 0")
+    fixed = [word.partition("=")[0].replace("_", "-") for word in args.set]
+    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME's last
+        given = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.+)", word)
+        if not given or given[1] not in (None, *grids):
+            common.refuse(f"--tune {word}: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...; the "
+                          f"names are {', '.join(grids)}")
+        for method in methods:
+            key = given[2].replace("_", "-")
+            if given[1] is None and key == "lr" and method.method == "pfedme":
+                key = "theta-lr"  # of its two rates that of SGD
+            if given[1] == method.name or not given[1] and f"{method.name}.{key}" not in fixed:
+                grids[method.name][key] = given[3].split(",")
+    for method, grid in zip(methods, grids.values()):
+        for values in itertools.product(*grid.values()) if grid else ():
+            chosen = [f"{key}={value}" for key, value in zip(grid, values)]
+            words = [f"{method.name}.{word}" for word in chosen]
+            mine = [word for word in args.set if word.partition(".")[0] == method.name]
+            one = argparse.Namespace(**vars(args) | {
+                "methods": f"{method.name}={method.method}", "set": mine + words})
+            folder = pathlib.Path(args.out, "tune", method.name, ",".join(chosen), "0")
+            tried, = plan(one, shared, "--tune")
+            points.append((words, Job(f"{method.name}, {' '.join(chosen)}", tried, 0, folder)))
+    return points
+
+
+def tune(grid, args, shared, out, bar):
+    """Trains the grid, writes tune.md and tune.csv, and adds each method's best point to --set."""
+    found = train_all([run for _, run in grid], args, shared, bar)
+    values = [None if r["diverged"] else r["final"].get("personal", {}).get("val_mean")
+              for r in found]
+    best = {}
+    for (words, run), value, r in zip(grid, values, found):
+        if value is None and not r["diverged"]:
+            common.refuse(f"--tune: {run.method.name} measures no accuracy on validation images")
+        if value is not None and value > best.get(run.method.name, (-1,))[0]:
+            best[run.method.name] = value, words, run
+    if lost := [run.method.name for _, run in grid if run.method.name not in best]:
+        common.refuse(f"--tune: all runs of {lost[0]} diverged; try other values")
+    rows = [[run.method.name, " ".join(word.partition(".")[2] for word in words),
+             "diverged" if value is None else f"{value:.4f}",
+             "chosen" * (best[run.method.name][1] == words)]
+            for (words, run), value in zip(grid, values)]
+    table = lines(["method", "setting", "validation", "choice"], rows)
+    text = ("# Settings chosen on validation images\n\nThe mean accuracy on the clients' "
+            f"validation images after the last round, with seed 0 and split {shared.split_seed}. "
+            "The best is chosen; of equal ones the first.\n")
+    (out / "tune.md").write_text("\n".join([text, *table, ""]), encoding="utf-8")
+    for name, (_, words, run) in best.items():
+        args.set += words
+        common.say(f"{name}: {' '.join(words)} is best on validation images")
+        if not (out / name / "0").exists():  # it is the first run of the comparison, too
+            shutil.copytree(run.folder, out / name / "0")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -424,41 +527,138 @@ MEASURES = {  # title: of a finished run's record
     "validation": lambda r: r["final"].get("personal", {}).get("val_mean"),
     "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6,
     "s a round": lambda r: r["seconds_per_round"],
+    "minutes": lambda r: sum(row["seconds"] + row.get("evaluation_seconds", 0)
+                             for row in r["rounds"]) / 60,
 }
+GAIN, DIGITS = "gain over Local", {"MB sent": 1, "s a round": 2, "minutes": 1}  # others: 3
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
           for i in range(7)]  # common.drawing has 7 colours
 
 
-def table(records):
-    """Returns a row for each method, the best personal models first: its name, seeds, how many
-    diverged, and of each measure (mean, std) or None."""
+def own_settings(method, args, shared):
+    """A method's settings that are not the shared ones, and those chosen for it alone."""
+    all_share = json.loads(json.dumps(vars(shared), default=str))
+    no_part = (*FREE, *common.unused(shared.split), "seed", "split_seed", "device", "eval_every")
+    own = [word.partition("=")[0].partition(".") for word in args.set]
+    own = {key.replace("-", "_") for name, _, key in own if name == method.name}
+    own |= set(OWN[method.method][0](shared) if method.method in OWN else ())
+    foreign = method.method not in METHODS
+    return flags({key: int(value) if isinstance(value, float) and value.is_integer() else value
+                  for key, value in method.args.items() if key not in no_part and (
+                      value != all_share[key] if key in all_share
+                      else foreign or key.rstrip("_") in own)})
+
+
+def spreads(values, splits):
+    """Returns the mean, the standard deviation between seeds (within a split), and that between
+    the splits' means; None where there is one seed, or one split."""
+    groups = [[value for value, at in zip(values, splits) if at == split] for split in set(splits)]
+    within = [np.var(group, ddof=1) for group in groups if len(group) > 1]
+    return (float(np.mean(values)), float(np.mean(within) ** 0.5) if within else None,
+            float(np.std([np.mean(group) for group in groups], ddof=1)) if groups[1:] else None)
+
+
+def paired(runs, others):
+    """Returns the mean difference of the personal accuracy over equal splits, seeds and clients,
+    and its 95 % interval (None for a single pair of runs); None if there is no pair.
+
+    The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
+    split, clients, since both vary; the seeds of a split get the same clients, since a client's
+    differences are alike with every seed.
+    """
+    by_split = {}
+    for pair in zip(runs, others):
+        if not any(r["diverged"] or "personal" not in r["final"] for r in pair):
+            a, b = (np.array(r["final"]["personal"]["per_client"]) for r in pair)
+            by_split.setdefault(pair[0]["args"]["split_seed"], []).append(a - b)
+    if not by_split:
+        return None
+    splits = [np.array(D) for D in by_split.values()]  # [runs, K] each
+    n, rng, sampled = sum(map(len, splits)), np.random.default_rng(0), []
+    mean = float(np.concatenate(splits).mean()) if len({D.shape[1] for D in splits}) == 1 else \
+        float(np.concatenate([D.mean(1) for D in splits]).mean())
+    if n == 1:
+        return mean, None
+    for _ in range(10):  # a thousand at a time: less memory
+        means = [rng.multinomial(K, [1 / K] * K, 1000) / K @ D.T
+                 for D in splits for K in [D.shape[1]]]
+        weights = rng.multinomial(n, [1 / n] * n, 1000) / n
+        sampled.append((weights * np.concatenate(means, 1)).sum(1))
+    return mean, tuple(map(float, np.percentile(sampled, [2.5, 97.5])))
+
+
+def verdict(difference):
+    """ahead, behind or not decided."""
+    low, high = difference[1] or (0, 0)
+    return "ahead" if low > 0 else "behind" if high < 0 else "not decided"
+
+
+def table(records, methods, args, shared):
+    """Returns a row for each method, the best personal models first: its name, runs, how many
+    diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
+    difference to each method of --against. bold: the best one, and those not decided from it."""
     rows = []
-    for name, runs in records.items():
-        finished = [r for r in runs if not r["diverged"]]
-        row = {"method": name, "seeds": len(runs), "diverged": len(runs) - len(finished)}
+    for method in methods:
+        finished = [r for r in records[method.name] if not r["diverged"]]
+        runs = len(records[method.name])
+        row = {"method": method.name, "runs": runs, "diverged": runs - len(finished),
+               "rounds": method.args["rounds"], "own": own_settings(method, args, shared)}
         for title, measure in MEASURES.items():
-            values = [value for value in map(measure, finished) if value is not None]
-            std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-            row[title] = (float(np.mean(values)), std) if values else None
+            found = [(value, r["args"]["split_seed"]) for r in finished
+                     if (value := measure(r)) is not None]
+            row[title] = spreads(*zip(*found)) if found else None
         rows.append(row)
-    return sorted(rows, key=lambda row: row["personal"][0] if row["personal"] else -1,
-                  reverse=True)
-
-
-def lines(rows):
-    """The table in Markdown, without columns that are empty."""
-    titles = [title for title in MEASURES if any(row[title] for row in rows)]
-    yield f"| {' | '.join(['method', *titles])} |"
-    yield "|" + "---|" * (len(titles) + 1)
+    rows.sort(key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
+    best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
+    references = dict.fromkeys(args.against or filter(None, (best, local)))
     for row in rows:
-        diverged = f" ({row['diverged']} of {row['seeds']} diverged)" * (row["diverged"] > 0)
-        cells = [row["method"] + diverged]
-        for title in titles:
-            mean, std = row[title] or (None, None)
-            digits = {"MB sent": 1, "s a round": 2}.get(title, 3)
-            spread = f" ± {std:.3f}" if std is not None and digits == 3 else ""
-            cells.append("" if mean is None else f"{mean:.{digits}f}{spread}")
-        yield f"| {' | '.join(cells)} |"
+        to = {name: None if name in (None, row["method"]) else
+              paired(records[row["method"]], records[name]) for name in (*references, best, local)}
+        row["against"] = {name: to[name] for name in references}
+        row[GAIN] = to[local] and to[local][0]
+        row["bold"] = bool(row["personal"]) and (row["method"] == best or bool(
+            to[best] and to[best][1] and verdict(to[best]) == "not decided"))
+    return rows
+
+
+def cell(row, title):
+    """The text of one cell."""
+    value, digits = row[title], DIGITS.get(title, 3)
+    if title in ("rounds", "own") or value is None:
+        return str("" if value is None else f"`{' '.join(value)}`" * bool(value)
+                   if title == "own" else value)
+    if title == GAIN:
+        return f"{value:+.3f}"
+    spread = [f" ± {std:.3f}" for std in value[1:] if std is not None and digits == 3]
+    return f"{value[0]:.{digits}f}{''.join(spread)}"
+
+
+def main_table(rows):
+    """Its titles and cells, without columns that are empty."""
+    titles = [*list(MEASURES)[:4], GAIN, "rounds", *list(MEASURES)[4:], "own"]
+    titles = [title for title in titles if any(row[title] not in (None, []) for row in rows)]
+    diverged = [f" ({row['diverged']} of {row['runs']} diverged)" * (row["diverged"] > 0)
+                for row in rows]
+    return (["method", *(title.replace("own", "own settings") for title in titles)],
+            [[row["method"] + lost, *(cell(row, title) for title in titles)]
+             for row, lost in zip(rows, diverged)])
+
+
+def paired_table(rows):
+    """The same of the paired differences; no cells if there are none."""
+    def words(z):
+        interval = z and z[1] and f" [{z[1][0]:+.3f}, {z[1][1]:+.3f}] {verdict(z)}"
+        return f"{z[0]:+.3f}{interval or ''}" if z else ""
+
+    return (["method", *(f"minus {name}" for name in rows[0]["against"])],
+            [[row["method"], *map(words, row["against"].values())] for row in rows
+             if any(row["against"].values())])
+
+
+def lines(titles, body):
+    """A table in Markdown."""
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles),
+            *(f"| {' | '.join(row)} |" for row in body)]
 
 
 def about_split(record):
@@ -469,52 +669,117 @@ def about_split(record):
             f"{classes} (least/mean/most), fingerprint {split['fingerprint']}")
 
 
+def about_runs(args):
+    """What the means are over, what ± is, and what --tune chose, in words."""
+    counts = (args.seeds, "seed", "seeds"), (args.split_seeds, "split", "splits' means")
+    many = " on each of ".join(f"{n} {word}{'s' * (n > 1)}" for n, word, _ in counts)
+    between = " ± that between ".join(what for n, _, what in counts if n > 1)
+    grids = "; ".join(word.replace("=", " from ", 1).replace(",", ", ") for word in args.tune)
+    return (f"means over {many}" + f" ± the standard deviation between {between}" * bool(between)
+            + f". Chosen for each method on validation images (first seed and split): {grids}"
+            * bool(grids))
+
+
+def about_differences(rows):
+    intervals = (", with 95 % bootstrap intervals over runs and clients. A method is ahead or "
+                 "behind if its interval excludes 0." if rows[0]["runs"] > 1 else
+                 ". One run of each method gives no interval, so nothing is decided.")
+    return "Differences of the personal accuracy over equal splits, seeds and clients" + intervals
+
+
 def write_table(rows, records, methods, shared, args, out):
-    """compare.md and compare.csv."""
-    some = next(iter(records.values()))[0]
+    """compare.md, compare.tex, compare.csv and runs.csv."""
+    some = records[methods[0].name][0]
     no_part = (*FREE, *common.unused(shared.split), "seed", "device")
     settings = {name: value for name, value in vars(shared).items() if name not in no_part}
     notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
-    for m in methods:
-        if m.method in OWN:
-            settings_of, why = OWN[m.method]
-            mine = settings_of(shared)
-            by_set = {key: m.args[key] for key in mine if m.args[key] != mine[key]}
-            mine.update(by_set)
-            notes.append(f"- {m.name}: {why}: `{' '.join(flags(mine))}`.")
-        own = flags({key: value for key, value in m.args.items() if key not in vars(shared)})
-        if own and m.method not in METHODS:
-            notes.append(f"- {m.name} has settings of its own: `{' '.join(own)}`.")
-    chosen = [f"- `--set {word}`" for word in args.set]
-    seeds = f"{args.seeds} seed{'s' * (args.seeds > 1)}"
+    notes += [f"- {m.name}: {OWN[m.method][1]}." for m in methods if m.method in OWN]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
 Settings that all share: `{' '.join(flags(settings))}`. The split: {about_split(some)}.
 
-Accuracies are those after the last round: means over {seeds} ± the standard deviation over the
-seeds, without runs that diverged. Global: of the server's model, on the central test images.
-Personal: of each client's model, on its own test images, mean over the clients. Worst tenth: mean
-over the tenth of the clients with the lowest accuracies. Validation (with --client-val): as
-personal, on held-out images of each client, for choosing rates and parameters. MB sent: by all
-clients and to them, in all rounds. s a round: median seconds of a round's training, without
-fine-tuning and distillation, on {some['environment']['device']}.
+Accuracies after the last round, without runs that diverged: {about_runs(args)}.
+Global: of the server's model, on the central test images. Personal: of each client's model, on its
+own test images, mean over the clients. Worst tenth: mean over the tenth of the clients with the
+lowest accuracies. Validation (with --client-val): as personal, on held-out images of each client,
+for choosing rates and parameters. MB sent: by all clients and to them, in all rounds. s a round:
+median seconds of a round's training, without fine-tuning and distillation; minutes: of a whole run,
+with these and with evaluation, on {some['environment']['device']}.
 
 """
-    text += "\n".join(lines(rows)) + "\n\n"
-    if notes or chosen:
-        text += "What is not shared:\n\n" + "\n".join([*notes, *chosen]) + "\n\n"
+    text += "\n".join(lines(*main_table(rows))) + "\n\n"
+    if paired_table(rows)[1]:
+        text += "\n".join([about_differences(rows), "", *lines(*paired_table(rows))]) + "\n\n"
+    if notes:
+        text += "What is not shared:\n\n" + "\n".join(notes) + "\n\n"
     if any(row["personal"] for row in rows):  # otherwise nothing is drawn
         text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
     (out / "compare.md").write_text(text, encoding="utf-8")
-    with open(out / "compare.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        titles = [title.replace(" ", "_") for title in MEASURES]
-        titles = [f"{title}_{what}" for title in titles for what in ("mean", "std")]
-        writer.writerow(["method", "seeds", "diverged", *titles])
-        for row in rows:
-            cells = itertools.chain.from_iterable(row[title] or ("", "") for title in MEASURES)
-            cells = ["" if cell is None else cell for cell in cells]
-            writer.writerow([row["method"], row["seeds"], row["diverged"], *cells])
+    (out / "compare.tex").write_text(latex(rows, some, args), encoding="utf-8")
+    titles, first = [title.replace(" ", "_") for title in MEASURES], ("method", "rounds", "own")
+    write_csv(out / "compare.csv", [
+        [*first, "runs", "diverged", "gain_over_local",
+         *(f"{title}_{what}" for title in titles for what in ("mean", "std_seeds", "std_splits"))],
+        *([row["method"], row["rounds"], " ".join(row["own"]), row["runs"], row["diverged"],
+           row[GAIN], *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))]
+          for row in rows)])
+    write_csv(out / "runs.csv", [
+        [*first, "split_seed", "seed", "diverged", *titles],
+        *([row["method"], row["rounds"], " ".join(row["own"]), r["args"]["split_seed"],
+           r["args"]["seed"], int(r["diverged"]),
+           *(None if r["diverged"] else measure(r) for measure in MEASURES.values())]
+          for row in rows for r in records[row["method"]])])
+
+
+def write_csv(path, rows):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+def tex(text):
+    """Text for LaTeX; what stands between dollars is mathematics already."""
+    parts = text.replace("`", "").replace("--", "").split("$")
+    parts[::2] = [re.sub(r"[_&%#{}]", r"\\\g<0>", part) for part in parts[::2]]
+    text = "$".join(parts).replace("±", r"$\pm$")
+    return re.sub(r"(?<![\w.])[-+]\d+\.\d+", r"$\g<0>$", text)
+
+
+def latex(rows, some, args):
+    """The table, the paired differences and the figure."""
+    def tabular(titles, body, caption, label):
+        columns = "l" + ("r" if label == "compare" else "l") * (len(titles) - 1)
+        return "\n".join([
+            r"\begin{table*}[t]", r"\centering\small", rf"\caption{{{tex(caption)}}}",
+            rf"\label{{tab:{label}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+            *(" & ".join(line) + r" \\" + r" \midrule" * (i == 0)
+              for i, line in enumerate([list(map(tex, titles)), *body])),
+            r"\bottomrule", r"\end{tabular}", r"\end{table*}", "", ""])
+
+    classes = some["split"].get("classes")
+    classes = f", {common.spread(classes)} classes per client (least/mean/most)" if classes else ""
+    about = f"{common.setting(some)}{classes}."
+    titles, body = main_table(rows)
+    body = [list(map(tex, row)) for row in body]
+    for row, line in zip(rows, body):
+        if row["bold"]:
+            at = titles.index("personal")
+            line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
+    shown = [i for i, title in enumerate(titles) if title not in ("validation", "s a round")]
+    caption = (f"{about} Accuracies after the last round: {about_runs(args)}. Bold: the best "
+               "personal accuracy" + ", and those whose paired difference to it is not decided"
+               * (rows[0]["runs"] > 1) + ".")
+    text = "% needs \\usepackage{booktabs,graphicx}\n" + tabular(
+        [titles[i] for i in shown], [[line[i] for i in shown] for line in body], caption, "compare")
+    titles, body = paired_table(rows)
+    if body:
+        text += tabular(titles, [list(map(tex, line)) for line in body],
+                        f"{about_differences(rows)} {about}", "differences")
+    if any(row["personal"] for row in rows):
+        caption = f"Learning curves: means and standard deviations over all runs. {about}"
+        text += "\n".join([
+            r"\begin{figure*}[t]", r"\centering", r"\includegraphics[width=\linewidth]{curves.pdf}",
+            rf"\caption{{{tex(caption)}}}", r"\label{fig:curves}", r"\end{figure*}", ""])
+    return text
 
 
 def curve(runs, part, key):
@@ -526,14 +791,14 @@ def curve(runs, part, key):
 
 
 def draw(rows, records, shared, out):
-    """curves.png and clients.png, and both as .svg."""
+    """curves and clients, as .png, .svg and, without a title, .pdf."""
     rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
     some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
     styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
-    title = f"{common.setting(some)}, {rows[0]['seeds']} seed{'s' * (rows[0]['seeds'] > 1)}"
+    title = f"{common.setting(some)}, {rows[0]['runs']} run{'s' * (rows[0]['runs'] > 1)}"
     parts = (("global", "top1", "accuracy of the server's model"),
              ("personal", "mean", "mean accuracy of the clients' models"))
-    both = f"{title}: mean and standard deviation over the seeds"
+    both = f"{title}: mean and standard deviation over the runs"
     with common.drawing(out / "curves.png", 1, 2, (11, 5.5), both) as axes:
         for axis, (part, key, label) in zip(axes, parts):
             for name in names:
@@ -545,6 +810,7 @@ def draw(rows, records, shared, out):
                 band = (mean - std).clip(0), (mean + std).clip(max=1)
                 axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
+    save_pdf(axes[0].figure, out / "curves.pdf")
     with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
         finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
         clients = [np.concatenate([r["final"]["personal"]["per_client"] for r in runs])
@@ -556,29 +822,54 @@ def draw(rows, records, shared, out):
         seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
         axis.plot([x for x, _ in seen], [y for _, y in seen], "D", color="C1",
                   label="the server's model, on the central test images")
-        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all seeds")
+        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all runs")
+    save_pdf(axis.figure, out / "clients.pdf")
+
+
+def save_pdf(figure, path):
+    """For a paper, which has captions for titles, and wants no Type 3 fonts."""
+    from matplotlib import rc_context
+
+    figure.suptitle("")
+    with rc_context({"pdf.fonttype": 42}):
+        figure.savefig(path, metadata={"CreationDate": None})
 
 
 def main(argv=None):
     args, shared = arguments(argv)
-    out = pathlib.Path(args.out)
-    methods = plan(args, shared)
+    out, methods = pathlib.Path(args.out), plan(args, shared)
+    names = [method.name for method in methods]
+    if unknown := [name for name in args.against if name not in names]:
+        common.refuse(f"--against: --methods has no {unknown[0]}; its names are {', '.join(names)}")
+    grid = tuning(methods, args, shared)
     check_folder(out)
-    records = train_all(methods, args, shared)
-    splits = {split_of(r): f"{name}, seed {seed}"
-              for name, runs in records.items() for seed, r in enumerate(runs)}
-    if len(splits) > 1:
-        one, other = list(splits.values())[:2]
-        common.refuse(f"{one} and {other} do not have the same images or split: they can't be "
-                      "compared")
-    rows = table(records)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    runs = args.seeds * args.split_seeds
+    with tqdm(total=len(grid) + len(methods) * runs, unit="run", disable=None) as bar:
+        if grid:
+            tune(grid, args, shared, out, bar)
+            methods = plan(args, shared)
+        wanted = [job(m, seed, split, args, shared) for split in range(args.split_seeds)
+                  for seed in range(args.seeds) for m in methods]
+        found = train_all(wanted, args, shared, bar)
+    records = {name: found[i::len(names)] for i, name in enumerate(names)}
+    splits = {}
+    for run, r in zip(wanted, found):
+        other = splits.setdefault(run.method.args["split_seed"], (run.label, split_of(r)))
+        if other[1] != split_of(r):
+            common.refuse(f"{other[0]} and {run.label} do not have the same images or split: they "
+                          "can't be compared")
+    rows = table(records, methods, args, shared)
     write_table(rows, records, methods, shared, args, out)
     if any(row["personal"] for row in rows):
         draw(rows, records, shared, out)
-    common.say("\n".join(lines(rows)))
+    common.say("\n".join(lines(*main_table(rows))))
+    if paired_table(rows)[1]:
+        common.say("\n".join(["", *lines(*paired_table(rows)), ""]))
     common.say(f"split   {about_split(records[rows[0]['method']][0])}")
-    common.say(f"table   {out}/compare.md, {out}/compare.csv")
-    if all(row["diverged"] == row["seeds"] for row in rows):
+    common.say(f"table   {out}/compare.md, compare.tex, compare.csv, runs.csv")
+    if all(row["diverged"] == row["runs"] for row in rows):
         common.say("all runs diverged: try a smaller --lr")
         return 1
     return 0

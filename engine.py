@@ -172,12 +172,12 @@ def train(fed, client_update, own, clients, shared):
     many minibatches, else one after the other by CUDA graphs. A way that fails, or does not give
     what the plain loop gives, is given up for good, with one line."""
 
-    def trained(way, first_only=False):
+    def trained(way, few=False):
         if way != "together":
-            epochs = [one.by(way, first_only) for one in clients]
+            epochs = [one.by(way, few) for one in clients]
             return fed.one_by_one(client_update, own, epochs, shared)
         rows = [one.clients[0] for one in clients]
-        epochs = clients[0].by(way, first_only, rows)
+        epochs = clients[0].by(way, few, rows)
         return client_update(*(z[:] for z in own), epochs, *shared)
 
     B = fed.args.batch_size or math.inf
@@ -189,7 +189,7 @@ def train(fed, client_update, own, clients, shared):
                 if (client_update, way) not in fed.proved:
                     start = [z[0] for z in own]
                     wanted = client_update(*start, clients[0].by("loop", True), *shared)
-                    prove(start, wanted, tree_map(lambda z: z[0], trained(way, first_only=True)))
+                    prove(start, wanted, tree_map(lambda z: z[0], trained(way, few=True)))
                     fed.proved.add((client_update, way))
                 return trained(way)
             except Exception as problem:
@@ -209,14 +209,14 @@ def train(fed, client_update, own, clients, shared):
 
 
 def prove(start, wanted, found):
-    """Raises if `found`, a client's tensors after a minibatch, is off from the plain loop's by more
-    than a quarter of the change since `start`. Rounding does not come near that."""
+    """Raises if `found`, a client's tensors after two minibatches, is off from the plain loop's by
+    more than a quarter of the change since `start`. Rounding does not come near that."""
     for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
         want, got = want.double(), got.double()
         near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
         change = min((want - z).norm() for z in [*near, torch.zeros_like(want)])
         if change.isfinite() and not (got - want).norm() <= change / 4 + 1e-5 * want.norm():
-            raise ValueError("one minibatch does not give what the plain loop gives")
+            raise ValueError("two minibatches do not give what the plain loop gives")
 
 
 def step(function):

@@ -51,10 +51,10 @@ class LeafCNN(nn.Sequential):
             fc2=nn.Linear(512, classes)))
 
 
-common.MODELS["leafcnn"] = LeafCNN
+LEAF = f"{pathlib.Path(__file__).resolve()}:LeafCNN"
 
 WORKLOADS = {  # name: model, B, clients and images per client on a GPU, and on a CPU
-    "fedavg": ("leafcnn", 50, (10, 500), (10, 500)),
+    "fedavg": (LEAF, 50, (10, 500), (10, 500)),
     "superfed-cnn": ("cnn", 20, (10, 500), (10, 500)),
     "resnet18": ("resnet18", 20, (10, 500), (4, 60)),
 }
@@ -62,7 +62,7 @@ WORKLOADS = {  # name: model, B, clients and images per client on a GPU, and on 
 
 def plain_model(name, tidy=False):
     """The model as most people write it, with ReLU before pooling; tidy: as ours."""
-    module = common.MODELS[name](3, 10, (32, 32))
+    module = models.builder(name, (3, 32, 32), 10)()
     if tidy or not isinstance(module, nn.Sequential):
         return module
     layers = list(module)

@@ -140,11 +140,11 @@ def main():
         if args.only in (None, part.__name__):
             with tempfile.TemporaryDirectory() as folder:
                 found = part(pathlib.Path(folder))
-            result = json.loads(args.out.read_text()) if args.out.exists() else {}
+            result = json.loads(args.out.read_text()) if args.out.exists() else {"measured": {}}
             result[part.__name__] = found
-            result["measured"] = {"machine": engine.device_name(torch.device("cpu")),
-                                  "torch": str(torch.__version__),
-                                  "python": platform.python_version(), "date": str(date.today())}
+            result["measured"][part.__name__] = {
+                "machine": engine.device_name(torch.device("cpu")), "torch": str(torch.__version__),
+                "python": platform.python_version(), "date": str(date.today())}
             print(part.__name__, json.dumps(found))
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 

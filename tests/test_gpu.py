@@ -92,7 +92,7 @@ def test_a_way_that_fails_is_given_up_with_one_line(ways, name, tmp_path, capsys
     with pretend.gpu(capture):
         record, state = run(fedavg, FED, tmp_path / "fast")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engine")]
-    why = str(PROBLEMS[name] or "one minibatch does not give what the plain loop gives")
+    why = str(PROBLEMS[name] or "two minibatches do not give what the plain loop gives")
     assert len(said) == ways and all(line.endswith(f"slower: {why}") for line in said)
     assert record["environment"]["slower"] == [f"{way}: {why}" for way in engine.WAYS[:ways]]
     torch.testing.assert_close(state["w"], want["w"], rtol=0, atol=1e-6 if ways == 1 else 0)
@@ -209,7 +209,7 @@ def test_what_a_gpu_does_the_pretended_one_does():
 
 def test_the_check_of_a_gpu(tmp_path, capsys, monkeypatch):
     """A table and a record, row by row; a row that fails says why."""
-    monkeypatch.setitem(bench.WORKLOADS, "fedavg", ("leafcnn", 5, (2, 10), None))
+    monkeypatch.setitem(bench.WORKLOADS, "fedavg", (bench.LEAF, 5, (2, 10), None))
     rows = ["fedavg", "fedspa", "fedavg, tfcnn", "10 x fedavg", "none"]
     with pretend.gpu():
         gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)

@@ -61,7 +61,7 @@ def test_epochs_by_hand():
         labels = np.concatenate([b.y for e in seen for b in e])
         assert np.array_equal(labels, fed.data.labels[plan.index[plan.mask]])
         assert all(b.mask.eq(1).all() for e in seen for b in e)
-    (first,), = epochs.by("loop", first_only=True)
+    (first, _), = epochs.by("loop", few=True)
     assert np.array_equal(first.y, fed.data.labels[fed.plan(2, own, 0, epochs=1).index[0, 0]])
 
 
