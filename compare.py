@@ -130,8 +130,8 @@ def arguments(argv):
                    help="lr=0.01,0.1 (of each method) or fedprox.mu=0.1,1: choose the value on "
                         "validation images, with the first seed and split")
     p.add_argument("--jobs", type=common.positive_int, default=1,
-                   help="runs at a time; on a CPU with one thread each. Each has its own copy of the "
-                        "images and of the clients' states in memory")
+                   help="runs at a time; on a CPU with one thread each. Each holds the images and "
+                        "its clients' states in memory of its own")
     p.add_argument("--out", default="runs/compare",
                    help="folder of all that is written (default: runs/compare)")
     args, rest = p.parse_known_args(argv)
@@ -380,22 +380,18 @@ def stop(number, _):
 
 
 class Job(NamedTuple):
-    """A run: of a method with a seed on a split."""
-
     label: str
     method: Method
-    seed: int
     folder: pathlib.Path
 
 
 def job(method, seed, split, args, shared):
-    out, at = pathlib.Path(args.out) / method.name, shared.split_seed + split
-    if split:
-        out /= f"split{at}"
-        method = method._replace(argv=[*method.argv, f"--split-seed={at}"],
-                                 args=method.args | {"split_seed": at})
-    where = f", split {at}" * (args.split_seeds > 1)
-    return Job(f"{method.name}{where}, seed {seed}", method, seed, out / str(seed))
+    """The run of a method with a seed on a split."""
+    at, several = shared.split_seed + split, f", split {shared.split_seed + split}"
+    folder = pathlib.Path(args.out, method.name, *[f"split{at}"] * (split > 0), str(seed))
+    method = method._replace(argv=[*method.argv, f"--split-seed={at}", f"--seed={seed}"],
+                             args=method.args | {"split_seed": at})
+    return Job(f"{method.name}{several * (args.split_seeds > 1)}, seed {seed}", method, folder)
 
 
 def train_all(wanted, args, shared, bar):
@@ -418,8 +414,7 @@ def train_all(wanted, args, shared, bar):
             common.say(f"{run.label}: {', '.join(stale)} changed; trained anew, the record "
                        "becomes result.previous.json")
         if stale or not found or found["status"] not in ("finished", "diverged"):
-            argv = [str(run.method.file), *run.method.argv, f"--seed={run.seed}",
-                    f"--out={run.folder}"]
+            argv = [str(run.method.file), *run.method.argv, f"--out={run.folder}"]
             todo.append((run, argv + ["--resume"] * (not stale)))
     bar.total -= len(wanted) - len(todo)  # what is done says nothing about the time that is left
     bar.refresh()
@@ -463,58 +458,52 @@ def tuning(methods, args, shared):
     grids, points = {method.name: {} for method in methods}, []
     if args.tune and not shared.client_val:
         common.refuse("--tune chooses on validation images: --client-val must be above 0")
-    fixed = [word.partition("=")[0].replace("_", "-") for word in args.set]
     for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME's last
         given = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.+)", word)
         if not given or given[1] not in (None, *grids):
             common.refuse(f"--tune {word}: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...; the "
                           f"names are {', '.join(grids)}")
-        for method in methods:
-            key = given[2].replace("_", "-")
-            if given[1] is None and key == "lr" and method.method == "pfedme":
-                key = "theta-lr"  # of its two rates that of SGD
-            if given[1] == method.name or not given[1] and f"{method.name}.{key}" not in fixed:
-                grids[method.name][key] = given[3].split(",")
+        for method in [m for m in methods if given[1] in (None, m.name)]:
+            # of pFedMe's two rates theta_lr is that of SGD
+            theta = given[2] == "lr" and not given[1] and method.method == "pfedme"
+            grids[method.name]["theta-lr" if theta else given[2]] = given[3].split(",")
     for method, grid in zip(methods, grids.values()):
         for values in itertools.product(*grid.values()) if grid else ():
             chosen = [f"{key}={value}" for key, value in zip(grid, values)]
             words = [f"{method.name}.{word}" for word in chosen]
             mine = [word for word in args.set if word.partition(".")[0] == method.name]
-            one = argparse.Namespace(**vars(args) | {
-                "methods": f"{method.name}={method.method}", "set": mine + words})
+            alone = {"methods": f"{method.name}={method.method}", "set": mine + words}
+            tried, = plan(argparse.Namespace(**vars(args) | alone), shared, "--tune")
+            run = job(tried, 0, 0, args, shared)
             folder = pathlib.Path(args.out, "tune", method.name, ",".join(chosen), "0")
-            tried, = plan(one, shared, "--tune")
-            points.append((words, Job(f"{method.name}, {' '.join(chosen)}", tried, 0, folder)))
+            points.append((words, run._replace(label=" ".join(words), folder=folder)))
     return points
 
 
 def tune(grid, args, shared, out, bar):
-    """Trains the grid, writes tune.md and tune.csv, and adds each method's best point to --set."""
-    found = train_all([run for _, run in grid], args, shared, bar)
-    values = [None if r["diverged"] else r["final"].get("personal", {}).get("val_mean")
-              for r in found]
-    best = {}
-    for (words, run), value, r in zip(grid, values, found):
+    """Trains the grid, writes tune.md, and adds each method's best point to --set."""
+    best, rows = {}, []
+    for (words, run), r in zip(grid, train_all([run for _, run in grid], args, shared, bar)):
+        name, value = run.method.name, r["final"].get("personal", {}).get("val_mean")
         if value is None and not r["diverged"]:
-            common.refuse(f"--tune: {run.method.name} measures no accuracy on validation images")
-        if value is not None and value > best.get(run.method.name, (-1,))[0]:
-            best[run.method.name] = value, words, run
+            common.refuse(f"--tune: {name} measures no accuracy on validation images")
+        rows.append([name, " ".join(word.partition(".")[2] for word in words),
+                     "diverged" if r["diverged"] else f"{value:.4f}", ""])
+        if not r["diverged"] and value > best.get(name, (-1,))[0]:
+            best[name] = value, words, run, rows[-1]
     if lost := [run.method.name for _, run in grid if run.method.name not in best]:
         common.refuse(f"--tune: all runs of {lost[0]} diverged; try other values")
-    rows = [[run.method.name, " ".join(word.partition(".")[2] for word in words),
-             "diverged" if value is None else f"{value:.4f}",
-             "chosen" * (best[run.method.name][1] == words)]
-            for (words, run), value in zip(grid, values)]
-    table = lines(["method", "setting", "validation", "choice"], rows)
+    for name, (_, words, run, row) in best.items():
+        row[3] = "chosen"
+        args.set += words
+        if not (out / name / "0").exists():  # it is the first run of the comparison, too
+            shutil.copytree(run.folder, out / name / "0")
     text = ("# Settings chosen on validation images\n\nThe mean accuracy on the clients' "
             f"validation images after the last round, with seed 0 and split {shared.split_seed}. "
             "The best is chosen; of equal ones the first.\n")
-    (out / "tune.md").write_text("\n".join([text, *table, ""]), encoding="utf-8")
-    for name, (_, words, run) in best.items():
-        args.set += words
-        common.say(f"{name}: {' '.join(words)} is best on validation images")
-        if not (out / name / "0").exists():  # it is the first run of the comparison, too
-            shutil.copytree(run.folder, out / name / "0")
+    found = lines(["method", "setting", "validation", "choice"], rows)
+    (out / "tune.md").write_text("\n".join([text, *found, ""]), encoding="utf-8")
+    common.say("\n".join([*found, ""]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -531,6 +520,7 @@ MEASURES = {  # title: of a finished run's record
                              for row in r["rounds"]) / 60,
 }
 GAIN, DIGITS = "gain over Local", {"MB sent": 1, "s a round": 2, "minutes": 1}  # others: 3
+COLUMNS = [*list(MEASURES)[:4], GAIN, "rounds", *list(MEASURES)[4:], "own"]
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
           for i in range(7)]  # common.drawing has 7 colours
 
@@ -560,7 +550,8 @@ def spreads(values, splits):
 
 def paired(runs, others):
     """Returns the mean difference of the personal accuracy over equal splits, seeds and clients,
-    and its 95 % interval (None for a single pair of runs); None if there is no pair.
+    its 95 % interval (None for a single pair of runs), and in words whether the runs are ahead;
+    None if there is no pair.
 
     The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
     split, clients, since both vary; the seeds of a split get the same clients, since a client's
@@ -575,22 +566,16 @@ def paired(runs, others):
         return None
     splits = [np.array(D) for D in by_split.values()]  # [runs, K] each
     n, rng, sampled = sum(map(len, splits)), np.random.default_rng(0), []
-    mean = float(np.concatenate(splits).mean()) if len({D.shape[1] for D in splits}) == 1 else \
-        float(np.concatenate([D.mean(1) for D in splits]).mean())
+    mean = float(np.concatenate([D.mean(1) for D in splits]).mean())
     if n == 1:
-        return mean, None
+        return mean, None, ""
     for _ in range(10):  # a thousand at a time: less memory
         means = [rng.multinomial(K, [1 / K] * K, 1000) / K @ D.T
                  for D in splits for K in [D.shape[1]]]
         weights = rng.multinomial(n, [1 / n] * n, 1000) / n
         sampled.append((weights * np.concatenate(means, 1)).sum(1))
-    return mean, tuple(map(float, np.percentile(sampled, [2.5, 97.5])))
-
-
-def verdict(difference):
-    """ahead, behind or not decided."""
-    low, high = difference[1] or (0, 0)
-    return "ahead" if low > 0 else "behind" if high < 0 else "not decided"
+    low, high = map(float, np.percentile(sampled, [2.5, 97.5]))
+    return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "not decided"
 
 
 def table(records, methods, args, shared):
@@ -615,28 +600,26 @@ def table(records, methods, args, shared):
         to = {name: None if name in (None, row["method"]) else
               paired(records[row["method"]], records[name]) for name in (*references, best, local)}
         row["against"] = {name: to[name] for name in references}
-        row[GAIN] = to[local] and to[local][0]
-        row["bold"] = bool(row["personal"]) and (row["method"] == best or bool(
-            to[best] and to[best][1] and verdict(to[best]) == "not decided"))
+        row[GAIN] = to[local]
+        row["bold"] = bool(row["personal"]) and (
+            row["method"] == best or bool(to[best]) and to[best][2] == "not decided")
     return rows
 
 
 def cell(row, title):
     """The text of one cell."""
     value, digits = row[title], DIGITS.get(title, 3)
-    if title in ("rounds", "own") or value is None:
-        return str("" if value is None else f"`{' '.join(value)}`" * bool(value)
-                   if title == "own" else value)
+    if not value or title in ("own", "rounds"):
+        return f"`{' '.join(value)}`" if value and title == "own" else str(value or "")
     if title == GAIN:
-        return f"{value:+.3f}"
+        return f"{value[0]:+.3f}"
     spread = [f" ± {std:.3f}" for std in value[1:] if std is not None and digits == 3]
     return f"{value[0]:.{digits}f}{''.join(spread)}"
 
 
 def main_table(rows):
     """Its titles and cells, without columns that are empty."""
-    titles = [*list(MEASURES)[:4], GAIN, "rounds", *list(MEASURES)[4:], "own"]
-    titles = [title for title in titles if any(row[title] not in (None, []) for row in rows)]
+    titles = [title for title in COLUMNS if any(row[title] for row in rows)]
     diverged = [f" ({row['diverged']} of {row['runs']} diverged)" * (row["diverged"] > 0)
                 for row in rows]
     return (["method", *(title.replace("own", "own settings") for title in titles)],
@@ -647,8 +630,8 @@ def main_table(rows):
 def paired_table(rows):
     """The same of the paired differences; no cells if there are none."""
     def words(z):
-        interval = z and z[1] and f" [{z[1][0]:+.3f}, {z[1][1]:+.3f}] {verdict(z)}"
-        return f"{z[0]:+.3f}{interval or ''}" if z else ""
+        return "" if not z else f"{z[0]:+.3f}" + (
+            f" [{z[1][0]:+.3f}, {z[1][1]:+.3f}] {z[2]}" if z[1] else "")
 
     return (["method", *(f"minus {name}" for name in rows[0]["against"])],
             [[row["method"], *map(words, row["against"].values())] for row in rows
@@ -716,24 +699,20 @@ with these and with evaluation, on {some['environment']['device']}.
         text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
     (out / "compare.md").write_text(text, encoding="utf-8")
     (out / "compare.tex").write_text(latex(rows, some, args), encoding="utf-8")
-    titles, first = [title.replace(" ", "_") for title in MEASURES], ("method", "rounds", "own")
-    write_csv(out / "compare.csv", [
-        [*first, "runs", "diverged", "gain_over_local",
-         *(f"{title}_{what}" for title in titles for what in ("mean", "std_seeds", "std_splits"))],
-        *([row["method"], row["rounds"], " ".join(row["own"]), row["runs"], row["diverged"],
-           row[GAIN], *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))]
-          for row in rows)])
-    write_csv(out / "runs.csv", [
-        [*first, "split_seed", "seed", "diverged", *titles],
-        *([row["method"], row["rounds"], " ".join(row["own"]), r["args"]["split_seed"],
-           r["args"]["seed"], int(r["diverged"]),
-           *(None if r["diverged"] else measure(r) for measure in MEASURES.values())]
-          for row in rows for r in records[row["method"]])])
-
-
-def write_csv(path, rows):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
+    titles = [title.replace(" ", "_") for title in MEASURES]
+    kinds = [f"{title}_{kind}" for title in titles for kind in ("mean", "std_seeds", "std_splits")]
+    own = {row["method"]: [row["method"], row["rounds"], " ".join(row["own"])] for row in rows}
+    methods = [[*own[row["method"]], row["runs"], row["diverged"], row[GAIN] and row[GAIN][0],
+                *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))]
+               for row in rows]
+    runs = [[*own[name], r["args"]["split_seed"], r["args"]["seed"], int(r["diverged"]),
+             *(None if r["diverged"] else measure(r) for measure in MEASURES.values())]
+            for name in own for r in records[name]]
+    for name, body, *more in (
+            ("compare.csv", methods, "runs", "diverged", "gain_over_local", *kinds),
+            ("runs.csv", runs, "split_seed", "seed", "diverged", *titles)):
+        with open(out / name, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["method", "rounds", "own_settings", *more], *body])
 
 
 def tex(text):
@@ -746,40 +725,41 @@ def tex(text):
 
 def latex(rows, some, args):
     """The table, the paired differences and the figure."""
-    def tabular(titles, body, caption, label):
-        columns = "l" + ("r" if label == "compare" else "l") * (len(titles) - 1)
-        return "\n".join([
-            r"\begin{table*}[t]", r"\centering\small", rf"\caption{{{tex(caption)}}}",
-            rf"\label{{tab:{label}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
-            *(" & ".join(line) + r" \\" + r" \midrule" * (i == 0)
-              for i, line in enumerate([list(map(tex, titles)), *body])),
-            r"\bottomrule", r"\end{tabular}", r"\end{table*}", "", ""])
+    def floating(kind, label, caption, *body):
+        return "\n".join([rf"\begin{{{kind}*}}[t]", r"\centering\small",
+                          rf"\caption{{{tex(caption)}}}", rf"\label{{{label}}}", *body,
+                          rf"\end{{{kind}*}}", ""])
+
+    def tabular(label, caption, titles, body):
+        head, *body = [" & ".join(line) + r" \\" for line in [list(map(tex, titles)), *body]]
+        return floating("table", f"tab:{label}", caption,
+                        rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}l}}", r"\toprule", head,
+                        r"\midrule", *body, r"\bottomrule", r"\end{tabular}")
 
     classes = some["split"].get("classes")
     classes = f", {common.spread(classes)} classes per client (least/mean/most)" if classes else ""
     about = f"{common.setting(some)}{classes}."
     titles, body = main_table(rows)
-    body = [list(map(tex, row)) for row in body]
+    shown = [title not in ("validation", "s a round") for title in titles]
+    body = [[tex(text) for text in itertools.compress(line, shown)] for line in body]
+    titles = list(itertools.compress(titles, shown))
     for row, line in zip(rows, body):
         if row["bold"]:
             at = titles.index("personal")
             line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
-    shown = [i for i, title in enumerate(titles) if title not in ("validation", "s a round")]
-    caption = (f"{about} Accuracies after the last round: {about_runs(args)}. Bold: the best "
-               "personal accuracy" + ", and those whose paired difference to it is not decided"
-               * (rows[0]["runs"] > 1) + ".")
-    text = "% needs \\usepackage{booktabs,graphicx}\n" + tabular(
-        [titles[i] for i in shown], [[line[i] for i in shown] for line in body], caption, "compare")
+    bold = ", and those whose paired difference to it is not decided" * (rows[0]["runs"] > 1)
+    text = ["% needs \\usepackage{booktabs,graphicx}", tabular(
+        "compare", f"{about} Accuracies after the last round: {about_runs(args)}. Bold: the best "
+        f"personal accuracy{bold}.", titles, body)]
     titles, body = paired_table(rows)
     if body:
-        text += tabular(titles, [list(map(tex, line)) for line in body],
-                        f"{about_differences(rows)} {about}", "differences")
+        text.append(tabular("differences", f"{about_differences(rows)} {about}", titles,
+                            [list(map(tex, line)) for line in body]))
     if any(row["personal"] for row in rows):
-        caption = f"Learning curves: means and standard deviations over all runs. {about}"
-        text += "\n".join([
-            r"\begin{figure*}[t]", r"\centering", r"\includegraphics[width=\linewidth]{curves.pdf}",
-            rf"\caption{{{tex(caption)}}}", r"\label{fig:curves}", r"\end{figure*}", ""])
-    return text
+        text.append(floating("figure", "fig:curves", "Learning curves: means and standard "
+                             f"deviations over all runs. {about}",
+                             r"\includegraphics[width=\linewidth]{curves.pdf}"))
+    return "\n".join(text)
 
 
 def curve(runs, part, key):

@@ -1,5 +1,5 @@
-"""FedAvg: Federated Averaging. McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-
-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, arXiv 1602.05629.
+"""FedAvg: Federated Averaging (AISTATS 2017, arXiv 1602.05629). McMahan, Moore, Ramage, Hampson,
+Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized Data".
 
     python fedavg.py --dataset mnist      Table 2: CNN, E=5, B=10, IID (published: 20 rounds)
     python fedavg.py --dataset cifar10    Table 3: 80, 82, 85 % (published: 280, 630, 2000 rounds)

@@ -8,10 +8,11 @@
     layer   .4863  (.471)   .8678     .8684          results/superfed-1/superfed-cifar10-mix-layer
 
 The federated model w^f travels; the local model w^l_k of the same shape stays with client k, whose
-personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" measures w^f on the central
-test images, "personal" W_k on k's own (mean over k) with the lambda of D12, personal@test with the
-best lambda there, as the paper does. fedavg.py explains [d], net, l.7. Algorithm 1 with the paper's
-line numbers (C8 is ClientUpdate's 8; 7a and C8a are ours); docs/superfed.md explains our choices:
+personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on central images,
+"personal" W_k on k's own (mean over k, lambda of D12), personal@test with the best lambda there, as
+in the paper. Lines have the paper's numbers: C8 is ClientUpdate's 8; 7a and C8a are ours. fedavg.py
+explains [d], net, l.7, docs/superfed.md our choices.
+
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
       2  give every client k a copy of w^l_0: w^l_k = w^l_0

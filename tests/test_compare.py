@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -116,7 +117,8 @@ def test_the_table_is_that_of_the_records(go, capsys, monkeypatch):
             wanted["global"] = [final["global"]["top1"] for final in finals]
         for title, values in wanted.items():
             assert float(row[f"{title}_mean"]) == pytest.approx(np.mean(values))
-            assert float(row[f"{title}_std_seeds"]) == pytest.approx(abs(np.diff(values)[0]) / 2**0.5)
+            std = float(row[f"{title}_std_seeds"])
+            assert std == pytest.approx(abs(np.diff(values)[0]) / 2**0.5)
     assert rows["local"]["global_mean"] == "" and float(rows["local"]["MB_sent_mean"]) == 0
     sent = 2 * 2 * 2 * 4 * found["fedavg/0"]["parameters"]  # 2 rounds, 2 clients, up and down
     assert float(rows["fedavg"]["MB_sent_mean"]) == pytest.approx(sent / 1e6)
@@ -128,6 +130,15 @@ def test_the_table_is_that_of_the_records(go, capsys, monkeypatch):
     for name in ("curves", "clients"):
         assert (go.out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         assert "<svg" in (go.out / f"{name}.svg").read_text()
+        assert (go.out / f"{name}.pdf").read_bytes()[:5] == b"%PDF-"
+    runs = list(csv.DictReader(open(go.out / "runs.csv")))
+    assert len(runs) == 8
+    for row in runs:
+        final = found[f"{row['method']}/{row['seed']}"]["final"]
+        assert float(row["personal"]) == final["personal"]["mean"]
+    gain = (np.mean([found[f"fedavg/{s}"]["final"]["personal"]["mean"] for s in range(2)])
+            - np.mean([found[f"local/{s}"]["final"]["personal"]["mean"] for s in range(2)]))
+    assert float(rows["fedavg"]["gain_over_local"]) == pytest.approx(gain)
 
 
 def test_all_share_what_is_shared(go):
@@ -248,6 +259,16 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
      "--methods: persfl: users choose their teachers on validation images"),
     ("fedprox", "--mu 1", "a method's own parameter is --set NAME.PARAMETER=VALUE"),
     ("fedprox", "--set fedprox.moo=1", "baselines.py --help"),
+    ("fedavg,local", "--against fedprox", "--against: --methods has no fedprox; its names are "
+     "fedavg, local"),
+    ("fedavg,local", "--seeds 1 --against local", "one run of each method gives no interval"),
+    ("fedprox", "--tune fedprox.moo=1,2", "--methods: fedprox, --tune fedprox.moo=1: unrecogni"),
+    ("fedprox,fedavg", "--tune mu=1,2", "--methods: fedavg, --tune fedavg.mu=1: unrecognized"),
+    ("fedprox", "--tune fedavg.lr=1,2", "the names are fedprox"),
+    ("fedprox", "--tune lr", "--tune lr: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,..."),
+    ("fedprox", "--tune fedprox.mu=1,x", "--tune fedprox.mu=x: argument --mu"),
+    ("fedprox", "--tune fedprox.mu=1 --set fedprox.mu=2", "it is set twice"),
+    ("fedprox", "--tune lr=.1,.2 --client-val 0", "--client-val must be above 0"),
 ])
 def test_bad_input(methods, more, words, go, capsys):
     refused(capsys, words, go, methods, *more.split())
@@ -321,9 +342,147 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     assert len({compare.split_of(r) for runs in found.values() for r in runs}) == 1
     rows = compare.table(found, methods, args, shared)
     compare.write_table(rows, found, methods, shared, args, tmp_path)
-    for name in ("compare.md", "compare.csv"):
+    for name in ("compare.md", "compare.tex", "compare.csv", "runs.csv"):
         assert (tmp_path / name).read_text() == (out / name).read_text()
     assert "\n".join(compare.lines(*compare.main_table(rows))) in page
+
+
+def made_up(name, clients, rounds=2, val=0.5):
+    """Records of a method: clients[split][seed] has the personal accuracies."""
+    return [{"diverged": accuracies is None, "seconds_per_round": 1.0, "bytes_up": 1e6,
+             "bytes_down": 1e6, "args": {"seed": seed, "split_seed": split, "rounds": rounds},
+             "rounds": [{"seconds": 60, "evaluation_seconds": 30}, {"seconds": 30}],
+             "final": {} if accuracies is None else {"personal": {
+                 "mean": np.mean(accuracies), "worst_decile": min(accuracies), "val_mean": val,
+                 "per_client": list(accuracies)}}}
+            for split, seeds in enumerate(clients) for seed, accuracies in enumerate(seeds)]
+
+
+def test_paired_differences_with_a_known_answer():
+    """Clients differ far more than methods: only the pairs tell the methods apart. The standard
+    error of a mean of independent differences is known; 1.96 of them are half an interval."""
+    rng = np.random.default_rng(3)
+    base = rng.uniform(0.3, 0.9, (2, 3, 400))  # [splits, seeds, K]
+    noise = rng.normal(0, 0.1, base.shape)
+    noise = (noise - noise.mean(2, keepdims=True)) * 0.1 / noise.std(2, keepdims=True)
+    one, other = made_up("a", base + 0.02 + noise), made_up("b", base)
+    mean, (low, high), word = compare.paired(one, other)
+    error = 0.1 / (6 * 400) ** 0.5
+    assert mean == pytest.approx(0.02) and word == "ahead"
+    assert (low + high) / 2 == pytest.approx(0.02, abs=2e-4)
+    # a run that is drawn twice counts its clients twice: the sum of squared weights is 11/36, not
+    # 6/36; two seeds of a split share the clients that are drawn, but their noise is independent
+    assert high - low == pytest.approx(2 * 1.96 * error * (11 / 6) ** 0.5, rel=0.06)
+    assert compare.paired(other, one)[2] == "behind"
+    assert compare.paired(one, other) == compare.paired(one, other)  # a fixed generator
+    assert compare.paired(one, one) == (0, (0, 0), "not decided")
+    assert compare.paired(one[:1], other[:1]) == (pytest.approx(0.02), None, "")
+
+
+def test_the_interval_covers_what_clients_share_over_seeds_and_runs_over_clients():
+    """Seeds with equal differences do not narrow it; nor do clients where whole runs differ."""
+    clients, none = np.linspace(-0.1, 0.1, 101), np.zeros(101)
+    alike = compare.paired(made_up("a", [[clients] * 4]), made_up("b", [[none] * 4]))
+    half = 1.96 * clients.std() / 101 ** 0.5
+    assert alike[1] == (pytest.approx(-half, rel=0.05), pytest.approx(half, rel=0.05))
+    shifted = [[none + shift for shift in (-0.1, 0.0, 0.1, 0.2)]]
+    runs = compare.paired(made_up("a", shifted), made_up("b", [[none] * 4]))
+    assert runs[0] == pytest.approx(0.05) and runs[1][0] < 0 and runs[2] == "not decided"
+
+
+def test_pairs_without_a_diverged_run():
+    one = made_up("a", [[[0.5, 0.7], None, [0.6, 0.8]]])
+    other = made_up("b", [[[0.4, 0.5], [0.0, 0.1], None]])
+    assert compare.paired(one, other) == (pytest.approx(0.15), None, "")
+    assert compare.paired(one[1:], other[1:]) is None
+
+
+def test_the_two_spreads():
+    """Two splits of two seeds each: .5 and .7, .8 and .8."""
+    mean, seeds, splits = compare.spreads([0.5, 0.7, 0.8, 0.8], [0, 0, 1, 1])
+    assert (mean, splits) == (pytest.approx(0.7), pytest.approx(0.2 / 2**0.5))
+    assert seeds == pytest.approx((0.02 / 2) ** 0.5)  # of the variances .02 and 0
+    assert compare.spreads([0.5, 0.7], [4, 4])[2] is None
+    assert compare.spreads([0.5, 0.7], [4, 5])[1] is None
+
+
+def test_the_paper_s_table(tmp_path):
+    """Best and not decided in bold, one behind is not; what LaTeX reads as a command is escaped."""
+    methods = plan("local,my_net=fedavg,fedper,scaffold")
+    args, shared = compare.arguments(["--methods", "x", "--split-seeds", "2", "--set",
+                                      "fedper.lr=0.1"])
+    level = np.array([0.6, 0.8, 0.7, 0.9])
+    found = {"local": made_up("local", [[level - 0.2] * 3] * 2),
+             "my_net": made_up("my_net", [[level, level + 0.01, level]] * 2),
+             "fedper": made_up("fedper", [[level + 0.01, level, level]] * 2),
+             "scaffold": made_up("scaffold", [[None] * 3] * 2)}
+    for runs in found.values():
+        for r in runs:
+            r.update(data={"name": "sha_pes"}, environment={"device": "cpu"}, split={
+                "clients": 4, "sizes": [9] * 4, "classes": [2, 3, 3, 4], "fingerprint": "f"})
+            r["args"].update(split="shards", per_client=4)
+    rows = compare.table(found, methods, args, shared)
+    assert [row["method"] for row in rows[2:]] == ["local", "scaffold"]
+    assert [row["bold"] for row in rows] == [True, True, False, False]
+    compare.write_table(rows, found, methods, shared, args, tmp_path)
+    text = (tmp_path / "compare.tex").read_text()
+    assert r"my\_net & \textbf{0.753} $\pm$ 0.006 $\pm$ 0.000 & " in text
+    assert r"local & 0.550 $\pm$" in text and "$+0.203$" in text and r"sha\_pes, 4 clients" in text
+    assert "2/3/4 classes per client" in text and "scaffold (6 of 6 diverged)" in text
+    assert "between seeds $\\pm$ that between splits' means" in text
+    assert r" & 2.0 & 2.0 & " in text  # MB and minutes
+    for word in ("toprule", "midrule", "bottomrule", "includegraphics"):
+        assert f"\\{word}" in text
+    assert text.count("{") == text.count("}") and text.count("$") % 2 == 0
+    lines = (tmp_path / "compare.md").read_text().splitlines()
+    assert next(line for line in lines if line.startswith("| local | -0.20")).endswith("behind |  |")
+
+
+def test_splits_and_seeds(go, monkeypatch):
+    """The first split's runs are those of a comparison on one split, and the pairs are equal."""
+    go("fedavg,local", "--seeds", "2")
+    monkeypatch.setattr(compare, "draw", go.draw)
+    found = go("fedavg,local", "--seeds", "2", "--split-seeds", "2", "--against", "local")
+    assert sorted(go.trained) == [f"{name}/split1/{seed}+" for name in ("fedavg", "local")
+                                  for seed in range(2)]
+    prints = {path: r["split"]["fingerprint"] for path, r in found.items()}
+    assert len(set(prints.values())) == 2 and prints["fedavg/0"] == prints["local/1"]
+    rows = list(csv.DictReader(open(go.out / "runs.csv")))
+    assert {(row["split_seed"], row["seed"]) for row in rows} == set(
+        itertools.product("01", repeat=2))
+    page = (go.out / "compare.md").read_text()
+    assert "| method | minus local |" in page and "2 seeds on each of 2 splits" in page
+
+
+def test_rates_are_chosen_on_validation_images(go):
+    """Each method's best on validation, whatever its test accuracy; the rest is kept."""
+    options = ["--seeds", "2", "--tune", "lr=0.001,0.5", "--tune", "fedprox.mu=0.1,1"]
+    found = go("fedavg,fedprox", *options)
+    assert len(go.trained) == 2 + 4 + 2  # the chosen runs are seed 0 of the comparison
+    for name in ("fedavg", "fedprox"):
+        grid = {path: r for path, r in found.items() if path.startswith(f"tune/{name}/")}
+        best = max(grid.values(), key=lambda r: r["final"]["personal"]["val_mean"])
+        value = best["final"]["personal"]["val_mean"]
+        assert len(grid) == 2 ** (1 + (name == "fedprox"))
+        for seed in range(2):
+            args = found[f"{name}/{seed}"]["args"]
+            assert value == max(r["final"]["personal"]["val_mean"] for r in grid.values()
+                                if (r["args"]["lr"], r["args"]["mu" if name == "fedprox" else "lr"])
+                                == (args["lr"], args["mu" if name == "fedprox" else "lr"]))
+    table = (go.out / "tune.md").read_text()
+    assert table.count("| chosen |") == 2 and "| fedprox | lr=0.5 mu=1 | 0." in table
+    words = "Chosen for each method on validation images (first seed and split): lr from 0.001, 0.5"
+    assert words in (go.out / "compare.tex").read_text()
+    go("fedavg,fedprox", *options)
+    assert not go.trained
+
+
+def test_a_curve_has_ten_points():
+    """Of methods with fewer rounds, too, unless --eval-every is given."""
+    for method in plan("fedavg,persfl,fedma", "--rounds", "40"):
+        assert method.args["rounds"] // method.args["eval_every"] >= 10
+    for method in plan("fedavg,fedma", "--rounds", "40", "--eval-every", "20"):
+        assert method.args["eval_every"] == 20
 
 
 def test_a_split_that_finds_its_own_clients():
@@ -399,7 +558,7 @@ def test_a_changed_split_is_refused(go, tmp_path, capsys):
 def test_the_page_has_the_settings_that_were_used(go):
     """FedAvgM's own ones, of which --set changed one."""
     go("fedavgm", "--seeds", "1", "--set", "fedavgm.beta=0.5")
-    assert "`--momentum=0 --lr=0.05 --beta=0.5`" in (go.out / "compare.md").read_text()
+    assert "| `--lr=0.05 --momentum=0 --beta=0.5` |" in (go.out / "compare.md").read_text()
 
 
 def test_a_file_that_trains_nothing_is_refused(go, tmp_path, monkeypatch, capsys):
