@@ -35,9 +35,7 @@ from engine import grad, is_main_process, now, refuse, say, step
 from models import MODELS, Net, find, load_file, with_part
 from plots import drawing, setting, spread
 from records import Rows, Run, without_clients, without_nan
-from splits import SPLITS, USED_BY, Split, renamed, split_clients, unused
-
-# what is not used here is for the algorithms' files, as common.NAME
+from splits import SPLITS, USED_BY, Split, renamed, split_clients, unused  # some for others' files
 
 # --------------------------------------------------------------------------------------------------
 # 1. Random streams

@@ -147,16 +147,11 @@ def arguments(argv):
                 "NAME.PARAMETER=VALUE")
     shared = common.parse(shared, BY_DATASET, rest)
     args.points = shared.eval_every is None
-    if args.points:
-        shared.eval_every = tenth(shared.rounds)
+    if args.points:  # at least ten on a curve
+        shared.eval_every = max(1, shared.rounds // 10)
     if args.against and args.seeds * args.split_seeds == 1:
         p.error("--against: one run of each method gives no interval; use --seeds 2 or more")
     return args, shared
-
-
-def tenth(rounds):
-    """--eval-every for at least ten points on a curve."""
-    return max(1, rounds // 10)
 
 
 def flags(settings):
@@ -244,7 +239,7 @@ def plan(args, shared, option="--set"):
         function, _ = functions(file)
         wanted = settings | (OWN[method][0](shared) if method in OWN else {})
         if args.points:
-            wanted["eval_every"] = tenth(wanted["rounds"])
+            wanted["eval_every"] = max(1, wanted["rounds"] // 10)
         mine = [word for whose, word in sets if whose == name]
         for word in mine:
             refuse_foreign(name, method, word, words, settings)
@@ -279,13 +274,12 @@ def refuse_foreign(name, method, word, words, settings):
     """Refuses --set NAME.WORD if the parameter is not the method's own; words: the flags that make
     the method."""
     key = word.partition("=")[0]
-    if f"--{key}" in words:
-        common.refuse(f"--set {name}.{word}: {key} is what makes the method {method}")
-    if key in OURS:
-        common.refuse(f"--set {name}.{word}: --{key} is this program's own; see python compare.py "
-                      "--help")
-    if key.replace("-", "_") in settings and key not in RATES:
-        common.refuse(f"--set {name}.{word}: all methods share {key}; use --{key}")
+    why = (f"{key} is what makes the method {method}" if f"--{key}" in words else
+           f"--{key} is this program's own; see python compare.py --help" if key in OURS else
+           f"all methods share {key}; use --{key}"
+           if key.replace("-", "_") in settings and key not in RATES else "")
+    if why:
+        common.refuse(f"--set {name}.{word}: {why}")
 
 
 def check_folder(out):
@@ -606,25 +600,22 @@ def table(records, methods, args, shared):
     return rows
 
 
-def cell(row, title):
-    """The text of one cell."""
-    value, digits = row[title], DIGITS.get(title, 3)
-    if not value or title in ("own", "rounds"):
-        return f"`{' '.join(value)}`" if value and title == "own" else str(value or "")
-    if title == GAIN:
-        return f"{value[0]:+.3f}"
-    spread = [f" ± {std:.3f}" for std in value[1:] if std is not None and digits == 3]
-    return f"{value[0]:.{digits}f}{''.join(spread)}"
-
-
 def main_table(rows):
     """Its titles and cells, without columns that are empty."""
+    def cell(row, title):
+        value, digits = row[title], DIGITS.get(title, 3)
+        if not value or title in ("own", "rounds"):
+            return f"`{' '.join(value)}`" if value and title == "own" else str(value or "")
+        if title == GAIN:
+            return f"{value[0]:+.3f}"
+        spread = [f" ± {std:.3f}" for std in value[1:] if std is not None and digits == 3]
+        return f"{value[0]:.{digits}f}{''.join(spread)}"
+
     titles = [title for title in COLUMNS if any(row[title] for row in rows)]
-    diverged = [f" ({row['diverged']} of {row['runs']} diverged)" * (row["diverged"] > 0)
-                for row in rows]
+    names = [row["method"] + f" ({row['diverged']} of {row['runs']} diverged)"
+             * (row["diverged"] > 0) for row in rows]
     return (["method", *(title.replace("own", "own settings") for title in titles)],
-            [[row["method"] + lost, *(cell(row, title) for title in titles)]
-             for row, lost in zip(rows, diverged)])
+            [[name, *(cell(row, title) for title in titles)] for row, name in zip(rows, names)])
 
 
 def paired_table(rows):
@@ -655,7 +646,7 @@ def about_split(record):
 def about_runs(args):
     """What the means are over, what ± is, and what --tune chose, in words."""
     counts = (args.seeds, "seed", "seeds"), (args.split_seeds, "split", "splits' means")
-    many = " on each of ".join(f"{n} {word}{'s' * (n > 1)}" for n, word, _ in counts)
+    many = " on ".join(f"{n} {word}{'s' * (n > 1)}" for n, word, _ in counts)
     between = " ± that between ".join(what for n, _, what in counts if n > 1)
     grids = "; ".join(word.replace("=", " from ", 1).replace(",", ", ") for word in args.tune)
     return (f"means over {many}" + f" ± the standard deviation between {between}" * bool(between)
@@ -679,15 +670,11 @@ def write_table(rows, records, methods, shared, args, out):
     notes += [f"- {m.name}: {OWN[m.method][1]}." for m in methods if m.method in OWN]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
-Settings that all share: `{' '.join(flags(settings))}`. The split: {about_split(some)}.
+Settings that all share: `{' '.join(flags(settings))}`. The {"first " * (args.split_seeds > 1)}split:
+{about_split(some)}.
 
 Accuracies after the last round, without runs that diverged: {about_runs(args)}.
-Global: of the server's model, on the central test images. Personal: of each client's model, on its
-own test images, mean over the clients. Worst tenth: mean over the tenth of the clients with the
-lowest accuracies. Validation (with --client-val): as personal, on held-out images of each client,
-for choosing rates and parameters. MB sent: by all clients and to them, in all rounds. s a round:
-median seconds of a round's training, without fine-tuning and distillation; minutes: of a whole run,
-with these and with evaluation, on {some['environment']['device']}.
+docs/compare.md explains the columns. Times are those on {some['environment']['device']}.
 
 """
     text += "\n".join(lines(*main_table(rows))) + "\n\n"
@@ -732,9 +719,10 @@ def latex(rows, some, args):
 
     def tabular(label, caption, titles, body):
         head, *body = [" & ".join(line) + r" \\" for line in [list(map(tex, titles)), *body]]
+        last = r"p{0.2\linewidth}" if "own settings" in titles else "l"
         return floating("table", f"tab:{label}", caption,
-                        rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}l}}", r"\toprule", head,
-                        r"\midrule", *body, r"\bottomrule", r"\end{tabular}")
+                        rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}{last}}}",
+                        r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}")
 
     classes = some["split"].get("classes")
     classes = f", {common.spread(classes)} classes per client (least/mean/most)" if classes else ""
@@ -773,9 +761,9 @@ def curve(runs, part, key):
 def draw(rows, records, shared, out):
     """curves and clients, as .png, .svg and, without a title, .pdf."""
     rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
-    some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
+    some, names, n = records[rows[0]["method"]][0], [row["method"] for row in rows], rows[0]["runs"]
     styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
-    title = f"{common.setting(some)}, {rows[0]['runs']} run{'s' * (rows[0]['runs'] > 1)}"
+    title = f"{common.setting(some)}, {n} run{'s' * (n > 1)}"
     parts = (("global", "top1", "accuracy of the server's model"),
              ("personal", "mean", "mean accuracy of the clients' models"))
     both = f"{title}: mean and standard deviation over the runs"
@@ -790,7 +778,6 @@ def draw(rows, records, shared, out):
                 band = (mean - std).clip(0), (mean + std).clip(max=1)
                 axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
-    save_pdf(axes[0].figure, out / "curves.pdf")
     with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
         finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
         clients = [np.concatenate([r["final"]["personal"]["per_client"] for r in runs])
@@ -803,16 +790,12 @@ def draw(rows, records, shared, out):
         axis.plot([x for x, _ in seen], [y for _, y in seen], "D", color="C1",
                   label="the server's model, on the central test images")
         axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all runs")
-    save_pdf(axis.figure, out / "clients.pdf")
-
-
-def save_pdf(figure, path):
-    """For a paper, which has captions for titles, and wants no Type 3 fonts."""
     from matplotlib import rc_context
 
-    figure.suptitle("")
-    with rc_context({"pdf.fonttype": 42}):
-        figure.savefig(path, metadata={"CreationDate": None})
+    for name, figure in (("curves.pdf", axes[0].figure), ("clients.pdf", axis.figure)):
+        figure.suptitle("")  # a paper has captions for titles, and wants no Type 3 fonts
+        with rc_context({"pdf.fonttype": 42}):
+            figure.savefig(out / name, metadata={"CreationDate": None})
 
 
 def main(argv=None):

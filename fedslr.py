@@ -30,7 +30,7 @@ own test images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8,
     19              g = gradient by p_i of f_i(w^t + p_i; b)
     20              p_i = soft(p_i - eta * g, eta*mu)                                        (7)
 
-    D1  Line 1: p_i = 0; with resnet18 and mobilenet w^0's kernels and matrices, as officially.
+    D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices, as officially.
     D2  Line 3 rounds C*M down; officially clients join with probability C. Line 7 has plain means.
     D3  Lines 13, 20: weight decay adds 1e-3 * w or p_i to g. eta is multiplied by .998 each round.
     D4  Line 19: w^t stays as it is. "personal" is w^{t+1} + p_i of all clients, not of S_t alone.
@@ -172,11 +172,10 @@ def arguments(argv):
     own.add_argument("--fusion-epochs", type=common.nonnegative_int, default=1,
                      help="epochs of Phase II")
     own.add_argument("--p-start", choices=("zero", "copy"),
-                     help="p_i of line 1: 0, or a copy of w^0 (D1; default: copy with resnet18 and "
-                          "mobilenet, else zero)")
+                     help="p_i of line 1: 0, or a copy of w^0 (D1; default: copy with resnet18, "
+                          "else zero)")
     args = common.parse(parser, BY_DATASET, argv)
-    copies = args.model in ("resnet18", "mobilenet")  # D1
-    args.p_start = args.p_start or ("copy" if copies else "zero")
+    args.p_start = args.p_start or ("copy" if args.model == "resnet18" else "zero")  # D1
     if args.momentum:
         common.refuse("FedSLR has no momentum; use --momentum 0")
     return args

@@ -3,8 +3,6 @@
     1. Networks          MODELS, and how each draws its initial weights
     2. Net               logits = net(w, x)
     3. Other networks    --model path/to/file.py:Name and torchvision:NAME; what is refused
-
-Shapes in comments: B images with C channels and H x W pixels; a model has d weights.
 """
 
 import copy
@@ -29,12 +27,11 @@ from engine import first_line, refuse
 # --------------------------------------------------------------------------------------------------
 # 1. Networks
 #
-# A network is built for images with `channels` channels and `size` = (H, W) pixels. Its parameters
-# are registered in the order in which an image passes them. None has BatchNorm or dropout, so that
-# its weights are all there is to send and to average. `start(name, shape)` tells how a parameter is
-# initialised: ("uniform", bound) in +-bound, ("normal", deviation), ("truncated", deviation), a
-# normal distribution without values beyond two deviations, or ("constant", value). `shape` is that
-# of the weight in the parameter's layer.
+# They are built for images of `channels` and `size` = (H, W). Parameters are registered in the
+# order in which an image passes them. Without BatchNorm and dropout, weights are all there is.
+# `start(name, shape)` tells how a parameter is initialised: ("uniform", bound) in +-bound,
+# ("normal", deviation), ("truncated", deviation), a normal distribution without values beyond two
+# deviations, or ("constant", value). `shape` is that of the weight in the parameter's layer.
 
 
 def pytorch_default(name, shape):
@@ -262,33 +259,9 @@ class VGG16(nn.Sequential):
         super().__init__(vgg(channels, classes, size, plan))
 
 
-class MobileNet(nn.Sequential):
-    """MobileNetV1 (Howard et al. 2017) for 32x32 images: no stride in the stem, GroupNorm(2)
-    instead of BatchNorm."""
-
-    start = staticmethod(pytorch_default)
-
-    def __init__(self, channels, classes, size):
-        layers = OrderedDict(conv1=nn.Conv2d(channels, 32, 3, 1, 1, bias=False),
-                             norm1=nn.GroupNorm(2, 32), relu1=nn.ReLU())
-        plan = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5,
-                (1024, 2), (1024, 1))
-        inputs = 32
-        for i, (width, stride) in enumerate(plan, 1):
-            layers[f"block{i}"] = nn.Sequential(OrderedDict(
-                depthwise=nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False),
-                norm1=nn.GroupNorm(2, inputs), relu1=nn.ReLU(),
-                pointwise=nn.Conv2d(inputs, width, 1, bias=False),
-                norm2=nn.GroupNorm(2, width), relu2=nn.ReLU()))
-            inputs = width
-        layers.update(mean=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(),
-                      fc=nn.Linear(inputs, classes))
-        super().__init__(layers)
-
-
 MODELS = {"cnn": CNN, "tfcnn": TFCNN, "cifarnet": CifarNet, "mnistnet": MnistNet,
           "mnistcnn": MnistCNN, "resnet18": ResNet18, "vgg9": VGG9, "vgg16": VGG16,
-          "mobilenet": MobileNet, "2nn": TwoNN}
+          "2nn": TwoNN}
 
 # --------------------------------------------------------------------------------------------------
 # 2. Net
@@ -432,28 +405,23 @@ class Net:
         except Exception as problem:  # torch.load raises nearly anything
             refuse(f"--init {path} can't be read as a state dict: {first_line(problem)}")
         wanted, own = dict(zip(self.names, self.shapes)), self.module.state_dict().keys()
+        running = any(name.endswith("running_mean") for name in found)
+        hint = "; use --batchnorm frozen" * (running and self.batchnorm != "frozen")
         wanted |= {name: z.shape for name, z in self.constants.items() if name in own}
         for name, shape in wanted.items():
             if name not in found:
-                refuse(f"--init {path} has no {name}, which {self.name} has"
-                       + self.batchnorm_hint(found))
+                refuse(f"--init {path} has no {name}, which {self.name} has{hint}")
             if found[name].shape != shape:
                 refuse(f"--init {path}: {name} has the shape {tuple(found[name].shape)}, in "
                        f"{self.name} {tuple(shape)}")
         if unknown := found.keys() - own:
-            refuse(f"--init {path} has {min(unknown)}, which {self.name} does not have"
-                   + self.batchnorm_hint(found))
+            refuse(f"--init {path} has {min(unknown)}, which {self.name} does not have{hint}")
         for name in self.constants.keys() & found.keys():
             self.constants[name] = found[name].to(self.constants[name])
         w = torch.cat([found[name].float().flatten() for name in self.names]).to(self.device)
         if not w.isfinite().all():
             refuse(f"--init {path} has weights that are not finite")
         return w
-
-    def batchnorm_hint(self, found):
-        running = any(name.endswith("running_mean") for name in found)
-        return ("; it is of a network with BatchNorm: use --batchnorm frozen"
-                if running and self.batchnorm != "frozen" else "")
 
     def state_dict(self, w):
         """w [d] as the module's own state dict, on the CPU. With w [K, d] each tensor in it is

@@ -605,10 +605,11 @@ class Run:
                 + (f"after {rounds:.1f} rounds" if rounds else "not reached"))
 
     def end_unwritten(self, status):
-        """Says what is lost where files could not be written, and ends the program."""
+        """Says what is lost where files could not be written; ends the program unless the record is
+        complete."""
         path, why = next(iter(self.unwritten.items()))
         if self.record_file not in self.unwritten and status == "finished":
-            say(f"record  {self.record_file} is complete; {path.name} is missing: {why}")
+            say(f"note    the record is complete; {path.name} is missing: {why}")
         elif self.state_file not in self.unwritten:
             refuse(f"{path} can't be written: {why}; mend that, and start again with --resume: "
                    f"{self.state_file} has all rounds", alone=True)
@@ -616,7 +617,6 @@ class Run:
             older = "goes on from an earlier round" if self.state_file.exists() else "starts anew"
             refuse(f"{path} can't be written: {why}; mend that; the same command with --resume "
                    f"{older}", alone=True)
-        raise SystemExit(0)
 
 
 def scalars(folder):

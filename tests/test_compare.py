@@ -344,7 +344,8 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     compare.write_table(rows, found, methods, shared, args, tmp_path)
     for name in ("compare.md", "compare.tex", "compare.csv", "runs.csv"):
         assert (tmp_path / name).read_text() == (out / name).read_text()
-    assert "\n".join(compare.lines(*compare.main_table(rows))) in page
+    if folder == "compare-cifar10":
+        assert "\n".join(compare.lines(*compare.paired_table(rows))) in page
 
 
 def made_up(name, clients, rounds=2, val=0.5):
@@ -427,15 +428,16 @@ def test_the_paper_s_table(tmp_path):
     compare.write_table(rows, found, methods, shared, args, tmp_path)
     text = (tmp_path / "compare.tex").read_text()
     assert r"my\_net & \textbf{0.753} $\pm$ 0.006 $\pm$ 0.000 & " in text
-    assert r"local & 0.550 $\pm$" in text and "$+0.203$" in text and r"sha\_pes, 4 clients" in text
+    assert r"local & 0.550 $\pm$" in text and "$+0.203$" in text
+    assert r"sha\_pes, 4 clients" in text
     assert "2/3/4 classes per client" in text and "scaffold (6 of 6 diverged)" in text
     assert "between seeds $\\pm$ that between splits' means" in text
     assert r" & 2.0 & 2.0 & " in text  # MB and minutes
     for word in ("toprule", "midrule", "bottomrule", "includegraphics"):
         assert f"\\{word}" in text
     assert text.count("{") == text.count("}") and text.count("$") % 2 == 0
-    lines = (tmp_path / "compare.md").read_text().splitlines()
-    assert next(line for line in lines if line.startswith("| local | -0.20")).endswith("behind |  |")
+    assert re.search(r"^\| local \| -0\.20.* behind \|  \|$", (tmp_path / "compare.md").read_text(),
+                     re.M)
 
 
 def test_splits_and_seeds(go, monkeypatch):
@@ -451,7 +453,7 @@ def test_splits_and_seeds(go, monkeypatch):
     assert {(row["split_seed"], row["seed"]) for row in rows} == set(
         itertools.product("01", repeat=2))
     page = (go.out / "compare.md").read_text()
-    assert "| method | minus local |" in page and "2 seeds on each of 2 splits" in page
+    assert "| method | minus local |" in page and "2 seeds on 2 splits" in page
 
 
 def test_rates_are_chosen_on_validation_images(go):

@@ -124,14 +124,17 @@ def test_the_nuclear_prox_against_a_solution_without_singular_values(net):
     assert np.linalg.norm(found - V) > 1
 
 
-def test_matrices_of_equal_shape_are_each_their_own():
-    """MobileNet has five pointwise layers of 512x512."""
-    net = common.Net("mobilenet", (3, 32, 32), 10)
-    shapes = [(rows, columns) for _, rows, columns in fedslr.matrices(net)]
-    assert shapes.count((512, 512)) == 5
+def test_matrices_of_equal_shape_are_each_their_own(monkeypatch):
+    def five(channels, classes, size):
+        return nn.Sequential(nn.Flatten(), *(nn.Linear(12, 12) for _ in range(5)))
+
+    monkeypatch.setitem(common.MODELS, "five", five)
+    net = common.Net("five", (3, 2, 2), 12)
+    assert [(rows, columns) for _, rows, columns in fedslr.matrices(net)] == [(12, 12)] * 5
     v = net.init(np.random.default_rng(0))
     w, ranks = fedslr.prox_nuclear(net, v, 0.5)
-    for (i, *_), rank in list(zip(fedslr.matrices(net), ranks))[:13]:
+    assert 0 < min(ranks) and max(ranks) < 12
+    for (i, *_), rank in zip(fedslr.matrices(net), ranks):
         _, where, shape = net.tensors[i]
         U, s, Vh = np.linalg.svd(matrix(v[where].view(shape)).astype(float), full_matrices=False)
         expected = (U * np.maximum(s - 0.5, 0)) @ Vh
