@@ -123,7 +123,7 @@ class Epochs:
 
     epochs(epochs=2, order=1) are others of the same client: another number of epochs, or another
     order of the images. clients: (row, numbers of its images), one but in the way "together", where
-    minibatches have a row for each client. few: only the first two minibatches.
+    minibatches have a row for each client. few: only the last two minibatches of an epoch.
     """
 
     def __init__(self, fed, clients, t, way="loop", few=False, **options):
@@ -145,7 +145,7 @@ class Epochs:
         plan = plans[0] if self.way == "loop" else filled(plans, self.fed.B, self.way)
         if self.few:
             epochs, steps = (1, 2) if plan.index.shape[1] > 1 else (2, 1)
-            plan = Plan(*(z[:epochs, :steps] for z in plan))
+            plan = Plan(*(z[:epochs, -steps:] for z in plan))
         arrays = [torch.as_tensor(z, device=self.fed.device) for z in plan]
         for e, images in enumerate(plan.mask.sum(-1)):
             yield self.minibatches(images, *(z[e] for z in arrays))

@@ -293,7 +293,7 @@ def check_folder(out):
 
 
 # --------------------------------------------------------------------------------------------------
-# Training
+# Training, and --tune
 
 
 def record(method, folder):
@@ -429,6 +429,9 @@ def train_all(wanted, args, shared, bar):
                 if found["status"] not in ("finished", "diverged"):
                     common.refuse(f"{run.label}: {run.method.file} has left the loop over "
                                   "run.rounds before its end; see docs/extend.md")
+                if split_of(found) != prints[run.method.args["split_seed"]]:
+                    common.refuse(f"{run.label}: {run.method.file} has not kept the images or the "
+                                  "split that all share: it can't be compared")
                 common.say(f"{run.label}: {'diverged' if code else 'done'}")
                 bar.update()
         except BaseException:
@@ -441,10 +444,6 @@ def train_all(wanted, args, shared, bar):
 def split_of(record):
     """The fingerprints of its images and split."""
     return record["data"]["fingerprint"], record["split"]["fingerprint"]
-
-
-# --------------------------------------------------------------------------------------------------
-# --tune
 
 
 def tuning(methods, args, shared):
@@ -592,7 +591,7 @@ def table(records, methods, args, shared):
     references = dict.fromkeys(args.against or filter(None, (best, local)))
     for row in rows:
         to = {name: None if name in (None, row["method"]) else
-              paired(records[row["method"]], records[name]) for name in (*references, best, local)}
+              paired(records[row["method"]], records[name]) for name in {*references, best, local}}
         row["against"] = {name: to[name] for name in references}
         row[GAIN] = to[local]
         row["bold"] = bool(row["personal"]) and (
@@ -670,8 +669,9 @@ def write_table(rows, records, methods, shared, args, out):
     notes += [f"- {m.name}: {OWN[m.method][1]}." for m in methods if m.method in OWN]
     text = f"""# {len(records)} methods on {some['data']['name']}
 
-Settings that all share: `{' '.join(flags(settings))}`. The {"first " * (args.split_seeds > 1)}split:
-{about_split(some)}.
+Settings that all share: `{' '.join(flags(settings))}`.
+
+The {'first ' * (args.split_seeds > 1)}split: {about_split(some)}.
 
 Accuracies after the last round, without runs that diverged: {about_runs(args)}.
 docs/compare.md explains the columns. Times are those on {some['environment']['device']}.
@@ -817,12 +817,6 @@ def main(argv=None):
                   for seed in range(args.seeds) for m in methods]
         found = train_all(wanted, args, shared, bar)
     records = {name: found[i::len(names)] for i, name in enumerate(names)}
-    splits = {}
-    for run, r in zip(wanted, found):
-        other = splits.setdefault(run.method.args["split_seed"], (run.label, split_of(r)))
-        if other[1] != split_of(r):
-            common.refuse(f"{other[0]} and {run.label} do not have the same images or split: they "
-                          "can't be compared")
     rows = table(records, methods, args, shared)
     write_table(rows, records, methods, shared, args, out)
     if any(row["personal"] for row in rows):

@@ -47,7 +47,8 @@ import common
 
 
 def local_training(net, args):
-    """Returns client_update(w, epochs, eta), which is lines 8 to 12 for one client."""
+    """Returns client_update(w, epochs, eta): lines 8 to 12 for one client. epochs: E passes over
+    P_k, each cut into minibatches b (common.Epochs)."""
     sgd = common.sgd(args, net.decayed)  # w - eta * gradient; our flags add momentum and decay
 
     @common.step
@@ -79,7 +80,8 @@ def main(argv=None):
         S = federation.sample(t)  # l.3-4: m = max(C*K, 1) random clients (D3)
         w_t = state.w.expand(len(S), -1)  # [m, d]: the same for every client
         eta = federation.eta(t)  # --lr * --lr-decay^t
-        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.5-6: [m, d]
+        # l.5-6: [m, d]; the loop over S is one_by_one in common.py
+        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.7: weighted by n_k (D1): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many numbers travel

@@ -47,7 +47,8 @@ import common
 
 
 def local_training(net, args):
-    """Returns client_update(w, epochs, eta), which is lines 8 to 12 for one client."""
+    """Returns client_update(w, epochs, eta): lines 8 to 12 for one client. epochs: E passes over
+    P_k, each cut into minibatches b (common.Epochs)."""
     sgd = common.sgd(args, net.decayed)  # w - eta * (gradient + decay * w) (D1)
 
     @common.step
@@ -80,7 +81,8 @@ def main(argv=None):
         S = federation.sample(t)  # l.3-4: m = max(C*K, 1) random clients (D3)
         w_t = state.w.expand(len(S), -1)  # [m, d]: the same for every client
         eta = federation.eta(t)  # --lr * --lr-decay^t
-        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.5-6: [m, d]
+        # l.5-6: [m, d]; the loop over S is one_by_one in common.py
+        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])
         n_k = federation.n[S]  # [m]
         dw = state.w - federation.mean(w_k, n_k)  # l.7, since the n_k/n sum to 1: [d]
         state.v = args.beta * state.v + dw  # l.7a: [d]

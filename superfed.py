@@ -10,8 +10,8 @@
 The federated model w^f travels; the local model w^l_k of the same shape stays with client k, whose
 personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on central images,
 "personal" W_k on k's own (mean over k, lambda of D12), personal@test with the best lambda there, as
-in the paper. Lines have the paper's numbers: C8 is ClientUpdate's 8; 7a and C8a are ours. fedavg.py
-explains [d], net, l.7, docs/superfed.md our choices.
+in the paper. Lines have the paper's numbers (C8: ClientUpdate's 8; 3 and C9-C12 are ends of
+loops, or lost; 7a and C8a are ours). fedavg.py explains [d], net, l.7, docs/superfed.md choices.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -80,7 +80,7 @@ def local_training(net, args):
     """Returns client_update(w_f, w_l, epochs, eta, phase_two), ClientUpdate for one client."""
     sgd = common.sgd(args, net.decayed)  # with --momentum (D7)
     client_loss = official_loss(net) if args.as_ == "official" else loss_3  # D1, D2
-    layer = net.layer_of if args.mix == "layer" else 0  # [d]: the place of a weight's lambda (D6)
+    layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer (D6)
 
     @common.step
     def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is 0 or 1

@@ -218,7 +218,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
                    "\n    a[0], b[0] = b[0], a[0]\n    run = ")
     with pytest.raises(SystemExit):
         go(f"fedavg,{mine}", "--seeds", "1")
-    words = "fedavg, seed 0 and mine, seed 0 do not have the same images or split"
+    words = "mine.py has not kept the images or the split that all share: it can't be compared"
     assert words in capsys.readouterr().err and not (go.out / "compare.md").exists()
 
 
@@ -440,6 +440,18 @@ def test_the_paper_s_table(tmp_path):
                      re.M)
 
 
+def test_one_run_decides_nothing():
+    methods = plan("local,fedavg,fedper")
+    args, shared = compare.arguments(["--methods", "x", "--seeds", "1"])
+    found = {name: made_up(name, [[[0.5, value]]])
+             for name, value in (("local", 0.1), ("fedavg", 0.2), ("fedper", 0.3))}
+    rows = compare.table(found, methods, args, shared)
+    assert [(row["method"], row["bold"]) for row in rows] == [
+        ("fedper", True), ("fedavg", False), ("local", False)]
+    assert compare.paired_table(rows)[1][1] == ["fedavg", "-0.050", "+0.050"]
+    assert "nothing is decided" in compare.about_differences(rows)
+
+
 def test_splits_and_seeds(go, monkeypatch):
     """The first split's runs are those of a comparison on one split, and the pairs are equal."""
     go("fedavg,local", "--seeds", "2")
@@ -477,6 +489,48 @@ def test_rates_are_chosen_on_validation_images(go):
     assert words in (go.out / "compare.tex").read_text()
     go("fedavg,fedprox", *options)
     assert not go.trained
+
+
+def grid(*argv):
+    args, shared = compare.arguments(["--methods", *argv])
+    return compare.tuning(compare.plan(args, shared), args, shared), args, shared
+
+
+def test_a_grid_is_crossed_and_a_method_s_own_one_counts():
+    points, args, _ = grid("a=pfedme,fedprox,local", "--set", "a.pfedme-lambda=30", "--tune",
+                           "fedprox.lr=1", "--tune", "lr=2,3", "--tune", "fedprox.mu=4,5")
+    assert [" ".join(words) for words, _ in points] == [
+        "a.theta-lr=2", "a.theta-lr=3", "fedprox.lr=1 fedprox.mu=4", "fedprox.lr=1 fedprox.mu=5",
+        "local.lr=2", "local.lr=3"]
+    run = points[1][1]
+    assert (run.method.args["theta_lr"], run.method.args["lr"]) == (3, 0.067)
+    assert run.method.args["pfedme_lambda"] == 30 and run.method.argv[-1] == "--seed=0"
+    assert str(run.folder) == "runs/compare/tune/a/theta-lr=3/0"
+
+
+def test_the_best_on_validation_images_is_chosen_not_the_best_on_test_images(
+        tmp_path, monkeypatch, capsys):
+    """Of equal ones the first. A run that diverged has lost; a method without one is refused."""
+    points, args, shared = grid("fedavg", "--tune", "lr=1,2,3,4", "--out", str(tmp_path))
+    found = [made_up("fedavg", [[[test]]], val=val)[0]
+             for test, val in ((0.9, 0.5), (0.2, 0.7), (0.3, 0.7), (0.9, 0.0))]
+    found[3].update(diverged=True, final={})
+    monkeypatch.setattr(compare, "train_all", lambda *_: found)
+    for words, run in points:
+        run.folder.mkdir(parents=True)
+        (run.folder / "result.json").write_text(words[0])
+    compare.tune(points, args, shared, tmp_path, None)
+    assert args.set == ["fedavg.lr=2"]
+    assert (tmp_path / "fedavg" / "0" / "result.json").read_text() == "fedavg.lr=2"
+    table = (tmp_path / "tune.md").read_text()
+    assert "| fedavg | lr=2 | 0.7000 | chosen |" in table and "| lr=4 | diverged |  |" in table
+    found[0]["final"] = {"global": {"top1": 0.5}}
+    refused(capsys, "fedavg measures no accuracy on validation images", compare.tune, points, args,
+            shared, tmp_path, None)
+    for r in found:
+        r.update(diverged=True, final={})
+    refused(capsys, "--tune: all runs of fedavg diverged; try other values", compare.tune, points,
+            args, shared, tmp_path, None)
 
 
 def test_a_curve_has_ten_points():
