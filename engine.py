@@ -1,9 +1,5 @@
-"""How the work is spread: threads on a CPU, CUDA graphs on a GPU, several processes.
-
-Nothing here changes what is computed, up to rounding. The plain loop is the specification: one
-client after the other, one minibatch after the other. Tests compare every faster way with it. fed
-is common.py's Federation.
-"""
+"""How the work is spread: threads on a CPU, CUDA graphs on a GPU, several processes. The plain loop
+is the specification; tests compare every faster way with it. fed is common.py's Federation."""
 
 import atexit
 import contextlib
@@ -101,8 +97,7 @@ def join_processes(device):
 
 def cores():
     """CPU cores that this process may use, its share of them where torchrun started several."""
-    known = hasattr(os, "sched_getaffinity")
-    whole = len(os.sched_getaffinity(0)) if known else os.cpu_count()
+    whole = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))
     return max(1, whole // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -143,19 +138,24 @@ def fast_kernels(precision):
 
 
 def pool(threads):
-    """map over items by so many threads, each with one thread of torch; Python's own map for 0.
-    Torch's own threads wait for each other wherever another program takes a core. So on a CPU all
-    heavy work is cut into parts for this pool; results do not depend on the number of threads."""
+    """map over items by so many threads; Python's own for 0. Torch's own threads wait for each
+    other where another program takes a core, so a CPU's heavy work is cut into parts for this."""
     if not threads:
         return map
-    torch.set_num_threads(1)
-    return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)).map
+
+    def begin(worker=True):
+        torch.set_num_threads(1)
+        STEPS.worker = worker  # in its work map is Python's own: a pool must not wait for itself
+
+    begin(worker=False)
+    workers = ThreadPoolExecutor(threads, initializer=begin)
+    return lambda *work: (map if getattr(STEPS, "worker", False) else workers.map)(*work)
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. Steps, and training on a GPU
 
-STEPS = threading.local()  # .vmapped: whether this thread is in a step of all clients at once
+STEPS = threading.local()  # .vmapped: this thread is in a step of all clients; .worker: of pool
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
 SMALL = 500_000  # weights; above it clients gain nothing from going together (a guess)
 MOST = 32  # graphs, since PyTorch has so many streams, and each graph needs one of its own

@@ -125,7 +125,7 @@ class Run:
         self.unwritten = {}  # what went wrong in writing, by file
         self.fixed_rounds = fixed_rounds
         self.marks = {}  # for curves.png: a round -> what begins with it
-        self.board = scalars(self.out) if args.tensorboard and is_main_process() else None
+        self.writer, self.board = summary_writer() if args.tensorboard else None, None
 
     # The loop
 
@@ -157,9 +157,14 @@ class Run:
             history, per_client = self.restore(saved) if saved else ([], None)
             if not saved:
                 self.put_aside()
+            if self.writer and is_main_process():
+                self.board = self.writer(self.out, purge_step=len(history) + 1)
             self.keep(history, per_client)
             target = self.on_target(history)
             self.complete = status == "finished" and (len(history) == self.args.rounds or target)
+            if saved and not self.complete and is_main_process():
+                for name in ("model.pt", "clients.pt"):  # of an earlier round
+                    (self.out / name).unlink(missing_ok=True)
             self.last = len(history) if target else self.args.rounds
             self.bar = tqdm(total=self.args.rounds, initial=len(history), desc=self.algorithm,
                             unit="round", leave=False, dynamic_ncols=True,
@@ -283,6 +288,7 @@ class Run:
             for part, measures in (("global", global_), ("personal", self.row.get("personal"))):
                 for name, value in (measures or {}).items():
                     self.board.add_scalar(f"{part}/{name}", value, self.row["round"])
+            self.board.flush()
 
     def is_finite(self):
         """Whether all numbers in the state and this round's losses are finite, in all processes."""
@@ -317,6 +323,7 @@ class Run:
         codes = [128 + number]
 
         def end():
+            tqdm.set_lock(threading.RLock())  # this thread may hold the old one for good
             try:
                 self.finish("interrupted")
             except SystemExit as refusal:  # which would end this thread alone
@@ -371,7 +378,11 @@ class Run:
             with contextlib.suppress(OSError):
                 part.unlink()
         else:
-            os.replace(part, path)
+            try:
+                os.replace(part, path)
+            except OSError as problem:  # on Windows: somebody reads it
+                self.unwritten[path] = problem.strerror
+                say(f"disk    {path} can't be replaced: {problem.strerror}")
 
     def save_models(self):
         """model.pt, the global model as a state dict of its module, and clients.pt with
@@ -394,9 +405,7 @@ class Run:
         kept, history, per_client = self.kept
         state = {}
         for name, z in kept.items():
-            if isinstance(z, Rows):
-                z.undo()
-                z = z.all
+            z = z.all if isinstance(z, Rows) else z
             state[name] = z.cpu() if torch.is_tensor(z) else z
         with open(part, "wb") as file:
             torch.save({"state": state, "history": history, "per_client": per_client,
@@ -505,7 +514,8 @@ class Run:
             processes = self.federation.processes
             others = [path for path, count in self.states().items() if count != processes]
             models = self.out / "model.pt", self.out / "clients.pt"
-            paths = [self.record_file, self.state_file, *models, *others]
+            events = self.out.glob("events.out.tfevents.*[0-9]")
+            paths = [self.record_file, self.state_file, *models, *events, *others]
         for path in paths:
             if path.exists():
                 os.replace(path, path.with_suffix(".previous" + path.suffix))
@@ -565,6 +575,8 @@ class Run:
             for number in self.handlers:
                 signal.signal(number, signal.SIG_IGN)
         self.status, self.pending = status, None
+        for rows in self.federation.all_rows:
+            rows.undo()  # what a round that was not completed has changed
         self.bar.close()
         self.save(failed, end=True)
         if status != "diverged":
@@ -619,13 +631,13 @@ class Run:
                    f"{older}", alone=True)
 
 
-def scalars(folder):
-    """TensorBoard's writer for --tensorboard."""
+def summary_writer():
+    """The class of TensorBoard's writers."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         refuse("--tensorboard needs the package tensorboard: pip install tensorboard")
-    return SummaryWriter(folder)
+    return SummaryWriter
 
 
 def rounds_to(target, history):
@@ -797,6 +809,8 @@ def free_memory(device):
 def is_finite(z):
     """Whether all numbers of a tensor are, or of what this round has put into Rows; x.isfinite()
     would make tensors as large as x."""
+    if isinstance(z, float):
+        return bool(np.isfinite(z))
     if isinstance(z, Rows):
         return all(sound for _, _, sound in z.replaced)
     return (not torch.is_tensor(z) or not z.numel()

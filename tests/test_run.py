@@ -701,8 +701,11 @@ def test_tensorboard_gets_every_measure_or_is_missed_in_one_line(tmp_path, capsy
     written = []
 
     class SummaryWriter:
-        def __init__(self, folder):
-            written.append(str(folder))
+        def __init__(self, folder, purge_step):
+            written.append((str(folder), purge_step))
+
+        def flush(self):
+            pass
 
         def add_scalar(self, name, value, number):
             written.append((name, value, number))
@@ -712,9 +715,26 @@ def test_tensorboard_gets_every_measure_or_is_missed_in_one_line(tmp_path, capsy
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     record, _ = run(fedavg, argv, tmp_path)
-    assert written[0] == str(tmp_path)
+    assert written[0] == (str(tmp_path), 1)
     for row in record["rounds"]:
         assert ("global/top1", row["global"]["top1"], row["round"]) in written
         assert ("personal/mean", row["personal"]["mean"], row["round"]) in written
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     refused(capsys, "pip install tensorboard", fedavg.main, [*argv, "--out", str(tmp_path / "no")])
+
+
+def test_work_of_the_pool_may_ask_for_the_pool():
+    """It would wait for itself."""
+    fed = federation([*QUICK, "--parallel", "2"])
+    rows = list(fed.map(lambda i: list(fed.map(lambda j: (i, j), range(3))), range(5)))
+    assert rows == [[(i, j) for j in range(3)] for i in range(5)]
+
+
+def test_a_resumed_run_leaves_no_model_of_an_earlier_round(tmp_path):
+    argv = [*QUICK, "--limit", "80", "--clients", "4", "--rounds", "2"]
+    run(fedavg, argv, tmp_path)
+    first = (tmp_path / "model.pt").read_bytes()
+    killed(fedavg, [*argv, "--rounds", "4", "--resume"], tmp_path, lambda t, _: t == 2)
+    assert not (tmp_path / "model.pt").exists()
+    run(fedavg, [*argv, "--rounds", "4", "--resume"], tmp_path)
+    assert (tmp_path / "model.pt").read_bytes() != first
