@@ -152,7 +152,11 @@ def make_data(name, source, arrays, test_share=None, classes=None):
         held = hold_out(y["train"], test_share)
         for z in (x, y):
             z["train"], z["test"] = z["train"][~held], z["train"][held]
-        owners[0] = owners[0] if owners[0] is None else owners[0][~held]
+        if owners[0] is not None:
+            if len(np.unique(owners[0][~held])) < len(np.unique(owners[0])):
+                refuse(f"--test-share {test_share:g} takes all images of a client; use a smaller "
+                       "one")
+            owners[0] = owners[0][~held]
     join = [np.concatenate([z[part] for part in ("train", "test", "val") if part in z])
             for z in (x, y)]
     owners = [owner if owner is None else owner.astype(np.int64) for owner in owners]

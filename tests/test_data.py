@@ -1105,3 +1105,20 @@ def test_a_model_that_cant_take_24x24_is_told_who_cut_them(capsys, monkeypatch):
     argv = ["--dataset", "cifar10", "--data-dir", "nowhere", "--model", "cnn", *CPU]
     refused(capsys, "--transform tensorflow, fedavg.py's default on cifar10, cuts 32x32 images so: "
             "--transform normalize leaves them whole", fedavg.main, argv)
+
+
+def test_a_test_share_may_not_take_all_images_of_a_client(tmp_path, capsys):
+    """Eight images in two classes; client 2 has one image, which .5 of each class takes or not."""
+    x, y = np.zeros((8, 4, 4), np.uint8), np.arange(8) % 2
+    x += np.arange(8, dtype=np.uint8)[:, None, None]
+    path = tmp_path / "few.npz"
+    for one in range(8):
+        owner = np.arange(8) % 2
+        owner[one] = 2
+        np.savez(path, x_train=x, y_train=y, client_train=owner)
+        try:
+            data = datasets.load_data(str(path), test_share=0.5)
+        except SystemExit:
+            assert "takes all images of a client" in capsys.readouterr().err
+        else:
+            assert set(data.owner) == {0, 1, 2}
