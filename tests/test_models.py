@@ -537,8 +537,7 @@ def base(**changes):
     (base(fc_extra=torch.ones(1)), "init.pt has fc.extra, which"),
     (base(fc_bias=torch.tensor([1.0, 2.0, float("nan")])), "has weights that are not finite"),
     (base() | {"bn.running_mean": torch.ones(2)}, "init.pt has bn.running_mean, which"),
-    (base() | {"bn.running_mean": torch.ones(2)}, "; it is of a network with BatchNorm: use "
-     "--batchnorm frozen"),
+    (base() | {"bn.running_mean": torch.ones(2)}, "; use --batchnorm frozen"),
     ({"epoch": 3, "model": base()}, "init.pt can't be read as a state dict"),
     ([torch.ones(2)], "init.pt can't be read as a state dict: 'list' object has no attribute"),
     (nn.Linear(2, 2), "init.pt can't be read as a state dict"),
