@@ -37,8 +37,7 @@ own test images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8,
     D5  Line 7 shrinks matrices, and kernels as matrices by pi, but no vectors. Line 20: all of p_i.
     D6  Bytes: pi(w_l) takes min(rows*columns, rank*(rows+columns)) numbers down. w_i goes up whole.
     D7  A client's test images are central ones: floor(100 * its class share) of each class.
-    D8  Class shares are Dirichlet(.1). Used-up classes are dealt again. Images are moved, flipped.
-"""
+    D8  Class shares are Dirichlet(.1). Used-up classes are dealt again. Images move and flip."""
 
 from types import SimpleNamespace as State
 

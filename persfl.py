@@ -47,8 +47,7 @@ paper has `end`s. docs/persfl.md explains D1 to D11, and fedavg.py explains [d],
     D8  Line 11: all students start at, and learn from, G_{E_G+1}. Table 2's .466 had 100 rounds.
     D9  Only training images are dealt (MNIST's DS-1: 6,000); the paper counts all.
     D10  --runs 5: five seeds and splits, averaged by user. Deviations are over users (divisor K-1).
-    D11  CIFAR-10's network also pools after its second convolution, as the authors' baselines do.
-"""
+    D11  CIFAR-10's network also pools after its second convolution, as the authors' baseline."""
 
 import json
 import pathlib

@@ -47,8 +47,7 @@ loops, or lost; 7a and C8a are ours). fedavg.py explains [d], net, l.7, docs/sup
     D12  "personal" uses the lambda of 0, .1, ..., 1 with the least training loss over all clients.
     D13  Line 5: C*K is rounded down.
     D14  Line 7a: n_k counts training images. Officially it counts test images, too.
-    D15  Line C8a: a step for every minibatch. Lines C10 and C11 are lost; perhaps it stood there.
-"""
+    D15  Line C8a: a step for every minibatch. Lines C10 and C11 are lost; maybe it stood there."""
 
 from math import ceil
 from types import SimpleNamespace as State
