@@ -18,6 +18,7 @@ import common
 import compare
 import fedavg
 import records
+import report
 from conftest import refused
 
 HERE = pathlib.Path(fedavg.__file__).parent
@@ -340,12 +341,12 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     found = {method.name: [compare.record(method, out / method.name / str(seed))
                            for seed in range(args.seeds)] for method in methods}
     assert len({compare.split_of(r) for runs in found.values() for r in runs}) == 1
-    rows = compare.table(found, methods, args, shared)
-    compare.write_table(rows, found, methods, shared, args, tmp_path)
+    rows = report.table(found, methods, args, shared)
+    report.write_table(rows, found, methods, shared, args, tmp_path)
     for name in ("compare.md", "compare.tex", "compare.csv", "runs.csv"):
         assert (tmp_path / name).read_text() == (out / name).read_text()
     if folder == "compare-cifar10":
-        assert "\n".join(compare.lines(*compare.paired_table(rows))) in page
+        assert "\n".join(report.lines(*report.paired_table(rows))) in page
 
 
 def made_up(name, clients, rounds=2, val=0.5):
@@ -367,44 +368,44 @@ def test_paired_differences_with_a_known_answer():
     noise = rng.normal(0, 0.1, base.shape)
     noise = (noise - noise.mean(2, keepdims=True)) * 0.1 / noise.std(2, keepdims=True)
     one, other = made_up("a", base + 0.02 + noise), made_up("b", base)
-    mean, (low, high), word = compare.paired(one, other)
+    mean, (low, high), word = report.paired(one, other)
     error = 0.1 / (6 * 400) ** 0.5
     assert mean == pytest.approx(0.02) and word == "ahead"
     assert (low + high) / 2 == pytest.approx(0.02, abs=2e-4)
     # a run that is drawn twice counts its clients twice: the sum of squared weights is 11/36, not
     # 6/36; two seeds of a split share the clients that are drawn, but their noise is independent
     assert high - low == pytest.approx(2 * 1.96 * error * (11 / 6) ** 0.5, rel=0.06)
-    assert compare.paired(other, one)[2] == "behind"
-    assert compare.paired(one, other) == compare.paired(one, other)  # a fixed generator
-    assert compare.paired(one, one) == (0, (0, 0), "not decided")
-    assert compare.paired(one[:1], other[:1]) == (pytest.approx(0.02), None, "")
+    assert report.paired(other, one)[2] == "behind"
+    assert report.paired(one, other) == report.paired(one, other)  # a fixed generator
+    assert report.paired(one, one) == (0, (0, 0), "not decided")
+    assert report.paired(one[:1], other[:1]) == (pytest.approx(0.02), None, "")
 
 
 def test_the_interval_covers_what_clients_share_over_seeds_and_runs_over_clients():
     """Seeds with equal differences do not narrow it; nor do clients where whole runs differ."""
     clients, none = np.linspace(-0.1, 0.1, 101), np.zeros(101)
-    alike = compare.paired(made_up("a", [[clients] * 4]), made_up("b", [[none] * 4]))
+    alike = report.paired(made_up("a", [[clients] * 4]), made_up("b", [[none] * 4]))
     half = 1.96 * clients.std() / 101 ** 0.5
     assert alike[1] == (pytest.approx(-half, rel=0.05), pytest.approx(half, rel=0.05))
     shifted = [[none + shift for shift in (-0.1, 0.0, 0.1, 0.2)]]
-    runs = compare.paired(made_up("a", shifted), made_up("b", [[none] * 4]))
+    runs = report.paired(made_up("a", shifted), made_up("b", [[none] * 4]))
     assert runs[0] == pytest.approx(0.05) and runs[1][0] < 0 and runs[2] == "not decided"
 
 
 def test_pairs_without_a_diverged_run():
     one = made_up("a", [[[0.5, 0.7], None, [0.6, 0.8]]])
     other = made_up("b", [[[0.4, 0.5], [0.0, 0.1], None]])
-    assert compare.paired(one, other) == (pytest.approx(0.15), None, "")
-    assert compare.paired(one[1:], other[1:]) is None
+    assert report.paired(one, other) == (pytest.approx(0.15), None, "")
+    assert report.paired(one[1:], other[1:]) is None
 
 
 def test_the_two_spreads():
     """Two splits of two seeds each: .5 and .7, .8 and .8."""
-    mean, seeds, splits = compare.spreads([0.5, 0.7, 0.8, 0.8], [0, 0, 1, 1])
+    mean, seeds, splits = report.spreads([0.5, 0.7, 0.8, 0.8], [0, 0, 1, 1])
     assert (mean, splits) == (pytest.approx(0.7), pytest.approx(0.2 / 2**0.5))
     assert seeds == pytest.approx((0.02 / 2) ** 0.5)  # of the variances .02 and 0
-    assert compare.spreads([0.5, 0.7], [4, 4])[2] is None
-    assert compare.spreads([0.5, 0.7], [4, 5])[1] is None
+    assert report.spreads([0.5, 0.7], [4, 4])[2] is None
+    assert report.spreads([0.5, 0.7], [4, 5])[1] is None
 
 
 def test_the_paper_s_table(tmp_path):
@@ -422,10 +423,10 @@ def test_the_paper_s_table(tmp_path):
             r.update(data={"name": "sha_pes"}, environment={"device": "cpu"}, split={
                 "clients": 4, "sizes": [9] * 4, "classes": [2, 3, 3, 4], "fingerprint": "f"})
             r["args"].update(split="shards", per_client=4)
-    rows = compare.table(found, methods, args, shared)
+    rows = report.table(found, methods, args, shared)
     assert [row["method"] for row in rows[2:]] == ["local", "scaffold"]
     assert [row["bold"] for row in rows] == [True, True, False, False]
-    compare.write_table(rows, found, methods, shared, args, tmp_path)
+    report.write_table(rows, found, methods, shared, args, tmp_path)
     text = (tmp_path / "compare.tex").read_text()
     assert r"my\_net & \textbf{0.753} $\pm$ 0.006 $\pm$ 0.000 & " in text
     assert r"local & 0.550 $\pm$" in text and "$+0.203$" in text
@@ -445,11 +446,11 @@ def test_one_run_decides_nothing():
     args, shared = compare.arguments(["--methods", "x", "--seeds", "1"])
     found = {name: made_up(name, [[[0.5, value]]])
              for name, value in (("local", 0.1), ("fedavg", 0.2), ("fedper", 0.3))}
-    rows = compare.table(found, methods, args, shared)
+    rows = report.table(found, methods, args, shared)
     assert [(row["method"], row["bold"]) for row in rows] == [
         ("fedper", True), ("fedavg", False), ("local", False)]
-    assert compare.paired_table(rows)[1][1] == ["fedavg", "-0.050", "+0.050"]
-    assert "nothing is decided" in compare.about_differences(rows)
+    assert report.paired_table(rows)[1][1] == ["fedavg", "-0.050", "+0.050"]
+    assert "nothing is decided" in report.about_differences(rows)
 
 
 def test_splits_and_seeds(go, monkeypatch):
