@@ -130,7 +130,7 @@ def main(argv=None):
 
     G = federation.initial_weights()  # l.2: G_1, [d]
     K = len(federation.clients)  # all users (of this process)
-    state = State(G=G, O=G.repeat(K, 1), A=None,  # l.2: O [K, d] is G_1 until l.8
+    state = State(G=G, O=G.repeat(K, 1), A=None,  # l.2: O [K, d] is G_1 until line 8
                   l_prime=G.new_full((K,), torch.inf, dtype=torch.double),  # l.2: l' [K]
                   round_of_O=G.new_zeros(K, dtype=torch.long))
     for t in run.rounds(state, model="G", clients="A"):  # l.1, l.3: Stage 1
@@ -139,7 +139,7 @@ def main(argv=None):
         better = l_k < state.l_prime  # l.6: [K]
         state.l_prime = torch.where(better, l_k, state.l_prime)  # l.7
         state.O = torch.where(better[:, None], state.G, state.O)  # l.8: [K, d]
-        state.round_of_O = torch.where(better, e, state.round_of_O)  # l.8, for the record
+        state.round_of_O = torch.where(better, e, state.round_of_O)  # for the record
         G_e = state.G.expand(K, -1)  # [K, d]: the same for each user
         w_k = federation.train(client_update, S, t, own=[G_e], shared=[federation.eta(t)])  # l.9
         state.G = federation.mean(w_k, federation.n)  # l.10: G_{e+1}, [d] (D2)

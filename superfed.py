@@ -82,11 +82,11 @@ def local_training(net, args):
     layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer (D6)
 
     @common.step
-    def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is 0 or 1
+    def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is t >= L*R
         lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.C6: b.draw ~ U(0,1)
 
         def loss(w_f, w_l):
-            return client_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)  # l.C7-C8
+            return client_loss(net, w_f, w_l, w_g, lam, nu, args.mu, b)
 
         gradient_f, gradient_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)
         w_f, u_f = sgd(w_f, u_f, gradient_f, eta)  # l.C8a: w^f - eta * gradient (D15)
@@ -97,10 +97,9 @@ def local_training(net, args):
         w_g = w_f  # l.C2
         u_f, u_l = torch.zeros_like(w_f), torch.zeros_like(w_l)  # momentum (D7)
         for minibatches in epochs:  # l.C3-C4 (D9)
-            for b in minibatches:  # l.C5
-                w_f, w_l, u_f, u_l = mixed_step(w_f, w_l, u_f, u_l, w_g, b,
-                                                eta, phase_two)  # l.C6-C8, l.C8a
-        return w_f, w_l  # l.C13
+            for b in minibatches:  # l.C5: mixed_step is lines C6 to C8a
+                w_f, w_l, u_f, u_l = mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two)
+        return w_f, w_l  # l.C13: w^f goes to the server
 
     return client_update
 
@@ -110,11 +109,11 @@ def main(argv=None):
     federation = common.Federation(args)
     run = common.Run(__file__, federation, fixed_rounds="Phase II begins at L*R")
     client_update = local_training(federation.net, args)
-    phase_two_from = first_round_of_phase_two(args)  # l.C6: L*R (D4)
+    phase_two_from = first_round_of_phase_two(args)  # L*R (D4)
     announce(run, phase_two_from)
 
     def draw(rng, steps):
-        return rng.random((steps, len(federation.net.layers)))  # l.C6: a row is b.draw
+        return rng.random((steps, len(federation.net.layers)))  # a row is a minibatch's b.draw
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_k, [K, d] (D3)
@@ -122,7 +121,7 @@ def main(argv=None):
         S = federation.sample(t)  # l.5: max(C*K, 1) random clients (D13)
         w_f, w_l = state.w_f.expand(len(S), -1), state.w_l[S]  # [m, d] each
         eta = learning_rate(federation, t)  # D4: the decay
-        phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.C6
+        phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # 0 or 1
         w_f_k, w_l_k = federation.train(client_update, S, t, own=[w_f, w_l],
                                         shared=[eta, phase_two], draw=draw)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]

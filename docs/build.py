@@ -190,11 +190,10 @@ def symbol(match):
     unit = name in "sx" and re.search(r"\d $", match.string[: match.start()])  # 62.6 s, 32 x 32
     if not primes and not after and (unit or name in ("a", "A", "I")):
         return match[0]
-    return (
-        (name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>")
-        + "′" * len(primes)
-        + scripts(after)
-    )
+    base = name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>"
+    whole = base + "′" * len(primes) + scripts(after)
+    # two scripts, one above the other, stay with their symbol at a line's end
+    return f'<span class="word">{whole}</span>' if 'class="ss"' in whole else whole
 
 
 def symbols(text):
@@ -290,8 +289,10 @@ def paragraph(text):
 
 
 def fold(title, body, opened=False):
-    return (f'<details class="fold" id="{slug(title)}"{" open" * opened}><summary>{mathematics(title)}</summary>\n'
-            f"{body}\n</details>")
+    return (
+        f'<details class="fold" id="{slug(title)}"{" open" * opened}>'
+        f"<summary>{mathematics(title)}</summary>\n{body}\n</details>"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,7 +324,8 @@ def paper_side(doc, key):
         )
         name, depth = f' id="{key}l{label}"' if number else "", max(column - first, 0) / 4
         out.append(
-            f'<div class="row" data-l="{label}"{name}>{link}<div class="t" style="--in:{depth:g}">{words}</div></div>'
+            f'<div class="row" data-l="{label}"{name}>{link}'
+            f'<div class="t" style="--in:{depth:g}">{words}</div></div>'
         )
     return "\n".join(out)
 
@@ -364,7 +366,8 @@ def code_side(file, lines, key):
         labels = f' data-l="{" ".join(sorted(own))}"' if own else "" if body else " data-empty"
         indent = len(source[n - 1]) - len(source[n - 1].lstrip())
         out.append(
-            f'<div class="row"{labels}><span class="n">{n}</span><code style="--in:{indent}">{body}</code></div>'
+            f'<div class="row"{labels}><span class="n">{n}</span>'
+            f'<code style="--in:{indent}">{body}</code></div>'
         )
     return (
         f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n' + "\n".join(out) + "</div>"
@@ -376,27 +379,38 @@ def listing(file, doc, lines, told, key="", about=""):
     Markdown."""
     words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence
     words = re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if words else []
-    full = "\n".join(f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
-                     f"{markdown(told[D])}</details>" for D, line in choices(doc).items())
-    return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n<div class="pseudo">\n{paper_side(doc, key)}\n'
-            f'</div></div>\n{code_side(file, lines, key)}</div>\n'
-            f'<div class="choices"><h3>Choices that change a number</h3>\n{paragraph(" ".join(words)) if words else ""}{full}\n</div>')
+    words = paragraph(" ".join(words)) if words else ""
+    full = "\n".join(
+        f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
+        f"{markdown(told[D])}</details>"
+        for D, line in choices(doc).items()
+    )
+    return (
+        f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n'
+        f'<div class="pseudo">\n{paper_side(doc, key)}\n</div></div>\n'
+        f"{code_side(file, lines, key)}</div>\n"
+        f'<div class="choices"><h3>Choices that change a number</h3>\n{words}{full}\n</div>'
+    )
 
 
 # --------------------------------------------------------------------------------------------------
 # Pages
 
-HINT = ('<p class="hint">Point at a line: what carries it out is marked on the other side. A click keeps the marks. <b>D1</b>, '
-        "<b>D2</b>, … open a choice in place. Keys: Tab, ↑ ↓, Enter, Esc.</p>")
+HINT = (
+    '<p class="hint">Point at a line: what carries it out is marked on the other side. A click '
+    "keeps the marks. <b>D1</b>, <b>D2</b>, … open a choice in place. Keys: Tab, ↑ ↓, Enter, Esc."
+    "</p>"
+)
 
 
 def page(name, title, body):
     links = "".join(f'<a href="{key}.html"{" aria-current=page" * (key == name)}>{text}</a>'
                     for key, text in {"index": "Start", **PAPERS, **TEXTS}.items())
     return ('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            "<!-- made by docs/build.py; don't edit -->\n"
-            f'<link rel="stylesheet" href="page.css">\n<nav>{links}</nav>\n<main>\n{body}\n</main>\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{title}</title>\n<!-- made by docs/build.py; don't edit -->\n"
+            '<link rel="stylesheet" href="page.css">\n'
+            f"<nav>{links}</nav>\n<main>\n{body}\n</main>\n"
             '<script src="page.js"></script>\n</html>\n')
 
 
@@ -412,8 +426,11 @@ def figures(name):
         *FIGURES.get(name, ()),
     ]:
         if (HERE / "results" / f"{picture}.svg").exists():
-            out.append(f'<figure><img src="../results/{picture}.svg" alt="{words}" loading="lazy"><figcaption>{mathematics(words)}. '
-                       f"<code>{html.escape(command)}</code></figcaption></figure>")
+            out.append(
+                f'<figure><img src="../results/{picture}.svg" alt="{words}" loading="lazy">'
+                f"<figcaption>{mathematics(words)}. "
+                f"<code>{html.escape(command)}</code></figcaption></figure>"
+            )
     return fold("Figures", "\n".join(out), True) if out else ""
 
 
@@ -479,8 +496,9 @@ def paper_page(name):
         if f' id="{slug(title)}"' in rest
     ]
     links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in links)
+    cite = html.escape(" ".join(cite.split()))
     body = (
-        f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}</p>{HINT}'
+        f'<header><h1>{PAPERS[name]}</h1><p class="cite">{cite}</p>{HINT}'
         f'<p class="toc">{links}</p></header>\n'
         + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1]))
         + rest
@@ -546,8 +564,10 @@ def baselines_page():
         block for block in doc.split("\n\n") if block.startswith(("Symbols", "Models", "Local SGD"))
     ]
     body = (
-        '<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: one function each.</p>'
-        f'{HINT}<p class="toc">{links}</p></header>\n{fold("Symbols and models", "".join(map(paragraph, words)))}\n'
+        '<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: '
+        f'one function each.</p>{HINT}<p class="toc">{links}</p></header>\n'
+        + fold("Symbols and models", "".join(map(paragraph, words)))
+        + "\n"
         + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
         + "\n".join(out)
         + below("baselines", rest)
@@ -566,15 +586,18 @@ def index_page():
         name: [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell) for cell in cells] for name, *cells in rows
     }
     cards = "".join(
-        f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>{html.escape(idea)}</a>'
+        f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>'
+        f"{html.escape(idea)}</a>"
         for name, title in PAPERS.items()
         for paper, idea in [rows[name]]
     )
     title, text = (HERE / "docs" / "first-hour.md").read_text(encoding="utf-8").split("\n", 1)
     body = (
-        "<header><h1>Federated learning, one file per paper</h1><p>Many clients (phones, hospitals) hold images that must not "
-        "leave them. Federated learning trains one model from all these images. Each page shows a paper's pseudocode beside its "
-        "code, the choices that change a number, what was measured, and exercises.</p></header>\n"
+        "<header><h1>Federated learning, one file per paper</h1>"
+        "<p>Many clients (phones, hospitals) hold images that must not leave them. Federated "
+        "learning trains one model from all these images. Each page shows a paper's pseudocode "
+        "beside its code, the choices that change a number, what was measured, and exercises.</p>"
+        "</header>\n"
         f'<div class="cards">{cards}</div>\n<ul>'
         + "".join(
             f'<li><a href="{name}.html">{html.escape(heading(name))}</a></li>'

@@ -29,7 +29,12 @@ for (const sides of document.querySelectorAll(".sides")) {
     if (event.target.closest(".note") || event.target.closest("h3") || String(getSelection())) return;
     const choice = event.target.closest("a.d"), row = row_of(event);
     if (choice) { event.preventDefault(); open_choice(choice); }
-    else if (row) { event.preventDefault(); pin(row); }
+    else if (row) {
+      event.preventDefault();
+      const line = rows.find(other => left(other) && labels(row).includes(other.dataset.l));
+      if (line) line.querySelector("a.n").focus({preventScroll: true, focusVisible: false});  // the keys go on from here
+      pin(row);
+    }
   });
   sides.addEventListener("keydown", event => {
     const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
@@ -68,6 +73,7 @@ function open_choice(link) {
   close.addEventListener("click", () => { close_choice(note); link.focus(); });
   note.prepend(close);
   row.append(note);
+  note.scrollIntoView({block: "nearest"});
   link.setAttribute("aria-expanded", "true");
 }
 function close_choice(note) {

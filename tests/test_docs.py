@@ -131,24 +131,37 @@ def test_pseudocode_and_choices():
 
 
 @pytest.mark.parametrize("text, wanted", [
-    ("w_k", "<i>w</i><sub><i>k</i></sub>"), ("w^f_0", '<i>w</i><span class="ss"><sup><i>f</i></sup><sub>0</sub></span>'),
-    ("w^{t+1}", "<i>w</i><sup><i>t</i>+1</sup>"), ("G_{E_G+1}", "<i>G</i><sub><i>E</i><sub><i>G</i></sub>+1</sub>"),
-    ("lambda * eta_g", "<i>λ</i> · <i>η</i><sub><i>g</i></sub>"), ("a client's I", "a client's I"),
-    ("t >= L*R", "<i>t</i> ≥ <i>L</i>·<i>R</i>"), ("cos^2(x)", "cos<sup>2</sup>(<i>x</i>)"),
-    ("the sum over k in S_t of n_k", "∑<sub><i>k</i> ∈ <i>S</i><sub><i>t</i></sub></sub> <i>n</i><sub><i>k</i></sub>"),
-    ("||w||^2", "‖<i>w</i>‖<sup>2</sup>"), ("||.||_*", "‖.‖<sub>∗</sub>"), ("<u, v>", "⟨<i>u</i>, <i>v</i>⟩"),
-    ("1-lambda", "1−<i>λ</i>"), ("l'_k < D''", "<i>l</i>′<sub><i>k</i></sub> &lt; <i>D</i>′′"),
+    ("w_k", "<i>w</i><sub><i>k</i></sub>"),
+    ("w^f_0", '<span class="word"><i>w</i><span class="ss"><sup><i>f</i></sup>'
+              "<sub>0</sub></span></span>"),
+    ("w^{t+1}", "<i>w</i><sup><i>t</i>+1</sup>"),
+    ("G_{E_G+1}", "<i>G</i><sub><i>E</i><sub><i>G</i></sub>+1</sub>"),
+    ("lambda * eta_g", "<i>λ</i> · <i>η</i><sub><i>g</i></sub>"),
+    ("a client's I", "a client's I"),
+    ("t >= L*R", "<i>t</i> ≥ <i>L</i>·<i>R</i>"),
+    ("cos^2(x)", "cos<sup>2</sup>(<i>x</i>)"),
+    ("the sum over k in S_t of n_k",
+     "∑<sub><i>k</i> ∈ <i>S</i><sub><i>t</i></sub></sub> <i>n</i><sub><i>k</i></sub>"),
+    ("||w||^2", "‖<i>w</i>‖<sup>2</sup>"),
+    ("||.||_*", "‖.‖<sub>∗</sub>"),
+    ("<u, v>", "⟨<i>u</i>, <i>v</i>⟩"),
+    ("1-lambda", "1−<i>λ</i>"),
+    ("l'_k < D''", "<i>l</i>′<sub><i>k</i></sub> &lt; <i>D</i>′′"),
     ("62.6 s, 32 x 32", "62.6 s, 32 × 32"),
-    ("Phase I, CIFAR-10, non-IID, D12", "Phase I, CIFAR-10, non-IID, D12"), (".995^(t+1)", ".995<sup>(<i>t</i>+1)</sup>"),
-    ("--unseen N, `w_k`", '<code><span class="word">--unseen</span> N</code>, <code>w_k</code>'),
-    ("Omega_shared", "<i>Ω</i><sub>shared</sub>")])
+    ("Phase I, CIFAR-10, non-IID, D12", "Phase I, CIFAR-10, non-IID, D12"),
+    (".995^(t+1)", ".995<sup>(<i>t</i>+1)</sup>"),
+    ("--unseen N, `w_k`",
+     '<code><span class="word">--unseen</span> N</code>, <code>w_k</code>'),
+    ("Omega_shared", "<i>Ω</i><sub>shared</sub>"),
+])
 def test_mathematics(text, wanted):
     assert build.mathematics(text) == wanted
 
 
 def test_stars_of_products_are_no_emphasis():
     assert build.markdown("C*K and L*R, *this* is `a*b`\n\n    a*b") == (
-        "<p><i>C</i>·<i>K</i> and <i>L</i>·<i>R</i>, <em>this</em> is <code>a*b</code></p>\n<pre><code>a*b\n</code></pre>\n"
+        "<p><i>C</i>·<i>K</i> and <i>L</i>·<i>R</i>, <em>this</em> is <code>a*b</code></p>\n"
+        "<pre><code>a*b\n</code></pre>\n"
     )
 
 

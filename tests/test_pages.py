@@ -1,4 +1,5 @@
-"""What the files say of themselves: pseudocode tags, deviations, commands, numbers, lengths."""
+"""What the files say of themselves: pseudocode tags, deviations, commands, numbers, lengths. And
+what a reader does with SuPerFed's page in a browser."""
 
 import functools
 import inspect
@@ -7,6 +8,7 @@ import json
 import pathlib
 import re
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ import compare
 import fedavg
 import measure_demo
 import reproduce
+import sentences
+from docs import build
 from docs.build import choices, pseudocode, tags
 from tables import fedavg_how_often
 
@@ -90,12 +94,24 @@ WORDS = {"README": 1200, "baselines": 4500, **dict.fromkeys(ALGORITHMS, 2500), "
 
 def test_no_page_is_too_long():
     """Words of each page, of all of docs/, and of README."""
-    found = {path.stem: len(path.read_text().split())
-             for path in (HERE / "README.md", *(HERE / "docs").glob("*.md"))}
+    texts = (HERE / "README.md", *(HERE / "docs").glob("*.md"))
+    found = {path.stem: sentences.words(path) for path in texts}
     assert {name: n for name, n in found.items() if n > WORDS.get(name, 1800)} == {}
     assert sum(found.values()) - found["README"] <= 30_000
     for path in (HERE / "results").glob("*.md"):
         assert path.stat().st_size <= 60_000, path
+
+
+def test_sentences_without_a_verb_are_found_in_pages_and_programs(tmp_path):
+    page, program = tmp_path / "some.md", tmp_path / "some.py"
+    page.write_text("# A heading.\n\nClients train. One seed, two\nsplits. Its loss: `is`.\n\n"
+                    "    no code.\n\n- E: local epochs.\n- no end\n\n| a row. |\n|---|\n")
+    program.write_text('"""The mean.\n\nIt is one.\n\n    D1  Line 2: a plain\n        mean.\n"""\n'
+                       "x = 1  # [d]\n# It is a\n# sum. No sum.\n")
+    assert list(sentences.without_verb(page)) == ["One seed, two splits.", "Its loss: `is`."]
+    assert list(sentences.without_verb(program)) == ["The mean.", "Line 2: a plain mean.",
+                                                     "No sum."]
+    assert sentences.words(program) == 18
 
 
 @functools.cache
@@ -346,3 +362,67 @@ def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
         quoted = re.findall(r"(?<!\d)0?(\.\d{4})(?!\d)", text)
         folder = f"{common_folder.group(1)}/{folder}" if common_folder else folder
         assert quoted and set(quoted) <= {number.lstrip("0") for number in quotable(folder)}, folder
+
+
+@pytest.fixture
+def browser():
+    """Chromium without a window, where it, its driver and selenium are installed."""
+    why = "needs pip install selenium and apt-get install chromium chromium-driver"
+    webdriver = pytest.importorskip("selenium.webdriver", reason=why)
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip(why)
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-background-networking",
+        "no-first-run",
+        "force-prefers-reduced-motion",  # or a click would come while the page still scrolls
+        "window-size=1280,900",
+    ):
+        options.add_argument(f"--{flag}")
+    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
+        yield browser
+
+
+def test_a_click_marks_the_code_and_keys_move_on_and_open_a_choice(browser, tmp_path):
+    from selenium.webdriver import Keys
+
+    for name, text in build.pages().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in ("page.css", "page.js"):
+        shutil.copy(HERE / "docs" / name, tmp_path)
+    browser.get((tmp_path / "superfed.html").as_uri())
+
+    def rows(which):
+        return browser.find_elements("css selector", which)
+
+    def marked():
+        """The marked rows' texts: numbers in the pseudocode, statements in the code."""
+        assert all(
+            row.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
+            for row in rows(".row.on")
+        )
+        numbers, code = rows(".paper .row.on .n"), rows(".code .row.on code")
+        return [row.text for row in numbers], [row.text.split("  #")[0] for row in code]
+
+    def press(key):
+        browser.switch_to.active_element.send_keys(key)
+
+    assert marked() == ([], [])
+    rows("#lC8 .t i")[0].click()  # a symbol of the line
+    assert marked() == (["C8"], ["return CE + nu * cos**2 + mu * squared_distance"])
+    press(Keys.ARROW_UP)
+    assert marked() == (["C7"], ["W = mix(w_f, w_l, lam)"])
+    press(Keys.ARROW_UP)
+    assert marked() == (["C6"], ["lam, nu = phase_two * b.draw[layer], phase_two * args.nu"])
+    press(Keys.TAB)  # to the line's D4
+    assert rows(".note") == []
+    press(Keys.ENTER)
+    (note,) = rows("#lC6 .note")
+    assert note.is_displayed() and "D4 Line C6: Phase II" in note.text
+    press(Keys.ESCAPE)
+    assert rows(".note") == [] and marked() == ([], [])
