@@ -1,5 +1,6 @@
 # make demo       two runs of SuPerFed on the embedded images, one to three minutes each, and the pages
 # make compare    all 23 methods on the embedded images, three seeds: a table and two figures
+# make benchmark  all methods on CIFAR-10, each with chosen settings; hours, what is there stays
 # make reproduce  every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
 # make docs       docs/*.html: each paper's pseudocode beside its code
 # make bench      seconds per round against a plain PyTorch loop; wants a quiet machine
@@ -19,6 +20,9 @@ demo: .venv/ready docs
 
 compare: .venv/ready
 	$(PYTHON) compare.py --methods all --jobs 2
+
+benchmark: .venv/ready
+	$(PYTHON) compare.py --benchmark --jobs 2
 
 reproduce: .venv/ready
 	$(PYTHON) reproduce.py $(ARGS)
@@ -51,4 +55,4 @@ test-all: lint
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	touch .venv/ready
 
-.PHONY: demo compare reproduce docs bench gpu-check authors lint test test-all
+.PHONY: demo compare benchmark reproduce docs bench gpu-check authors lint test test-all

@@ -25,11 +25,12 @@ from records import numbers
 
 EQUAL = ["--dataset=cifar10", "--limit=6400", "--clients=20", "--client-test=0.25",
          "--client-val=0.125", "--model=cifarnet", "--transform=normalize", "--fraction=0.5",
-         "--rounds=60", "--eval-every=60", "--epochs=1", "--batch-size=20", "--momentum=0"]
+         "--rounds=40", "--eval-every=40", "--epochs=1", "--batch-size=20", "--momentum=0"]
 KINDS = {"two classes": ["--split=classes", "--per-client=2"],
          "Dirichlet": ["--split=dirichlet-classes", "--alpha=0.3"],
          "iid": ["--split=iid"]}
 SPLITS = 3  # of each kind
+RESULTS = compare.HERE / "results" / "benchmark"  # what is known of all runs: KIND.json
 TO = "local", "fedavg-ft"  # the methods of the paired differences
 
 # In ascending order; the outer two are tried only if the value beside them is the best.
@@ -98,12 +99,12 @@ class Kind:
 
     def __init__(self, title, args):
         self.title, self.args, self.name = title, args, title.replace(" ", "-").lower()
-        self.committed = compare.HERE / "results" / "benchmark" / f"{self.name}.json"
+        self.committed = RESULTS / f"{self.name}.json"
         self.options, self.shared = compare.arguments(
             ["--methods=local", f"--jobs={args.jobs}", *EQUAL, *KINDS[title],
              *[f"--device={args.device}"] * bool(args.device), f"--data-dir={args.data_dir}",
              f"--out={args.out}/{self.name}"])
-        self.options.against, self.options.split_seeds = TO, SPLITS
+        self.options.split_seeds = SPLITS
         self.known = {}
         if self.committed.exists():
             self.known = json.loads(self.committed.read_text())["methods"]
@@ -139,7 +140,7 @@ class Kind:
         if not self.args.file:
             about = {"settings": [*EQUAL, *KINDS[self.title]], "data": some["data"]["name"],
                      "images": some["data"]["fingerprint"], "environment": some["environment"]}
-            self.committed.parent.mkdir(exist_ok=True)
+            self.committed.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({**about, "methods": self.known}, indent=1)
             self.committed.write_text(text + "\n", encoding="utf-8")
 
@@ -187,7 +188,7 @@ class Kind:
         settings = {name: self.choose(name)[0] for name in names}
         records = {name: [self.known_run(name, settings[name], split, seed)
                           for split in range(SPLITS) for seed in range(seeds)] for name in names}
-        self.options.seeds = seeds
+        self.options.seeds, self.options.against = seeds, [name for name in TO if name in names]
         return report.table(records, self.methods(settings), self.options, self.shared)
 
 
@@ -278,7 +279,7 @@ def main(argv):
     rows = {kind.title: kind.rows() for kind in kinds}
     text = "\n\n".join("\n".join([f"## {title}", "", *table(found)])
                        for title, found in rows.items())
-    folder = out if args.file else compare.HERE / "results" / "benchmark"
+    folder = out if args.file else RESULTS
     (folder / "benchmark.md").write_text(text + "\n", encoding="utf-8")
     draw(rows, folder / "benchmark.png")
     common.say(f"{text}\n\ntable   {folder}/benchmark.md, benchmark.png")
