@@ -130,7 +130,7 @@ class Kind:
         jobs = []
         for name, settings, split, seed in wanted:
             method, = self.methods({name: settings})
-            run = compare.job(method, split, seed, self.options, self.shared)
+            run = compare.job(method, seed, split, self.options, self.shared)
             folder = pathlib.Path(self.options.out, name, key(settings, split, seed))
             jobs.append(run._replace(label=f"{self.title}, {name}, {folder.name}", folder=folder))
         found = compare.train_all(jobs, self.options, self.shared, bar)
