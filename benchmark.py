@@ -267,11 +267,10 @@ def main(argv):
             bar.total = bar.n + sum(k.left(name, args.seeds) for k in kinds for name in names)
             kind.train(wanted, bar)
 
-        for kind in kinds:
+        for seed, kind in itertools.product(range(args.seeds), kinds):  # a seed of all kinds first
             while points := [(name, settings, 0, 0) for name in names
                              for settings in kind.choose(name)[1]]:
                 train(kind, points)
-        for seed, kind in itertools.product(range(args.seeds), kinds):  # a seed of all kinds first
             runs = [(name, kind.choose(name)[0], split, seed) for split in range(SPLITS)
                     for name in names]
             if missing := [run for run in runs if not kind.known_run(*run)]:
