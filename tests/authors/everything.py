@@ -28,40 +28,40 @@ RECORD = check.ROOT / "results" / "authors.json"
 PAGE = check.ROOT / "docs" / "authors.md"
 ABOUT = {
     "superfed": """
-Both versions of SuPerFed's code are compared. The first, for version 1 of the paper, has Model
-Mixing, the newest Layer Mixing. Ours runs with `--as official` unless a line says otherwise.
-Clients have different sizes.""",
+The former, for version 1 of the paper, implements Model Mixing, the latter, the newest, Layer
+Mixing. Ours runs with `--as official` unless a line says otherwise. Clients have different
+sizes.""",
     "fedslr": """
-FedSLR runs with clients of different sizes. Its factors are compared by how many numbers they take.
-The other methods are those of its `train.py`. Where it takes a plain mean of the clients and we
-weight by n_k, clients have equal sizes. Its coin flips give our sampled clients (fedslr D2). With
-lambda 0, Ditto has no pull.""",
+FedSLR runs with clients of different sizes. Its factors are compared by their number of parameters.
+The other methods are those of its `train.py`. Where it averages clients equally and we weight by
+n_k, clients have equal sizes. Its coin flips are set to choose our sampled clients (fedslr D2).
+With lambda 0 Ditto has no proximal term.""",
     "pfedme": """
-All its users take equally many minibatches in a round. So do our clients, which have different
-sizes (pfedme D2).""",
+All its users take equally many minibatches in a round, and so do our clients, though their sizes
+differ (pfedme D2).""",
     "ditto": """
-Its code needs TensorFlow 1. A stub replaces it, and a model in PyTorch replaces its model. The
+Its code needs TensorFlow 1, which a stub replaces, and a PyTorch model replaces its model. The
 trainer is theirs. Clients have different sizes, but equally many minibatches.""",
     "feddyn": """
 Its code divides FedDyn's alpha by n_k / mean n, and weights SCAFFOLD's c in the same way. Unless
-the line says otherwise, it is told equal n_k, though clients have different sizes. In SCAFFOLD
-clients have equally many minibatches, and eta is constant, since its code divides by the eta of the
-first round.""",
+the line says otherwise, we pass it equal n_k, though clients have different sizes. In SCAFFOLD
+clients have equally many minibatches, and eta is constant, because its code divides by the first
+round's eta.""",
     "lgfedavg": """
-The whole script main_lg.py runs, from the weights of our first round (lg-fedavg D2). Clients have
+The whole script main_lg.py runs, starting from our initial weights (lg-fedavg D2). Clients have
 different sizes.""",
     "fedrep": """
 The whole script main_fedrep.py runs, up to its last round, which we leave out (fedrep D2). In its
-code a client's first head shares memory with the global model, and changes with it (fedrep D4).
-With a copy in that line both programs agree. For MNIST it takes a plain mean, so clients have equal
-sizes. For LEAF it weights by n_k, and clients have different sizes.""",
+code a client's first head shares memory with the global model, and changes with it (fedrep D4). If
+that line makes a copy, both programs agree. For MNIST it averages clients equally, so clients have
+equal sizes. For LEAF it weights by n_k, and clients have different sizes.""",
     "fedma": """
 This compares the matching of units, not the training. A case has 4 clients with 12 units of 20
 weights each. Agreement is the sum of the inner products of all matched units. With more noise than
 signal, the two programs end in different local optima.""",
     "torch_sgd": """
-The authors of FedAvg and FedAvgM have published no code. So the other side is PyTorch's optimiser
-`torch.optim.SGD`: for the clients' steps, and with its Nesterov momentum for the server's step.
+The authors of FedAvg and FedAvgM have published no code. So we compare with PyTorch's optimiser
+`torch.optim.SGD`, for the clients' steps and, with Nesterov momentum, for the server's step.
 Clients have different sizes.""",
 }
 
@@ -96,44 +96,44 @@ def page(record):
     text = "# The same numbers as the authors' code\n\n" + wrapped(f"""
 This page is made by `make authors CLONES=folder`. Do not edit it: edit tests/authors/everything.py.
 
-We ran {len(scripts) - len(ours)} repositories of authors beside our files. Both programs got the
-same weights, minibatches, random draws and sampled clients. Then their numbers were compared.
+We ran the authors' programs from {len(scripts) - len(ours)} repositories beside our files, with the
+same weights, minibatches, random draws and sampled clients, and compared the numbers.
 
 **Result.** In {len(equal)} comparisons ({len(with_pytorch)} with PyTorch's SGD) the two programs
-agree up to rounding. The largest difference is {largest:.0e}. In the other
-{len(lines) - len(equal)} the numbers differ on purpose. These have the choice (D1, D2, ...) that
-explains the difference, which the docstring of the file or method describes.
+agree up to rounding: they differ by at most {largest:.0e}. In the other {len(lines) - len(equal)}
+they differ on purpose. These lines name the choice (D1, D2, ...) that explains the difference; the
+docstring of our file or method describes it.
 
 **Not compared.** We found no authors' code for PersFL's two stages, Psi-Net and FedSpa. We did not
 compare `centralised`, fine-tuning, FedMA's training and APFL's learnt alpha.
 
 **Repeat it.** Clone the repositories into one folder (tests/authors/everything.py has the
-commands). Then run `make authors CLONES=folder`. It takes two minutes, and needs no GPU and no
+commands). Then run `make authors CLONES=folder`, which takes two minutes and needs neither GPU nor
 data. `.venv/bin/python tests/authors/superfed.py folder/SuPerFed` compares one repository.
 
-**How it works.** Our program runs first, as a user runs it, on a small made-up data set, and its
-draws are recorded. Then their program runs with these draws, from the commit that this page names.
-Our repository contains no line of their code.
+**How it works.** Our program runs first, as a user would run it, on a small synthetic data set, and
+its random draws are recorded. Then their program, at the commit that this page names, runs with
+these draws. None of their code is in our repository.
 
-**The tables.** *difference* is the largest difference between two numbers. It counts as rounding
-below epsilon * steps * n * size. Here epsilon is 2^-52, n the number of terms in the longest sum of
-a step, and size the largest number compared, at least 1. If a result is divided by a small number,
-this bound is larger by that factor. It does not count that later steps can enlarge an error.
-[The record](../results/authors.json) has all rounds, steps and bounds. *Changed there* names what
-was replaced in their program so that it could run; "float32 reads float64" means that this word is
-replaced in their files.
+**The tables.** *Difference* is the largest difference between two numbers. Below
+epsilon * steps * n * size it counts as rounding: epsilon is 2^-52, n the number of terms in the
+longest sum of a step, and size the largest number compared, at least 1. Dividing a result by a
+small number enlarges the bound by that factor. It ignores that later steps can enlarge errors.
+[The record](../results/authors.json) lists all rounds, steps and bounds. *Changed there* names what
+we replaced to make their program run; "float32 reads float64" means that this word is replaced in
+their files.
 
-Computed in float64, with Python {record["python"]} and PyTorch {record["torch"]}.
+We computed in float64, with Python {record["python"]} and PyTorch {record["torch"]}.
 """)
     for name, part in record["scripts"].items():
         text += f"\n## {part['repository'] or 'PyTorch, for FedAvg and FedAvgM'}\n\n"
         about = ABOUT[name]
         if part["commits"]:
             commits = " and ".join(commit[:10] for commit in part["commits"])
-            about = f"Commit {commits}. {about}"
+            about = f"We ran commit{'s' * (len(part['commits']) > 1)} {commits}. {about}"
         stubs = sorted({line["stubs"] for line in part["lines"] if line["stubs"]})
         if stubs:
-            about += "\n\nChanged there: " + ". Or: ".join(stubs) + "."
+            about += "\n\nChanged there: " + ". In other comparisons: ".join(stubs) + "."
         text += wrapped(about) + "\n| what | difference |\n|---|---|\n"
         for line in part["lines"]:
             choice = f", {line['because']}" if line["because"] else ""
