@@ -79,18 +79,18 @@ def everybody(shared):
 
 
 # What a method has of its own although the others share it: the settings, and why.
-FROM_MEMORY = "the paper's clients, from memory, have no momentum"
+NO_MOMENTUM = "the paper's clients have no momentum"
 OWN = {
     "fedslr": (plain, "the authors' clients have no momentum"),
-    "scaffold": (plain, FROM_MEMORY),
-    "per-fedavg": (plain, FROM_MEMORY),
+    "scaffold": (plain, NO_MOMENTUM),
+    "per-fedavg": (plain, NO_MOMENTUM),
     "centralised": (lambda shared: plain(shared) | everybody(shared),
                     "with the others' momentum and rate it learns almost nothing; it has all "
                     "clients' images in every round"),
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9},
                 "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               f"{FROM_MEMORY}; lr = 1/lambda: in the first round a step sets w_k to theta_k; "
+               f"{NO_MOMENTUM}; lr = 1/lambda: in the first round a step sets w_k to theta_k; "
                "theta_lr is the rate of SGD"),
     "fedma": (lambda shared: {"rounds": max(1, round(shared.rounds / 2))},
               "in a round it trains once for each layer, where others train once"),

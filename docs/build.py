@@ -3,7 +3,7 @@ docs` calls it.
 
 Pseudocode and choices are from the docstrings, code from the files, the text below from
 docs/NAME.md, the tables from results/NAME.md. All pages share docs/page.css and docs/page.js.
-tests/test_docs.py compares the committed pages with what this script makes.
+tests/test_docs.py checks what this script makes.
 """
 
 import ast
@@ -28,7 +28,7 @@ PAPERS = {
     "baselines": "Baselines",
 }
 # pages without code beside them
-TEXTS = {"claims": "Claims", "compare": "Compare", "extend": "Your own", "run": "Runs"}
+TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "extend": "Your own", "run": "Runs"}
 MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"

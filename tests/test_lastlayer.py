@@ -1,3 +1,5 @@
+"""The examples of docs/: a method and a network of one's own."""
+
 import pathlib
 
 import numpy as np
@@ -8,7 +10,8 @@ import common
 import fedavg
 from conftest import QUICK, federation, pixels, run, softmax_gradient
 
-lastlayer = common.load_file(pathlib.Path(fedavg.__file__).parent / "docs" / "lastlayer.py")
+HERE = pathlib.Path(fedavg.__file__).parent
+lastlayer = common.load_file(HERE / "docs" / "lastlayer.py")
 
 
 def test_two_rounds_by_hand(toy, tmp_path):
@@ -41,3 +44,11 @@ def test_its_ends_are_fedavg_and_fedper(tmp_path):
     record, _ = run(lastlayer, [*argv, "--mix", "1"], tmp_path / "1")
     found, want = (one["final"]["personal"]["per_client"] for one in (record, fedper))
     assert found == want
+
+
+def test_the_network_of_docs_trains(tmp_path):
+    """Every weight of the residual block moves, in a run with both files."""
+    argv = [*QUICK, "--limit", "400", "--model", f"{HERE}/docs/mynet.py:MyNet"]
+    w_0 = federation(argv).initial_weights()
+    _, state = run(lastlayer, argv, tmp_path)
+    assert len(w_0) == 10_122 and (state["w"] != w_0).all()
