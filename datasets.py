@@ -1,5 +1,5 @@
-"""Data sets: load_data gives a Data by a name, or from a .npz, a folder of images or LEAF's JSON.
-TRANSFORMS: what a model sees of an image."""
+"""Data sets: load_data returns a Data by its name, or from a .npz, a folder of images or LEAF's
+JSON. TRANSFORMS turn its images into a model's inputs."""
 
 import functools
 import hashlib
@@ -19,8 +19,8 @@ class Data(NamedTuple):
     """images [N,H,W,C] (uint8, uint16 or float32) and labels [N] int64. The first n_train are for
     training, the last n_val for validation; those between are the central test images.
 
-    owner [n_train]: the client that each training image belongs to, where the data set says so;
-    test_owner: that of each test image. names: of the classes. notes: lines for the user.
+    owner [n_train]: the client of each training image, where the data set says so; test_owner: the
+    client of each test image. names: of the classes. notes: lines for the user.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Data(NamedTuple):
 
     @property
     def central(self):
-        """The numbers of the central test images."""
+        """Returns the numbers of the central test images."""
         return np.arange(self.n_train, len(self.images) - self.n_val)
 
     @property
     def validation(self):
-        """The numbers of the data set's own validation images."""
+        """Returns the numbers of the data set's own validation images."""
         return np.arange(len(self.images) - self.n_val, len(self.images))
 
     def fingerprint(self):
@@ -60,23 +60,20 @@ DATASETS = {  # height, width, channels, classes
 
 
 def images_for(args, rng):
-    """The Data of --dataset, with --limit, --limit-test and, drawn from rng, --augment-once."""
+    """Returns the Data of --dataset, with --limit, --limit-test and --augment-once, which uses rng.
+    """
     data = load_data(args.dataset, args.data_dir, args.resize, args.test_share, args.classes)
-    natural = args.split == "natural" and data.owner is not None
-    clients = data.owner.max() + 1 if natural else 0
     if args.limit or args.limit_test:
-        data = limit_images(data, args.limit, args.limit_test, natural)
-    for flag, owner in (("--limit", data.owner), ("--limit-test", data.test_owner)):
-        if natural and owner is not None and len(np.unique(owner)) < clients:
-            refuse(f"{flag} leaves a client of --split natural without images; use a larger one")
+        data = limit_images(data, args.limit, args.limit_test, args.split == "natural")
     return augment_once(data, rng) if args.augment_once else data
 
 
 def load_data(name, folder="data", resize=None, test_share=None, classes=None):
-    """A data set: one of DATASETS, the path of a .npz or of a folder of images, or leaf:FOLDER.
+    """Returns the Data of `name`: one of DATASETS, the path of a .npz or of a folder of images, or
+    leaf:FOLDER. Refuses what is missing, broken or inconsistent.
 
-    FOLDER/NAME.npz is used if it exists; otherwise torchvision downloads into FOLDER. Refuses what
-    is missing, broken or inconsistent. resize, test_share, classes: as the flags.
+    folder/NAME.npz is used if it exists; otherwise torchvision downloads into the folder. resize,
+    test_share, classes: as the flags.
     """
     path, known = pathlib.Path(name), DATASETS.get(name)
     is_folder = name and path.is_dir() and not known
@@ -102,7 +99,7 @@ def load_data(name, folder="data", resize=None, test_share=None, classes=None):
 
 
 def fetch(name, path):
-    """The arrays of a data set with a name; its files lie, or will lie, beside `path`."""
+    """Returns the arrays of a data set with a name; its files lie, or will lie, beside `path`."""
     if name not in DATASETS:
         refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, the path of a "
                ".npz or of a folder of images, or leaf:FOLDER (docs/extend.md)")
@@ -122,13 +119,14 @@ def fetch(name, path):
 
 
 def make_data(name, source, arrays, test_share=None, classes=None):
-    """Joins a reader's arrays to a Data; refuses what can't be trained on."""
+    """Joins a reader's arrays into a Data. Refuses what can't be trained on."""
     parts = [part for part in ("train", "test", "val")
              if part == "train" or {f"x_{part}", f"y_{part}"} & {*arrays}]
     if missing := [f"{z}_{part}" for part in parts for z in "xy" if f"{z}_{part}" not in arrays]:
         refuse(f"{source} has no array {missing[0]}; it needs {', '.join(ARRAYS[:4])}")
     x = {part: check_images(source, f"x_{part}", arrays[f"x_{part}"]) for part in parts}
-    y = {part: check_labels(source, part, parts, len(x[part]), arrays[f"y_{part}"])
+    anew = numbered(*(f"y_{part}" for part in parts))
+    y = {part: check_labels(source, part, len(x[part]), arrays[f"y_{part}"], anew)
          for part in parts}
     a = x["train"]
     for part, b in x.items():
@@ -140,32 +138,26 @@ def make_data(name, source, arrays, test_share=None, classes=None):
         names, said = tuple(map(str, said)), np.array(len(said))
     if said.ndim or said.dtype.kind not in "iu":
         refuse(f"{source}: the array classes must be their number, or their names")
-    n = count_classes(source, y, classes or int(said))
-    owners = [arrays.get(f"client_{part}") for part in ("train", "test")]
-    check_owners(source, owners, y)
+    n = count_classes(source, y, classes or int(said), anew)
+    owner, test_owner = check_owners(source, arrays, y)
     if not test_share and "test" not in parts:
         refuse(f"{source} has no test images; add x_test and y_test (in a folder of images: "
                "test/CLASS/), or hold out a share of the others by --test-share 0.2")
     if test_share and "test" in parts:
         refuse(f"{source} has test images; leave out --test-share")
     if test_share:
-        held = hold_out(y["train"], test_share)
+        held = hold_out(y["train"], owner, test_share)
         for z in (x, y):
             z["train"], z["test"] = z["train"][~held], z["train"][held]
-        if owners[0] is not None:
-            if len(np.unique(owners[0][~held])) < len(np.unique(owners[0])):
-                refuse(f"--test-share {test_share:g} takes all images of a client; use a smaller "
-                       "one")
-            owners[0] = owners[0][~held]
-    join = [np.concatenate([z[part] for part in ("train", "test", "val") if part in z])
-            for z in (x, y)]
-    owners = [owner if owner is None else owner.astype(np.int64) for owner in owners]
-    return Data(name, *join, len(y["train"]), n, *owners, len(y.get("val", ())), names,
-                tuple(arrays.get("notes", ())))
+        owner = None if owner is None else owner[~held]
+    images, labels = (np.concatenate([z[part] for part in ("train", "test", "val") if part in z])
+                      for z in (x, y))
+    return Data(name, images, labels, len(y["train"]), n, owner, test_owner, len(y.get("val", ())),
+                names, tuple(arrays.get("notes", ())))
 
 
 def check_images(source, key, x):
-    """Images as [n,H,W,C] of uint8, uint16 or float32."""
+    """Returns the images as [n,H,W,C] of uint8, uint16 or float32."""
     if x.dtype.kind == "f":
         x = x.astype(np.float32, copy=False)
     if x.dtype not in (np.uint8, np.uint16, np.float32):
@@ -183,16 +175,15 @@ def check_images(source, key, x):
     return x.reshape(*x.shape[:3], -1)
 
 
-def check_labels(source, part, parts, n, y):
-    """The labels of n images as [n] int64."""
+def check_labels(source, part, n, y, anew):
+    """Returns the labels of n images as [n] int64. anew: code that numbers all labels."""
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if y.ndim == 2 and len(y) == n:
         refuse(f"{source}: y_{part} has the shape {y.shape}; multi-label is not supported (one-hot "
                f"labels become classes by y_{part}.argmax(1))")
     if y.dtype.kind not in "iu":
-        code = numbered(*(f"y_{part}" for part in parts))
         refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - "
-               f"1: {code}")
+               f"1: {anew}")
     if y.shape != (n,):
         refuse(f"{source}: x_{part} has {n} images, y_{part} the shape {y.shape}; there must be "
                "one label per image")
@@ -200,7 +191,7 @@ def check_labels(source, part, parts, n, y):
 
 
 def numbered(*names):
-    """Code that numbers what arrays name: together, so that a name has the same number in all."""
+    """Returns code that numbers what the arrays hold, together: equal values get equal numbers."""
     if len(names) == 1:
         return f"{names[0]} = numpy.unique({names[0]}, return_inverse=True)[1]"
     ends = ", ".join(f"len({name})" for name in names[:-1])
@@ -210,10 +201,10 @@ def numbered(*names):
             f"{ends})")
 
 
-def count_classes(source, y, said):
-    """How many classes there are: as many as is said, else one more than the largest label."""
+def count_classes(source, y, said, anew):
+    """Returns the number of classes: what the user says, else one more than the largest label."""
     trained, every = np.unique(y["train"]), np.unique(np.concatenate([*y.values()]))
-    n, anew = said or int(trained[-1]) + 1, numbered(*(f"y_{part}" for part in y))
+    n = said or int(trained[-1]) + 1
     more = "; or, if training images lack a class, say how many there are: --classes"
     if every[0] < 0:
         refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1: "
@@ -229,28 +220,31 @@ def count_classes(source, y, said):
     return n
 
 
-def check_owners(source, owners, y):
-    """Refuses clients that are not numbered 0, 1, 2, ..., one for each image."""
-    train, test = owners
-    known = [f"client_{part}" for part, z in zip(y, owners) if z is not None]
-    for part, z in zip(y, owners):
-        if z is not None and (z.dtype.kind not in "iu" or z.shape != y[part].shape):
-            code = f": {numbered(*known)}" * (z.dtype.kind not in "iu")
+def check_owners(source, arrays, y):
+    """Returns the client of each training image and of each test image, None where the data set
+    does not say it. Refuses clients that are not numbered 0, 1, 2, ..."""
+    owners = {part: arrays[f"client_{part}"] for part in ("train", "test")
+              if f"client_{part}" in arrays}
+    anew = numbered(*(f"client_{part}" for part in owners))
+    for part, z in owners.items():
+        n, whole = len(y.get(part, ())), z.dtype.kind in "iu"
+        if not whole or z.shape != (n,):
             refuse(f"{source}: client_{part} is {z.dtype} of the shape {z.shape}; it must give an "
-                   f"integer, its client, for each of the {len(y[part])} images of x_{part}{code}")
+                   f"integer, its client, for each of the {n} images of x_{part}"
+                   + f": {anew}" * (not whole))
+    train, test = owners.get("train"), owners.get("test")
     if test is not None and train is None:
         refuse(f"{source} has client_test, but no client_train; it needs both, or neither")
     if train is not None and (train.min() or train.max() != len(np.unique(train)) - 1):
-        refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps: "
-               + numbered(*known))
+        refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps: {anew}")
     if test is not None and not np.array_equal(np.unique(test), np.unique(train)):
         refuse(f"{source}: client_test must give each client of client_train test images, and "
-               "nobody else; leave it out, or, if the same client has two numbers: "
-               + numbered(*known))
+               f"nobody else; leave it out, or, if the same client has two numbers: {anew}")
+    return [z if z is None else z.astype(np.int64) for z in (train, test)]
 
 
-def hold_out(labels, share):
-    """Which images are the share of each class that is held out [n]; the same in each run."""
+def hold_out(labels, owner, share):
+    """Returns which images are held out [n]: a share of each class, the same in each run."""
     rng, held = np.random.default_rng(0), np.zeros(len(labels), bool)
     for c in np.unique(labels):
         own = np.flatnonzero(labels == c)
@@ -258,27 +252,34 @@ def hold_out(labels, share):
     if not held.any() or held.all():
         kind = "training" if held.all() else "testing"
         refuse(f"--test-share {share:g} leaves no images for {kind}; use another one")
+    if owner is not None and len(np.unique(owner[~held])) < len(np.unique(owner)):
+        refuse(f"--test-share {share:g} takes all images of a client; use a smaller one")
     return held
 
 
-def limit_images(data, limit=None, limit_test=None, by_client=False):
-    """The data set with `limit` training images, equally many of each class while they last, and
-    `limit_test` test images, equally many of each class or, by_client, of each client."""
-    def some(flag, n, groups, kind):
+def limit_images(data, limit=None, limit_test=None, natural=False):
+    """Returns the data set with `limit` training images, equally many of each class while they
+    last, and `limit_test` test images, equally many of each class. natural: test images equally
+    many of each client, where the data set names them; refuses to leave a client without images."""
+    def some(flag, n, groups, owner, kind):
         if n and n > len(groups):
             refuse(f"{flag} {n}: {data.name} has only {len(groups)} {kind} images")
         rank = np.empty(len(groups), int)  # of an image in its group
         for group in np.unique(groups):
             own = np.flatnonzero(groups == group)
             rank[own] = np.arange(len(own))
-        return np.sort(np.argsort(rank, kind="stable")[:n])
+        chosen = np.sort(np.argsort(rank, kind="stable")[:n])
+        if natural and owner is not None and len(np.unique(owner[chosen])) <= owner.max():
+            refuse(f"{flag} leaves a client of --split natural without images; use a larger one")
+        return chosen
 
     labels, owner, test_owner = data.labels[: data.n_train], data.owner, data.test_owner
     if limit and limit < len(np.unique(labels)):
         refuse(f"--limit {limit} leaves some of the {data.classes} classes empty")
-    groups = test_owner if by_client and test_owner is not None else data.labels[data.central]
-    train = some("--limit", limit, labels, "training")
-    test = some("--limit-test", limit_test, groups, "test")
+    train = some("--limit", limit, labels, owner, "training")
+    by_client = natural and test_owner is not None
+    test = some("--limit-test", limit_test, test_owner if by_client else data.labels[data.central],
+                test_owner, "test")
     keep = np.concatenate([train, data.n_train + test, data.validation])
     return data._replace(
         images=data.images[keep], labels=data.labels[keep], n_train=len(train),
@@ -287,11 +288,10 @@ def limit_images(data, limit=None, limit_test=None, by_client=False):
 
 
 def remarks(data):
-    """What a user should know of the images: a line each."""
-    train, test = data.images[: data.n_train], data.images[data.central]
+    """Returns what a user should know of the images, a line each."""
+    notes, train, test = [*data.notes], data.images[: data.n_train], data.images[data.central]
     if all(np.array_equal(x, train[0]) for x in data.images):
-        return [*data.notes, "warning all images are alike: nothing can be learnt from them"]
-    notes = [*data.notes]
+        return [*notes, "warning all images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
     has, tested = (np.bincount(data.labels[part], minlength=data.classes)
@@ -304,8 +304,8 @@ def remarks(data):
     for c in range(train.shape[3]):
         value = train[0, 0, 0, c]
         if (train[0, ..., c] == value).all() and (train[..., c] == value).all():
-            ends = float(test[..., c].min()), float(test[..., c].max())
-            if far := max(abs(z - float(value)) for z in ends):
+            ends = test[..., c].min(), test[..., c].max()
+            if far := max(abs(float(z) - float(value)) for z in ends):
                 notes.append(f"note    channel {c} is the same in all training images, and not in "
                              f"the test images: --transform normalize makes numbers up to "
                              f"{far / largest(test.dtype) / 1e-6:,.0f} of it")
@@ -313,49 +313,38 @@ def remarks(data):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Transforms: images [n,H,W,C] and, in training, draws u [n,DRAWS] in [0,1) per image -> floats
-#    [n,C,h,w]
+# 3. Transforms
 #
-# scale, centre, half and tensorflow are such functions. normalize and fedslr make one for a data
-# set. TRANSFORMS[name](data) does so for each name. The results stay channels-last in memory, with
-# which convolutions on CPUs and tensor cores are fastest.
+# TRANSFORMS[name](data) is a function of images [n,H,W,C] and, in training, of draws u [n,DRAWS] in
+# [0,1). It returns floats [n,C,h,w]. They stay channels-last in memory, which makes convolutions
+# fastest on CPUs and tensor cores.
 
 
 def largest(dtype):
-    """The largest pixel of a type: floats are taken as they are."""
+    """Returns the largest pixel of a type; floats are taken as they are."""
     return np.iinfo(dtype).max if np.dtype(dtype).kind == "u" else 1
 
 
 def as_tensor(images):
-    """The tensor of images; uint16 as int32, since a GPU can't pick from uint16."""
+    """Returns images as a tensor, with int32 for uint16, from which a GPU can't pick."""
     return torch.from_numpy(images.astype(np.int32) if images.dtype == np.uint16 else images)
 
 
 def unit(x):
-    """Pixels as floats: integers from 0 to 1 by the range of their type, floats as they are."""
+    """Returns pixels as floats: integers from 0 to 1 by the range of their type, floats as they
+    are."""
     if x.is_floating_point():
         return x
     return x.float() / (255 if x.dtype == torch.uint8 else 65535)
 
 
 def scale(x, u=None):
-    """To [0, 1], and nothing else (SuPerFed's code)."""
     return unit(x.permute(0, 3, 1, 2))
 
 
-def centre(x, u=None):
-    """To [-1/2, 1/2] (fedavg.py's for MNIST: docs/fedavg.md says why)."""
-    return scale(x) - 0.5
-
-
-def half(x, u=None):
-    """To [-1, 1]: (x - .5) / .5, as torchvision's Normalize(.5, .5) and many libraries."""
-    return (scale(x) - 0.5) / 0.5
-
-
 def window(x, top, left, size, flip):
-    """For each image size = (h, w) pixels from row top [n] and column left [n], mirrored where
-    flip [n]: [n,h,w,C]."""
+    """Cuts (h, w) = size pixels from each image, from row top [n] and column left [n] on, and
+    mirrors them where flip [n]: [n,h,w,C]."""
     i, j = (torch.arange(length, device=x.device) for length in size)
     rows = top[:, None] + i  # [n, h]
     columns = left[:, None] + torch.where(flip[:, None], j.flip(0), j)  # [n, w]
@@ -364,8 +353,8 @@ def window(x, top, left, size, flip):
 
 
 def augment_once(data, rng, pad=4):
-    """The data set with every image, training and test, moved by up to `pad` pixels each way (0
-    comes in) and mirrored with probability 1/2, once and for all."""
+    """Returns the data set with every image, training and test, moved by up to `pad` pixels each
+    way (0 comes in) and mirrored with probability 1/2, once and for all."""
     n, height, width, _ = data.images.shape
     top, left = torch.from_numpy(rng.integers(0, 2 * pad + 1, (2, n)))
     wide = F.pad(torch.from_numpy(data.images), (0, 0, pad, pad, pad, pad))
@@ -375,18 +364,20 @@ def augment_once(data, rng, pad=4):
 
 def tensorflow(x, u=None, size=24):
     """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip,
-    brightness, contrast; each image gets mean 0 and standard deviation 1. Without u: the central
-    window. The ranges (+-63 of 255, 0.2 to 1.8) are from memory.
+    brightness, contrast; then each image gets mean 0 and standard deviation 1. Without u it takes
+    the central window. The ranges are +-63 of 255 and 0.2 to 1.8.
     """
     height, width = x.shape[1:3]
     if min(height, width) < size:
         raise ValueError(f"--transform tensorflow cuts out {size}x{size} pixels")
     top, left = ((pixels - size) // 2 for pixels in (height, width))
     if u is None:
-        x = bytes_of(x[:, top:, left:][:, :size, :size])
+        x = x[:, top:, left:][:, :size, :size]
     else:
         top, left = (u[:, 0] * (height - size + 1)).long(), (u[:, 1] * (width - size + 1)).long()
-        x = bytes_of(window(x, top, left, (size, size), u[:, 2] < 0.5))
+        x = window(x, top, left, (size, size), u[:, 2] < 0.5)
+    x = x.float() if x.dtype == torch.uint8 else 255 * unit(x)
+    if u is not None:
         x = x + 63 * (2 * u[:, 3, None, None, None] - 1)
         mean = x.mean((1, 2), keepdim=True)
         x = (x - mean) * (0.2 + 1.6 * u[:, 4, None, None, None]) + mean
@@ -395,23 +386,17 @@ def tensorflow(x, u=None, size=24):
     return (x / std).permute(0, 3, 1, 2)
 
 
-def bytes_of(x):
-    """Pixels as floats from 0 to 255."""
-    return x.float() if x.dtype == torch.uint8 else 255 * unit(x)
-
-
 def moments(images):
-    """Mean and standard deviation of each channel [C], with pixels as unit has them, in float64."""
-    top = largest(images.dtype)
+    """Returns mean and standard deviation of each channel [C] in float64, of pixels as `unit`
+    returns them."""
     if images.dtype == np.float32:  # in parts: all in float64 would be twice the memory
-        parts = np.array_split(images, -(-len(images) // 1000))
-        mean = sum(part.sum((0, 1, 2), dtype=np.float64) for part in parts)
-        mean = mean / images[..., 0].size
-        square = sum(((part - mean) ** 2).sum((0, 1, 2)) for part in parts) / images[..., 0].size
+        parts, n = np.array_split(images, -(-len(images) // 1000)), images[..., 0].size
+        mean = sum(part.sum((0, 1, 2), dtype=np.float64) for part in parts) / n
+        square = sum(((part - mean) ** 2).sum((0, 1, 2)) for part in parts) / n
         return mean, np.sqrt(square)
-    counts = [np.bincount(images[..., c].ravel(), minlength=top + 1)
-              for c in range(images.shape[3])]
-    counts = np.stack(counts, 1)
+    top = largest(images.dtype)
+    counts = np.stack([np.bincount(images[..., c].ravel(), minlength=top + 1)
+                       for c in range(images.shape[3])], 1)
     values, share = np.arange(top + 1)[:, None] / top, counts / counts.sum(0)
     mean = (share * values).sum(0)
     return mean, np.sqrt((share * (values - mean) ** 2).sum(0))
@@ -420,14 +405,12 @@ def moments(images):
 def normalize(data):
     """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
     mean, std = moments(data.images[: data.n_train])
-
-    @functools.cache
-    def on(device):
-        both = np.stack([mean, std.clip(1e-6)])
-        return torch.tensor(both, dtype=torch.float32, device=device)
+    both = np.stack([mean, std.clip(1e-6)])
+    on = functools.cache(lambda device: torch.tensor(both, dtype=torch.float32, device=device))
 
     def transform(x, u=None):
-        return ((unit(x) - on(x.device)[0]) / on(x.device)[1]).permute(0, 3, 1, 2)
+        mean, std = on(x.device)
+        return ((unit(x) - mean) / std).permute(0, 3, 1, 2)
 
     return transform
 
@@ -452,7 +435,10 @@ def fedslr(data):
     return transform
 
 
-TRANSFORMS = {"scale": lambda data: scale, "centre": lambda data: centre,
-              "half": lambda data: half, "normalize": normalize,
-              "tensorflow": lambda data: tensorflow, "fedslr": fedslr}
+TRANSFORMS = {
+    "scale": lambda data: scale,  # to [0, 1], and nothing else (SuPerFed's code)
+    "centre": lambda data: lambda x, u=None: scale(x) - 0.5,  # to [-1/2, 1/2]: docs/fedavg.md
+    "half": lambda data: lambda x, u=None: (scale(x) - 0.5) / 0.5,  # as Normalize(.5, .5)
+    "normalize": normalize, "tensorflow": lambda data: tensorflow, "fedslr": fedslr,
+}
 DRAWS = {name: {"tensorflow": 5, "fedslr": 4}.get(name, 0) for name in TRANSFORMS}  # per image

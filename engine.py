@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import datetime
 import functools
-import math
 import os
 import pathlib
 import platform
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 
 def is_main_process():
-    """Whether this is the only process, or the one among torchrun's that prints and writes."""
+    """Returns whether this is the only process, or the one of torchrun's that prints and writes."""
     # RANK alone is another program's
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
@@ -59,7 +58,7 @@ def say(text=""):
 
 
 def find_device(name):
-    """The torch.device of that name, with its number. Refuses one that isn't there."""
+    """Returns the torch.device of this name, with its number. Refuses one that isn't there."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and name.startswith("cuda:"):
         refuse(f"--device {name} is one GPU for {os.environ['WORLD_SIZE']} processes; use --device "
@@ -78,13 +77,15 @@ def find_device(name):
     return device
 
 
-def before_ampere():
-    """Whether the GPU is one without TF32, on which bf16 and channels-last images are slow."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+def before_ampere(name="cuda"):
+    """Returns whether this GPU lacks TF32, so that bf16 and channels-last images are slow on it."""
+    with contextlib.suppress(RuntimeError, AssertionError):  # find_device refuses what isn't there
+        return torch.cuda.get_device_capability(name) < (8, 0)
+    return False
 
 
 def join_processes(device):
-    """(rank, number of processes), after joining the others where torchrun started this one."""
+    """Joins the other processes where torchrun started this one: (rank, number of processes)."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     atexit.unregister(dist.destroy_process_group)  # Run.finish registers it
     if processes > 1 and not dist.is_initialized():
@@ -96,7 +97,7 @@ def join_processes(device):
 
 
 def cores():
-    """CPU cores that this process may use, its share of them where torchrun started several."""
+    """Returns how many CPU cores this process may use: its share, if torchrun started several."""
     whole = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))
     return max(1, whole // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
@@ -119,7 +120,7 @@ def keep_memory():
 
 
 def now(device):
-    """Waits until the device has done all that it was asked for. Then the clock, in seconds."""
+    """Waits until the device has done all that it was asked for. Returns the clock, in seconds."""
     getattr(torch, device.type).synchronize(device)  # torch.cpu's does nothing
     return time.perf_counter()
 
@@ -129,8 +130,8 @@ def fast_kernels(precision):
     """In here cuDNN times its kernels for each convolution, and convolutions and matrix products in
     fp32 use TF32 if that is the precision; outside neither is so."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    cudnn.benchmark, cudnn.allow_tf32 = True, precision == "tf32"
-    matmul.allow_tf32 = precision == "tf32"
+    cudnn.benchmark = True
+    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
     try:
         yield
     finally:
@@ -138,8 +139,8 @@ def fast_kernels(precision):
 
 
 def pool(threads):
-    """map over items by so many threads; Python's own for 0. Torch's own threads wait for each
-    other where another program takes a core, so a CPU's heavy work is cut into parts for this."""
+    """Returns a map over items by so many threads, Python's own for 0. Torch's own threads wait for
+    each other where another program takes a core, so that a CPU's heavy work is cut into parts."""
     if not threads:
         return map
 
@@ -176,11 +177,10 @@ def train(fed, client_update, own, clients, shared):
         if way != "together":
             epochs = [one.by(way, few) for one in clients]
             return fed.one_by_one(client_update, own, epochs, shared)
-        rows = [one.clients[0] for one in clients]
-        epochs = clients[0].by(way, few, rows)
+        epochs = clients[0].by(way, few, [one.clients[0] for one in clients])
         return client_update(*(z[:] for z in own), epochs, *shared)
 
-    B = fed.args.batch_size or math.inf
+    B = fed.args.batch_size or float("inf")
     alike = len({-(-len(images) // B) for one in clients for _, images in one.clients}) == 1
     with fast_kernels(fed.args.precision):
         while fed.way != "loop":

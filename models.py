@@ -11,10 +11,10 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import textwrap
 import threading
 import warnings
 from collections import OrderedDict
-from math import gcd
 
 import numpy as np
 import torch
@@ -27,36 +27,45 @@ from engine import first_line, refuse
 # --------------------------------------------------------------------------------------------------
 # 1. Networks
 #
-# They are built for images of `channels` and `size` = (H, W). Parameters are registered in the
-# order in which an image passes them. Without BatchNorm and dropout, weights are all there is.
-# `start(name, shape)` tells how a parameter is initialised: ("uniform", bound) in +-bound,
-# ("normal", deviation), ("truncated", deviation), a normal distribution without values beyond two
-# deviations, or ("constant", value). `shape` is that of the weight in the parameter's layer.
+# A network is built for images with `channels` and `size` = (H, W), and registers its parameters in
+# the order in which an image passes them. It has neither BatchNorm nor dropout: weights are all.
+# start(name, shape) says how the parameter `name` is initialised, where `shape` is that of its
+# layer's weight: ("uniform", bound) in +-bound, ("normal", deviation), ("truncated", deviation) for
+# a normal distribution without values beyond two deviations, or ("constant", value).
 
 
 def pytorch_default(name, shape):
-    """PyTorch's: weights and biases uniform in +-1/sqrt(fan in)."""
+    """PyTorch's initialisation: weights and biases are uniform in +-1/sqrt(fan in)."""
     return "uniform", float(np.prod(shape[1:])) ** -0.5
 
 
 def xavier_normal(name, shape):
-    """Glorot and Bengio 2010: variance 2 / (fan in + fan out); biases 0."""
+    """Glorot and Bengio 2010: weights have the variance 2 / (fan in + fan out), biases are 0."""
     if name.endswith("bias"):
         return "constant", 0.0
     return "normal", float(2 / ((shape[0] + shape[1]) * np.prod(shape[2:]))) ** 0.5
 
 
 def he_normal(name, shape):
-    """He et al. 2015, over the fan out: variance 2 / fan out; biases 0."""
+    """He et al. 2015, over the fan out: weights have the variance 2 / fan out, biases are 0."""
     if name.endswith("bias"):
         return "constant", 0.0
     return "normal", float(2 / (shape[0] * np.prod(shape[2:]))) ** 0.5
 
 
-class CNN(nn.Sequential):
+class Chain(nn.Sequential):
+    """A chain of layers with names, initialised as PyTorch does where a network says nothing."""
+
+    start = staticmethod(pytorch_default)
+
+    def __init__(self, **layers):
+        super().__init__(OrderedDict(layers))
+
+
+class CNN(Chain):
     """SuPerFed's five-layer CNN (its Table 4): 109,022 weights for EMNIST, 94,186 and 140,356 for
-    CIFAR-10 and CIFAR-100, 181,416 for Tiny ImageNet. Pooling comes before ReLU: the same result
-    from fewer numbers. Xavier initialisation, as in the authors' code.
+    CIFAR-10 and CIFAR-100, 181,416 for Tiny ImageNet. Pooling before ReLU gives the same result
+    with less work. Xavier initialisation is that of the authors' code.
     """
 
     start = staticmethod(xavier_normal)
@@ -66,18 +75,18 @@ class CNN(nn.Sequential):
             raise ValueError("it is made for 28x28, 32x32 and 64x64; resnet18, mnistnet and 2nn "
                              "take nearly any size")
         pool, kernel = (3 if size == (64, 64) else 2), (3 if size == (32, 32) else 2)
-        super().__init__(OrderedDict(
+        super().__init__(
             conv1=nn.Conv2d(channels, 32, 5), pool1=nn.MaxPool2d(pool), relu1=nn.ReLU(),
             conv2=nn.Conv2d(32, 64, 5), pool2=nn.MaxPool2d(pool), relu2=nn.ReLU(),
             conv3=nn.Conv2d(64, 32, kernel), pool3=nn.MaxPool2d(pool), relu3=nn.ReLU(),
             flatten=nn.Flatten(), fc1=nn.Linear(32, 512), relu4=nn.ReLU(),
-            fc2=nn.Linear(512, classes)))
+            fc2=nn.Linear(512, classes))
 
 
 class LocalResponseNorm(nn.Module):
     """TensorFlow's, with bias 1: x / (1 + alpha * sum of x^2 over the 2*radius+1 nearest
-    channels)^beta. PyTorch's own divides alpha by the number of channels. The sum is a product with
-    a band matrix: a 1x1 convolution.
+    channels)^beta. PyTorch's own divides alpha by the number of channels. A 1x1 convolution with a
+    band matrix computes the sum.
     """
 
     def __init__(self, channels, radius=4, alpha=0.001 / 9, beta=0.75):
@@ -91,23 +100,23 @@ class LocalResponseNorm(nn.Module):
         return x * (1 + self.alpha * F.conv2d(x * x, self.band)) ** -self.beta
 
 
-class TFCNN(nn.Sequential):
+class TFCNN(Chain):
     """McMahan et al.'s CNN for CIFAR, from the TensorFlow tutorial: 1,068,298 weights with 24x24
-    images and 10 classes. With ceil_mode, pooling pads as TensorFlow's SAME does. The tutorial's
-    initial values are from memory.
+    images and 10 classes. With ceil_mode, pooling pads as TensorFlow's SAME does. The initial
+    weights are the tutorial's since 2016; earlier ones had smaller convolutions.
     """
 
     decayed = "fc3.weight", "fc4.weight"  # where weight decay acts, as in the tutorial
 
     def __init__(self, channels, classes, size):
-        super().__init__(OrderedDict(
+        super().__init__(
             conv1=nn.Conv2d(channels, 64, 5, padding=2), relu1=nn.ReLU(),
             pool1=nn.MaxPool2d(3, 2, ceil_mode=True), lrn1=LocalResponseNorm(64),
             conv2=nn.Conv2d(64, 64, 5, padding=2), relu2=nn.ReLU(),
             lrn2=LocalResponseNorm(64), pool2=nn.MaxPool2d(3, 2, ceil_mode=True),
             flatten=nn.Flatten(),
             fc3=nn.Linear(64 * (size[0] // 4) * (size[1] // 4), 384), relu3=nn.ReLU(),
-            fc4=nn.Linear(384, 192), relu4=nn.ReLU(), out=nn.Linear(192, classes)))
+            fc4=nn.Linear(384, 192), relu4=nn.ReLU(), out=nn.Linear(192, classes))
 
     def start(self, name, shape):
         layer, _, part = name.partition(".")
@@ -116,55 +125,47 @@ class TFCNN(nn.Sequential):
         return "truncated", {"fc3": 0.04, "fc4": 0.04, "out": 1 / 192}.get(layer, 0.05)
 
 
-class CifarNet(nn.Sequential):
+class CifarNet(Chain):
     """PersFL's CifarNet: 62,006 weights with 32x32x3 images and 10 classes."""
-
-    start = staticmethod(pytorch_default)
 
     def __init__(self, channels, classes, size):
         height, width = (((pixels - 4) // 2 - 4) // 2 for pixels in size)
-        super().__init__(OrderedDict(
+        super().__init__(
             conv1=nn.Conv2d(channels, 6, 5), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
             conv2=nn.Conv2d(6, 16, 5), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
             flatten=nn.Flatten(), fc1=nn.Linear(16 * height * width, 120), relu3=nn.ReLU(),
-            fc2=nn.Linear(120, 84), relu4=nn.ReLU(), fc3=nn.Linear(84, classes)))
+            fc2=nn.Linear(120, 84), relu4=nn.ReLU(), fc3=nn.Linear(84, classes))
 
 
-class MnistNet(nn.Sequential):
+class MnistNet(Chain):
     """PersFL's network for MNIST: 784-100-10, 79,510 weights."""
 
-    start = staticmethod(pytorch_default)
-
     def __init__(self, channels, classes, size):
-        super().__init__(OrderedDict(
+        super().__init__(
             flatten=nn.Flatten(), fc1=nn.Linear(channels * size[0] * size[1], 100), relu=nn.ReLU(),
-            fc2=nn.Linear(100, classes)))
+            fc2=nn.Linear(100, classes))
 
 
-class TwoNN(nn.Sequential):
-    """2nn, McMahan et al.'s for MNIST: two hidden layers of 200, 199,210 weights. Its initial
-    values are PyTorch's."""
-
-    start = staticmethod(pytorch_default)
+class TwoNN(Chain):
+    """2nn, McMahan et al.'s network for MNIST: two hidden layers of 200, 199,210 weights,
+    initialised as PyTorch does."""
 
     def __init__(self, channels, classes, size):
-        super().__init__(OrderedDict(
+        super().__init__(
             flatten=nn.Flatten(), fc1=nn.Linear(channels * size[0] * size[1], 200), relu1=nn.ReLU(),
-            fc2=nn.Linear(200, 200), relu2=nn.ReLU(), fc3=nn.Linear(200, classes)))
+            fc2=nn.Linear(200, 200), relu2=nn.ReLU(), fc3=nn.Linear(200, classes))
 
 
-class MnistCNN(nn.Sequential):
-    """McMahan et al.'s CNN for MNIST: 1,663,370 weights, which it has only with padding. Its
-    initial values are PyTorch's."""
-
-    start = staticmethod(pytorch_default)
+class MnistCNN(Chain):
+    """McMahan et al.'s CNN for MNIST: 1,663,370 weights, which it has only with padding,
+    initialised as PyTorch does."""
 
     def __init__(self, channels, classes, size):
-        super().__init__(OrderedDict(
+        super().__init__(
             conv1=nn.Conv2d(channels, 32, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
             conv2=nn.Conv2d(32, 64, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
             flatten=nn.Flatten(), fc1=nn.Linear(64 * (size[0] // 4) * (size[1] // 4), 512),
-            relu3=nn.ReLU(), fc2=nn.Linear(512, classes)))
+            relu3=nn.ReLU(), fc2=nn.Linear(512, classes))
 
 
 class Block(nn.Module):
@@ -188,11 +189,11 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 with GroupNorm(2), as FedSLR's.
+    """ResNet-18 with GroupNorm(2), as in FedSLR.
 
-    Up to 32x32: a 3x3 stem and a last layer without bias, 11,173,952 weights for 10 classes,
-    11,220,032 for 100. Larger: torchvision's, with its 7x7 stem and pooling, its initial weights
-    and a bias, 11,279,112 weights for 200 classes.
+    For images up to 32x32 it has a 3x3 stem and no bias in the last layer: 11,173,952 weights for
+    10 classes, 11,220,032 for 100. For larger ones it is torchvision's, with a 7x7 stem, pooling,
+    torchvision's initialisation and a bias: 11,279,112 weights for 200 classes.
     """
 
     def __init__(self, channels, classes, size):
@@ -204,7 +205,7 @@ class ResNet18(nn.Module):
         inputs = 64
         for i, width in enumerate((64, 128, 256, 512)):
             blocks = {"1": Block(inputs, width, 2 if i else 1), "2": Block(width, width, 1)}
-            self.add_module(f"stage{i + 1}", nn.Sequential(OrderedDict(blocks)))
+            self.add_module(f"stage{i + 1}", Chain(**blocks))
             inputs = width
         self.fc = nn.Linear(512, classes, bias=not self.small)
 
@@ -220,32 +221,30 @@ class ResNet18(nn.Module):
 
 
 def vgg(channels, classes, size, plan):
-    """The layers of a VGG: plan has (name, width, whether pooling follows) for each convolution.
-    Behind them come three fully connected layers."""
-    layers, inputs, (height, width) = OrderedDict(), channels, size
+    """The layers of a VGG: a convolution for each (name, width, whether pooling follows) of plan,
+    then three fully connected layers."""
+    layers, inputs, (height, width) = {}, channels, size
     for name, outputs, pool in plan:
         layers[name] = nn.Conv2d(inputs, outputs, 3, padding=1)
         if pool:
             layers[name + "-pool"], height, width = nn.MaxPool2d(2), height // 2, width // 2
         layers[name + "-relu"], inputs = nn.ReLU(), outputs
-    layers.update(
-        flatten=nn.Flatten(), fc1=nn.Linear(inputs * height * width, 512), relu1=nn.ReLU(),
-        fc2=nn.Linear(512, 512), relu2=nn.ReLU(), fc3=nn.Linear(512, classes))
-    return layers
+    return layers | {
+        "flatten": nn.Flatten(), "fc1": nn.Linear(inputs * height * width, 512),
+        "relu1": nn.ReLU(), "fc2": nn.Linear(512, 512), "relu2": nn.ReLU(),
+        "fc3": nn.Linear(512, classes)}
 
 
-class VGG9(nn.Sequential):
+class VGG9(Chain):
     """VGG-9 as in FedMA, without its dropout: 3,491,530 weights with 32x32x3 images, 10 classes."""
-
-    start = staticmethod(pytorch_default)
 
     def __init__(self, channels, classes, size):
         plan = (("conv1", 32, 0), ("conv2", 64, 1), ("conv3", 128, 0), ("conv4", 128, 1),
                 ("conv5", 256, 0), ("conv6", 256, 1))
-        super().__init__(vgg(channels, classes, size, plan))
+        super().__init__(**vgg(channels, classes, size, plan))
 
 
-class VGG16(nn.Sequential):
+class VGG16(Chain):
     """VGG-16 (Simonyan and Zisserman 2015, configuration D) for 32x32 images, with fully connected
     layers of 512."""
 
@@ -256,7 +255,7 @@ class VGG16(nn.Sequential):
         stages = (64, 2), (128, 2), (256, 3), (512, 3), (512, 3)
         plan = [(f"conv{stage}-{i}", width, i == depth)
                 for stage, (width, depth) in enumerate(stages, 1) for i in range(1, depth + 1)]
-        super().__init__(vgg(channels, classes, size, plan))
+        super().__init__(**vgg(channels, classes, size, plan))
 
 
 MODELS = {"cnn": CNN, "tfcnn": TFCNN, "cifarnet": CifarNet, "mnistnet": MnistNet,
@@ -273,7 +272,8 @@ class Net:
     tensors: (name, slice of w, shape) of each parameter, in the order of w, which is that of
     named_parameters(). layers: (name, slice of w) of each module with parameters of its own.
     layer_of [d]: the number of each weight's layer. decayed [d]: 1 where weight decay acts.
-    constants: what the network has beside w: buffers, and parameters with requires_grad = False.
+    constants: the tensors beside w: buffers, and parameters with requires_grad = False. batchnorms:
+    how many BatchNorm layers --batchnorm has changed. notes: lines for the user.
 
     build: makes the nn.Module anew. module: one of these; its values are never used or changed.
     Refuses a network that cannot be built for images [C, H, W].
@@ -285,10 +285,13 @@ class Net:
         self.batchnorm, self.copies = batchnorm, threading.local()
         try:
             self.build = build or builder(name, shape, classes, batchnorm, no_dropout)
-            with warnings.catch_warnings():  # of a layer without weights, which is refused below
+            with warnings.catch_warnings():  # about a layer without weights, which is refused below
                 warnings.simplefilter("ignore")
                 self.module = fresh(self.build)
-            self.batchnorms = self.count_batchnorms()
+            kinds, became = BATCHNORM_BECAME.get(batchnorm, ((), ""))
+            self.batchnorms = sum(isinstance(layer, kinds) for layer in self.module.modules())
+            if batchnorm:
+                self.notes.append(f"model   BatchNorm layers that {became}: {self.batchnorms}")
             self.read_table()
             if build is None and name not in MODELS:
                 self.notes += check(self, shape)
@@ -299,16 +302,6 @@ class Net:
             why = "" if known else f"{type(problem).__name__}: "
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with "
                    f"{shape[0]} channels: {why}{first_line(problem)}{hint}")
-
-    def count_batchnorms(self):
-        """How many BatchNorm layers --batchnorm has replaced or frozen."""
-        if self.batchnorm is None:
-            return 0
-        found = sum(isinstance(layer, (*BATCHNORM, GroupNormInstead))
-                    for layer in self.module.modules())
-        became = "became GroupNorm" if self.batchnorm == "group" else "got constant statistics"
-        self.notes.append(f"model   {counted(found, 'BatchNorm layer')} {became}")
-        return found
 
     def read_table(self):
         """Sets the table of parameters and all that follows from it."""
@@ -324,134 +317,123 @@ class Net:
         self.names, self.shapes = list(trained), [z.shape for z in trained.values()]
         self.sizes = [z.numel() for z in trained.values()]
         self.d, ends = sum(self.sizes), np.cumsum(self.sizes).tolist()
-        self.tensors = [(name, slice(end - size, end), tuple(shape)) for name, shape, size, end
-                        in zip(self.names, self.shapes, self.sizes, ends)]
-        spans = {}  # "conv1": the slices of its weight and bias, which lie side by side
+        self.tensors = [(name, slice(end - z.numel(), end), tuple(z.shape))
+                        for (name, z), end in zip(trained.items(), ends)]
+        spans = {}  # "conv1": from its weight to its bias, which lie side by side
         for name, where, _ in self.tensors:
-            spans.setdefault(name.rpartition(".")[0], []).append(where)
-        self.layers = [(name, slice(parts[0].start, parts[-1].stop))
-                       for name, parts in spans.items()]
+            layer = name.rpartition(".")[0]
+            spans[layer] = slice(spans.get(layer, where).start, where.stop)
+        self.layers = list(spans.items())
         only = getattr(self.module, "decayed", self.names)
         self.decayed = self.per_weight([float(name in only) for name in self.names])
 
     @functools.cached_property
     def layer_of(self):
-        """Made when it is asked for: it is twice as large as the model."""
+        """Made when it is asked for, since it is twice as large as the model."""
         sizes = torch.tensor([where.stop - where.start for _, where in self.layers])
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
 
     def first_layers(self, N):
-        """The slice of w with the first N layers; a normalisation counts as one."""
+        """Returns the slice of w with the first N layers; a normalisation counts as one."""
         return slice(0, self.borders(N)[N])
 
     def last_layers(self, N):
-        """The slice of w with the last N layers."""
+        """Returns the slice of w with the last N layers."""
         return slice(self.borders(N)[-1 - N], self.d)
 
     def borders(self, N):
-        """Where each layer begins in w, and d at the end. Refuses a model with fewer than N
-        layers."""
+        """Returns where each layer begins in w, and d. Refuses a model with fewer than N layers."""
         if N > len(self.layers):
             refuse(f"{N} layers are wanted of the model {self.name}, which has only "
                    f"{len(self.layers)}")
         return [*(where.start for _, where in self.layers), self.d]
 
     def per_weight(self, values):
-        """[d]: a number for each tensor, repeated for all of its weights."""
+        """Returns a number for each weight [d], from one for each tensor."""
         return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
 
     def __call__(self, w, x):
-        """w [d], x [B, C, H, W] -> logits [B, classes], in the precision of x, given in that of
-        w."""
+        """w [d], x [B, C, H, W] -> logits [B, classes], computed in the precision of x and returned
+        in that of w."""
         return self.apply(w.to(x.dtype).split(self.sizes), x).to(w.dtype)
 
-    def apply(self, tensors, *inputs, **named):
-        """What the module gives for `tensors`, one for each parameter, flat or not."""
+    def apply(self, tensors, x):
+        """Returns the module's output for `tensors`, one for each parameter, flat or not."""
         values = {name: z.view(shape) for name, z, shape in zip(self.names, tensors, self.shapes)}
-        for name, z in self.constants.items():
-            values.setdefault(name, z.to(tensors[0].dtype) if z.is_floating_point() else z)
+        values |= {name: z.to(tensors[0].dtype) if z.is_floating_point() else z
+                   for name, z in self.constants.items()}
         if not hasattr(self.copies, "module"):
             # functional_call puts tensors into the module, so that threads must not share one
             memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
             self.copies.module = copy.deepcopy(self.module, memo)
-        return functional_call(self.copies.module, values, inputs, named)
+        return functional_call(self.copies.module, values, x)
 
     def init(self, rng):
-        """Initial weights [d] from a numpy Generator, the same on every device. A network without
-        `start` is built again, its constructor drawing from a torch generator with a seed from rng.
-        """
+        """Draws initial weights [d] from a numpy Generator, the same on every device. A network
+        without `start` is built again, and its constructor draws with a seed from rng."""
         start = getattr(self.module, "start", None)
         if start is None or isinstance(start, nn.Module):  # a layer may be called so
-            module = fresh(self.build, int(rng.integers(2**63)))
-            found = dict(module.named_parameters())
-            w = torch.cat([found[name].detach().float().flatten() for name in self.names])
-            return w.to(self.device)
+            return self.weights_of(fresh(self.build, int(rng.integers(2**63))))
         kernels = {name: shape for name, _, shape in self.tensors}
         parts = []
         for name, size in zip(self.names, self.sizes):
             layer, _, part = name.rpartition(".")
             shape = kernels.get(f"{layer}.weight", kernels[name])
-            norm = len(shape) == 1
-            parts.append(draw(rng, *(("constant", float(part == "weight")) if norm
-                                     else start(name, shape)), size))
+            of_norm = "constant", float(part == "weight")
+            how = start(name, shape) if len(shape) > 1 else of_norm
+            parts.append(draw(rng, *how, size))
         return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
 
+    def weights_of(self, module):
+        """Returns the weights [d] of a module like self.module."""
+        found = dict(module.named_parameters())
+        w = torch.cat([found[name].detach().float().flatten() for name in self.names])
+        return w.to(self.device)
+
     def load(self, path):
-        """Takes weights and buffers from a state dict in a file, for --init: w [d]. Refuses
-        others."""
+        """Returns the weights w [d] in a file's state dict, for --init, and keeps its buffers as
+        constants. Refuses a file that does not fit."""
+        module = copy.deepcopy(self.module)
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            found = {name: torch.as_tensor(z) for name, z in found.items()}
+            module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            w = self.weights_of(module)
+            if not w.isfinite().all():
+                raise ValueError("some weights are not finite")
         except Exception as problem:  # torch.load raises nearly anything
-            refuse(f"--init {path} can't be read as a state dict: {first_line(problem)}")
-        wanted, own = dict(zip(self.names, self.shapes)), self.module.state_dict().keys()
-        running = any(name.endswith("running_mean") for name in found)
-        hint = "; use --batchnorm frozen" * (running and self.batchnorm != "frozen")
-        wanted |= {name: z.shape for name, z in self.constants.items() if name in own}
-        for name, shape in wanted.items():
-            if name not in found:
-                refuse(f"--init {path} has no {name}, which {self.name} has{hint}")
-            if found[name].shape != shape:
-                refuse(f"--init {path}: {name} has the shape {tuple(found[name].shape)}, in "
-                       f"{self.name} {tuple(shape)}")
-        if unknown := found.keys() - own:
-            refuse(f"--init {path} has {min(unknown)}, which {self.name} does not have{hint}")
-        for name in self.constants.keys() & found.keys():
-            self.constants[name] = found[name].to(self.constants[name])
-        w = torch.cat([found[name].float().flatten() for name in self.names]).to(self.device)
-        if not w.isfinite().all():
-            refuse(f"--init {path} has weights that are not finite")
+            running = "running_mean" in str(problem) and self.batchnorm != "frozen"
+            refuse(f"--init {path} can't be read as a state dict of {self.name}, as "
+                   f"torch.save(model.state_dict(), FILE) writes it: "
+                   f"{textwrap.shorten(str(problem), 200)}" + " Use --batchnorm frozen." * running)
+        found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.constants = {name: found[name].detach().to(z) for name, z in self.constants.items()}
         return w
 
     def state_dict(self, w):
-        """w [d] as the module's own state dict, on the CPU. With w [K, d] each tensor in it is
-        [K, ...], buffers too."""
+        """Returns w [d] as the module's own state dict, on the CPU. With w [K, d] each tensor in it
+        is [K, ...], buffers too."""
         found = {name: w[..., where].reshape(*w.shape[:-1], *shape).cpu().clone()
                  for name, where, shape in self.tensors}
         found |= {name: z.cpu().clone().expand(w.shape[:-1] + z.shape)
                   for name, z in self.constants.items()}
         first = {id(z): name for name, z in (*self.module.named_parameters(),
                                              *self.module.named_buffers())}  # of tied weights
-        every = {**dict(self.module.named_parameters(remove_duplicate=False)),
-                 **dict(self.module.named_buffers(remove_duplicate=False))}
-        return {name: found[first[id(every[name])]] for name in self.module.state_dict()}
+        own = self.module.state_dict(keep_vars=True)
+        return {name: found[first[id(z)]] for name, z in own.items()}
 
 
 def draw(rng, kind, scale, size):
-    """`size` initial values from the distribution that `start` names."""
-    if kind == "uniform":
-        return rng.uniform(-scale, scale, size)
-    if kind == "normal":
-        return rng.normal(0, scale, size)
-    if kind == "truncated":
-        values = rng.normal(0, scale, size)
-        while (far := np.abs(values) > 2 * scale).any():
-            values[far] = rng.normal(0, scale, far.sum())
-        return values
+    """Returns `size` initial values from the distribution that `start` names."""
     if kind == "constant":
         return np.full(size, scale)
-    raise ValueError(f"its `start` gives {kind!r}, which is none of uniform, normal, truncated and "
-                     "constant")
+    if kind == "uniform":
+        return rng.uniform(-scale, scale, size)
+    if kind not in ("normal", "truncated"):
+        raise ValueError(f"its `start` gives {kind!r}, which is none of uniform, normal, truncated "
+                         "and constant")
+    values = rng.normal(0, scale, size)
+    while kind == "truncated" and (far := np.abs(values) > 2 * scale).any():
+        values[far] = rng.normal(0, scale, far.sum())
+    return values
 
 
 def with_part(w, part, V):
@@ -466,14 +448,14 @@ def with_part(w, part, V):
 
 @functools.cache
 def load_file(path):
-    """The module of a .py file anywhere, which may import what lies beside it. Refuses what can't
-    be loaded."""
+    """Returns the module of a .py file, which may lie anywhere and import what lies beside it.
+    Refuses what can't be loaded."""
     path = pathlib.Path(path)
     if path.suffix != ".py" or not path.is_file():
-        refuse(f"there is no file {path}" if path.suffix == ".py" else f"{path} is no .py file")
+        refuse(f"there is no file {path} that ends in .py")
     spec = importlib.util.spec_from_file_location(str(path), path)
-    # dataclasses look there
-    sys.modules[str(path)] = module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[str(path)] = module  # where dataclasses look
     sys.path.append(str(path.resolve().parent))
     try:
         fresh(lambda: spec.loader.exec_module(module))
@@ -483,7 +465,7 @@ def load_file(path):
 
 
 def find(flag, name, known):
-    """What --model NAME or --split NAME means: one of `known`, or what a file has,
+    """Returns what --model NAME or --split NAME means: one of `known`, or an object of a file,
     path/to/file.py:NAME."""
     path, colon, inside = name.rpartition(":")
     if name in known:
@@ -499,24 +481,15 @@ def find(flag, name, known):
     return getattr(load_file(path), inside)
 
 
-BATCHNORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-           nn.FeatureAlphaDropout)
-
-
-def counted(n, noun):
-    return f"{n} {noun}{'s' * (n != 1)}"
-
-
 def fresh(build, seed=0):
-    """What build() gives; its constructor draws from a torch generator with this seed."""
+    """Returns build(), whose constructor draws from a torch generator with this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
 
 
 def builder(name, shape, classes, batchnorm=None, no_dropout=False):
-    """A function without arguments that builds the network of --model, as the flags change it."""
+    """Returns a function that builds the network of --model, as the flags change it."""
     known = {"channels": shape[0], "in_channels": shape[0], "classes": classes,
              "num_classes": classes, "size": tuple(shape[1:])}
     make = construct(name, known)
@@ -538,7 +511,8 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
 
 
 def construct(name, known):
-    """A function that makes the module of --model NAME, with those of `known` that it asks for."""
+    """Returns a function that makes the module of --model NAME, with what it asks for of `known`.
+    """
     if name.startswith("torchvision:"):
         import torchvision  # not above: it takes as long as all other imports
 
@@ -551,32 +525,34 @@ def construct(name, known):
     make = find("model", name, MODELS)
     if isinstance(make, nn.Module):
         return lambda: copy.deepcopy(make)
-    if not callable(make):
-        refuse(f"--model {name} is a {type(make).__name__}; it must be a class of nn.Module, or a "
-               "function that returns one")
-    asked = inspect.signature(make).parameters.values()
-    missing = [z.name for z in asked if z.name not in known and z.default is z.empty
-               and z.kind not in (z.VAR_POSITIONAL, z.VAR_KEYWORD)]
-    if missing:
-        refuse(f"--model {name} asks for {', '.join(missing)}, which nobody can give; it must "
-               f"return an nn.Module and may ask for {', '.join(known)} (docs/extend.md)")
-    given = {z.name: known[z.name] for z in asked if z.name in known}
+    try:
+        asked = inspect.signature(make)
+        given = {key: known[key] for key in known if key in asked.parameters}
+        asked.bind(**given)
+    except TypeError as problem:
+        refuse(f"--model {name}: {problem}; it must be a function or class that gives an nn.Module "
+               f"and asks for nothing else than {', '.join(known)} (docs/extend.md)")
     return lambda: make(**given)
 
 
 class GroupNormInstead(nn.GroupNorm):
-    """In the place of a BatchNorm: 2 groups of channels, or 1 where their number is odd."""
+    """Replaces a BatchNorm: 2 groups of channels, or 1 if their number is odd."""
 
     def __init__(self, norm):
         if type(norm) not in BATCHNORM:
             raise ValueError(f"a {type(norm).__name__} does more than BatchNorm; --batchnorm group "
                              "can't replace it")
-        channels = norm.num_features
-        super().__init__(gcd(2, channels), channels, norm.eps, norm.affine)
+        groups = 1 if norm.num_features % 2 else 2
+        super().__init__(groups, norm.num_features, norm.eps, norm.affine)
+
+
+BATCHNORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+BATCHNORM_BECAME = {"group": (GroupNormInstead, "became GroupNorm"),
+                    "frozen": (BATCHNORM, "got constant statistics")}
 
 
 def group_norms(module):
-    """The module with GroupNorm in the place of each BatchNorm."""
+    """Returns the module with GroupNorm in the place of each BatchNorm."""
     if isinstance(module, BATCHNORM):
         return GroupNormInstead(module)
     for name, child in module.named_children():
@@ -585,22 +561,8 @@ def group_norms(module):
 
 
 def check(net, shape):
-    """Raises what is wrong with somebody else's network: its logits must be those of its weights
-    and of each image alone. Returns notes: a line each."""
-    layers = list(net.module.named_modules())
-    if norms := sum(isinstance(layer, BATCHNORM) and layer.training for _, layer in layers):
-        raise ValueError(f"it has {counted(norms, 'BatchNorm layer')}, with which an image's "
-                         "logits depend on the others of its minibatch; use --batchnorm group "
-                         "(GroupNorm in their place), or --batchnorm frozen (its running "
-                         "statistics are constants, for a pretrained --init)")
-    if drops := sum(isinstance(layer, DROPOUT) and layer.training for _, layer in layers):
-        raise ValueError(f"it has {counted(drops, 'dropout layer')}, drawing at random; use "
-                         "--no-dropout, which makes dropout inactive")
-    for name, layer in layers:
-        if loose := [key for key, z in vars(layer).items() if torch.is_tensor(z)]:
-            where = f"{name}.{loose[0]}" if name else loose[0]
-            raise ValueError(f"{where} is a tensor that is neither parameter nor buffer; use "
-                             "nn.Parameter or register_buffer")
+    """Raises what is wrong with somebody else's network: its logits must be a function of its
+    weights and of each image alone. Returns notes, a line each."""
     rng = np.random.default_rng(0)
     w_0 = net.init(rng)
     scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])
@@ -608,38 +570,35 @@ def check(net, shape):
     w = w_0 + 0.1 * scale * noise  # since layers that begin with 0 would hide what is behind them
     x = rng.normal(0, np.arange(1, 9)[:, None, None, None], (8, *shape)).astype(np.float32)
     x, before = torch.from_numpy(x).to(net.device), [z.clone() for z in net.constants.values()]
-    with torch.no_grad():
-        first = net.apply(w.split(net.sizes), x)
-        if not torch.is_tensor(first):
-            raise TypeError(f"it gives a {type(first).__name__}, not the logits, a tensor [B, "
-                            "classes]")
-        if first.dim() != 2 or len(first) != 8:
-            raise ValueError(f"its logits have the shape {tuple(first.shape)} for 8 images")
-        if first.shape[1] != net.classes:
-            raise ValueError(f"it gives {first.shape[1]} logits, and there are {net.classes} "
-                             "classes")
-        second, alone = net(w, x), net(w, x[:1])
     with torch.enable_grad():
-        if net(w, x[:2]).requires_grad:
-            raise ValueError("it trains tensors that are not its parameters: register them, as "
-                             "modules in an nn.ModuleList, not in a list")
-        if not net(w.clone().requires_grad_(), x[:2]).requires_grad:
-            raise ValueError("its logits carry no gradient of its weights (.detach(), "
-                             "torch.no_grad, numpy?)")
+        first, again = (net.apply(w.split(net.sizes), x) for _ in range(2))
+        two = net.apply(w.clone().requires_grad_().split(net.sizes), x[:2])
+    found = tuple(first.shape) if torch.is_tensor(first) else f"a {type(first).__name__}"
+    if found != (8, net.classes):
+        raise ValueError(f"for 8 images it gives {found}, not logits of the shape "
+                         f"{(8, net.classes)}; --no-dropout calls its eval()")
+    if first.requires_grad:
+        raise ValueError("it trains tensors that are not its parameters: register them, as modules "
+                         "in an nn.ModuleList, not in a list")
+    if not two.requires_grad:
+        raise ValueError("its logits carry no gradient of its weights (.detach(), torch.no_grad, "
+                         "numpy?)")
     if not first.isfinite().all():
         raise ValueError("its logits are not finite, with weights and pixels drawn at random")
-    if any(not torch.equal(a, b) for a, b in zip(before, net.constants.values())):
-        raise ValueError("it changes its buffers in training, which all clients share")
 
     def differ(a, b):
         return not (a - b).norm() <= 1e-4 * a.norm()
 
-    if differ(first, second):
+    if differ(first, again):
         raise ValueError("two calls on one batch differ: it draws at random, or changes x in "
-                         "place; --no-dropout makes dropout inactive")
-    if differ(first[:1], alone):
-        raise ValueError("an image's logits depend on the others of its minibatch, as with "
-                         "BatchNorm")
+                         "place; for dropout use --no-dropout, which makes it inactive")
+    if differ(first[:2], two):
+        raise ValueError("an image's logits depend on the others of its minibatch; for BatchNorm "
+                         "use --batchnorm group (GroupNorm instead), or --batchnorm frozen "
+                         "(constant running statistics, for a pretrained --init)")
+    net.apply(w.split(net.sizes), x[:1])  # must not fail, since a minibatch may have one image
+    if any(not torch.equal(a, b) for a, b in zip(before, net.constants.values())):
+        raise ValueError("it changes its buffers in training, which all clients share")
     notes = []
     if (first >= 0).all() and (first.sum(1) - 1).abs().max() < 1e-4:
         notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")

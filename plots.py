@@ -22,11 +22,8 @@ STYLE = {  # one for all. The colours are Okabe and Ito's, which colour-blind re
 @contextlib.contextmanager
 def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
     """Gives axes to draw on, as pyplot.subplots does, and then writes the picture to `path` (.png,
-    and beside it .svg).
-
-    size: inches. What has a label is named in one legend below the axes. Rounds, users and clients
-    are whole numbers.
-    """
+    and beside it .svg). size: in inches. One legend below the axes names what has a label. Axes of
+    rounds, users and clients have whole numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,7 +56,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
 
 
 def setting(record):
-    """The data set and the split of a record, for titles of figures."""
+    """Returns the data set and the split of a record in words, for titles of figures."""
     args, split = record["args"], renamed(record["args"])["split"]
     size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
     size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
@@ -67,7 +64,7 @@ def setting(record):
 
 
 def spread(values):
-    """least/mean/most, shortly."""
+    """Returns least/mean/most in few characters."""
     return f"{min(values)}/{np.mean(values):.1f}/{max(values)}".replace(".0/", "/")
 
 

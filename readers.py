@@ -1,11 +1,12 @@
 """Images and labels as arrays: from a .npz, a folder of images, LEAF's JSON or torchvision; and
-`shapes`, which is drawn and needs no file.
+`shapes`, which is synthetic and needs no file.
 
-Each function returns a dict with some of ARRAYS, as they are in the files; datasets.make_data
-checks them, and only what can't be read is refused here. A record has the images' fingerprint, and
-so needs no hash of this file.
+Each function returns a dict with some of ARRAYS, as they are in the files. datasets.make_data
+checks them; only what can't be read is refused here. A record has the images' fingerprint, and so
+needs no hash of this file.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -28,7 +29,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".
 
 
 def read_npz(path):
-    """Those of ARRAYS that a .npz file has; MedMNIST calls them train_images, train_labels, ..."""
+    """Returns those of ARRAYS in a .npz. MedMNIST calls them train_images, train_labels, ..."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {}
@@ -60,17 +61,18 @@ def write_npz(path, arrays):
         part.unlink(missing_ok=True)
 
 
-def kept(folder, paths, how, read):
-    """The arrays that read() gives. They are kept as FOLDER/images-....npz, and taken from there
-    until one of the files `paths` changes, or `how` they are read."""
-    stats = [(str(path.relative_to(folder)), path.stat()) for path in paths]
-    key = repr((how, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]))
-    path = folder / f"images-{hashlib.sha256(key.encode()).hexdigest()[:12]}.npz"
-    if path.exists():
-        return read_npz(path)
+def kept(path, files, read):
+    """Returns the arrays that read() makes of `files`. Keeps them as `path`, a .npz, and takes them
+    from there until one of the files changes."""
+    stats = [(str(file.relative_to(path.parent)), file.stat()) for file in files]
+    key = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    key = hashlib.sha256(key.encode()).hexdigest()
+    with contextlib.suppress(Exception), np.load(path) as there:  # none, or a broken one
+        if there["files"] == key:
+            return {name: there[name] for name in there if name != "files"}
     arrays = read()
     try:
-        write_npz(path, arrays)
+        write_npz(path, {**arrays, "files": key})
     except OSError as problem:
         arrays["notes"] = [f"note    {path} can't be written ({problem.strerror}): each run reads "
                            "the images anew"]
@@ -82,13 +84,13 @@ def kept(folder, paths, how, read):
 
 
 def read_folder(root, resize=None):
-    """The images in ROOT/train/CLASS, ROOT/test/CLASS and, if it is there, ROOT/val/CLASS; or those
-    in ROOT/CLASS, all for training. Classes are numbered in the order of their names."""
+    """Returns the images in ROOT/train/CLASS, ROOT/test/CLASS and, if it is there, ROOT/val/CLASS;
+    or those in ROOT/CLASS, all for training. Classes are numbered in the order of their names."""
     def folders(home):
         return sorted(z.name for z in home.iterdir() if z.is_dir() and z.name[0] != ".")
 
-    parts = [part for part in ("train", "test", "val") if (root / part).is_dir()]
-    homes = {part: root / part for part in parts} if "train" in parts else {"train": root}
+    homes = {part: root / part for part in ("train", "test", "val") if (root / part).is_dir()}
+    homes = homes if "train" in homes else {"train": root}
     names, files = folders(homes["train"]), {}
     for part, home in homes.items():
         files[part] = [(path, c) for c, name in enumerate(names)
@@ -104,14 +106,15 @@ def read_folder(root, resize=None):
     full = {c for _, c in files["train"]}
     if empty := [name for c, name in enumerate(names) if c not in full]:
         refuse(f"{homes['train'] / empty[0]} has no images; remove the folder, or fill it")
-    paths = [path for rows in files.values() for path, _ in rows]
-    arrays = kept(root, paths, resize, functools.partial(decode, files, resize))
+    arrays = kept(root / f"images-{resize or 'whole'}.npz",
+                  [path for rows in files.values() for path, _ in rows],
+                  lambda: decode(files, resize))
     return {**arrays, "classes": np.array(names)}
 
 
 def decode(files, resize=None):
-    """The arrays of images of one size; files: part -> [(path, class)]. With resize each is scaled
-    so that its shorter side has that many pixels, and the longer one is cut to as many. The images
+    """Returns the arrays of images of one size; files: part -> [(path, class)]. resize scales each
+    so that its shorter side has that many pixels, and cuts the longer one to as many. The images
     are grey if all files are, and have 16 bits if all have."""
     def look(path, at):
         try:
@@ -150,17 +153,17 @@ def decode(files, resize=None):
 
 
 def read_leaf(root):
-    """ROOT/train/*.json and ROOT/test/*.json as LEAF makes them: x and y of each user. The users
-    are the clients, in the order of their names. Those in test/ have test images of their own, if
-    they are the same users."""
+    """Returns ROOT/train/*.json and ROOT/test/*.json as LEAF makes them: x and y of each user. The
+    users are the clients, in the order of their names. If test/ has the same users, they have test
+    images of their own."""
     root = root / "data" if (root / "data" / "train").is_dir() else root
     files = {part: sorted((root / part).glob("*.json")) for part in ("train", "test")}
     for part, paths in files.items():
         if not paths:
             refuse(f"{root / part} has no .json files; leaf:FOLDER wants FOLDER/train/*.json and "
                    "FOLDER/test/*.json, as LEAF's preprocess.sh makes them")
-    paths = [*files["train"], *files["test"]]
-    arrays = kept(root, paths, "leaf", functools.partial(decode_leaf, files))
+    arrays = kept(root / "images-leaf.npz", [*files["train"], *files["test"]],
+                  lambda: decode_leaf(files))
     (users, arrays["client_train"]), (others, test) = (
         np.unique(arrays.pop(f"client_{part}"), return_inverse=True) for part in files)
     if np.array_equal(users, others):
@@ -172,7 +175,7 @@ def read_leaf(root):
 
 
 def decode_leaf(files):
-    """The arrays of LEAF's files; client_train and client_test hold the users' names."""
+    """Returns the arrays of LEAF's files; client_train and client_test hold the users' names."""
     arrays = {}
     for part, paths in files.items():
         x, y, users = [], [], []
@@ -205,8 +208,8 @@ def decode_leaf(files):
 
 
 def read_torchvision(name, path):
-    """A data set of torchvision, downloaded beside `path` if it is not there. EMNIST is split by
-    class, as stored."""
+    """Returns a data set of torchvision, downloaded beside `path` if it is not there. EMNIST is
+    split by class, as stored."""
     import torchvision  # not above: it takes as long as all other imports, and most runs do without
 
     kind = getattr(torchvision.datasets, name.upper())
@@ -217,8 +220,8 @@ def read_torchvision(name, path):
 
 
 def read_tiny_imagenet(path):
-    """Tiny ImageNet in its official layout, in tiny-imagenet-200 beside `path`; its validation
-    images are the test set. The decoded images are kept as `path`."""
+    """Returns Tiny ImageNet from its official layout, in tiny-imagenet-200 beside `path`. Its
+    validation images are the test set. The decoded images are kept as `path`."""
     root = path.parent / "tiny-imagenet-200"
     if not root.exists():
         import torchvision
@@ -241,11 +244,9 @@ def read_tiny_imagenet(path):
 
 @functools.cache
 def shapes(train=10_000, test=2_000, size=32, seed=0):
-    """Ten classes of drawn shapes whose place, size, turn, colours, background and noise vary.
-
-    Disc, ring, square, triangle, plus, star, crescent, two discs, bars, half disc. Colour says
-    nothing about the class.
-    """
+    """Returns synthetic images of ten shapes with random place, size, turn, colours, background and
+    noise: disc, ring, square, triangle, plus, star, crescent, two discs, bars, half disc. Colour
+    says nothing about the class."""
     rng = np.random.default_rng([seed, 2026])
     n = train + test
     label = np.concatenate([rng.permutation(np.arange(m) % 10) for m in (train, test)])
@@ -276,9 +277,7 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
         lambda u, v: 0.65 + 0.3 * np.cos(5 * np.arctan2(v, u)) - np.sqrt(u * u + v * v),
         lambda u, v: np.minimum(disc(u, v, 0.95), -disc(u - 0.45, v, 0.75)),
         lambda u, v: np.maximum(disc(u - 0.5, v, 0.42), disc(u + 0.5, v, 0.42)),
-        lambda u, v: np.maximum(
-            np.maximum(box(u - 0.62, v, 0.17, 0.8), box(u + 0.62, v, 0.17, 0.8)),
-            box(u, v, 0.17, 0.8)),
+        lambda u, v: np.maximum.reduce([box(u + x, v, 0.17, 0.8) for x in (-0.62, 0.62, 0)]),
         lambda u, v: np.minimum(disc(u, v + 0.4, 0.95), v + 0.4),
     )
 

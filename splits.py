@@ -20,7 +20,7 @@ class Split(NamedTuple):
     test: list
 
     def fingerprint(self):
-        """A hash over all lists, in the order of the clients."""
+        """Returns a hash over all lists, in the order of the clients."""
         digest = hashlib.sha256()
         for part in self:
             for index in part:
@@ -28,11 +28,11 @@ class Split(NamedTuple):
         return digest.hexdigest()[:16]
 
     def classes(self, labels):
-        """Of how many classes each client has training images."""
+        """Returns how many classes each client's training images have."""
         return [len(np.unique(labels[index])) for index in self.train]
 
     def measured(self, n):
-        """The same, with n test images of all clients together, if n is given."""
+        """Returns the same split, with n test images of all clients together if n is given."""
         m = [min(max(1, n // len(self.test)), len(i)) if n else len(i) for i in self.test]
         return self._replace(test=[i[np.arange(m) * len(i) // m] for i, m in zip(self.test, m)])
 
@@ -42,11 +42,16 @@ class Split(NamedTuple):
 
 
 def split_clients(data, args, rng):
-    """The Split that --split, --clients, --client-test, --client-val and --split-seed ask for."""
+    """Returns the Split that --split, --clients, --client-test and --client-val ask for."""
     validate(data, args)
     owned = deal(data, args, rng)
     parts = [cut(data, args, rng, k, index) for k, index in enumerate(owned)]
     return Split(*map(list, zip(*parts)))
+
+
+def test_owner(data, args):
+    """Returns each test image's client, where the data set says it and the split follows it."""
+    return data.test_owner if args.split == "natural" else None
 
 
 def validate(data, args):
@@ -55,7 +60,7 @@ def validate(data, args):
         refuse(f"{args.clients} --clients can't share {data.n_train} training images; use fewer")
     if args.split in ("classes", "lognormal") and args.per_client > data.classes:
         refuse(f"--per-client {args.per_client}: there are only {data.classes} classes; use fewer")
-    if args.client_test + args.client_val >= 1:
+    if args.client_test * (test_owner(data, args) is None) + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; use a sum below 1")
     if getattr(scheme(args.split), "overlap", False) and (args.client_test or args.client_val):
         refuse(f"--split {args.split} may give an image twice, for training and for testing; use "
@@ -63,7 +68,7 @@ def validate(data, args):
 
 
 def deal(data, args, rng):
-    """What the scheme gives each client: a list of arrays of image numbers."""
+    """Returns what the scheme gives each client: a list of arrays of image numbers."""
     if args.split == "natural":
         if data.owner is None:
             refuse("--split natural wants an array client_train in the .npz, each training image's "
@@ -74,19 +79,20 @@ def deal(data, args, rng):
 
 
 def cut(data, args, rng, k, index):
-    """The training, validation and test images of client k, which was dealt those in `index`.
+    """Returns the training, validation and test images of client k, whom the scheme gave `index`.
     Without --client-test its test images are central ones, without --client-val its validation
     images are the data set's, if it has some (see matched)."""
     index, n, labels = rng.permutation(index), len(index), data.labels[index]
-    named = data.test_owner if args.split == "natural" else None
+    named = test_owner(data, args)
     tests, vals = args.client_test * (named is None), args.client_val  # shares
     n_train = int((1 - tests - vals) * n + 1e-9)
     n_test = int(tests * n + 1e-9) if vals else n - n_train
     train, val, test = np.split(index, [n_train, n - n_test])
     if not len(train) or vals and not len(val) or tests and not len(test):
+        fewer = "fewer --clients, " * (args.split in USED_BY["clients"])
         refuse(f"--split {args.split} leaves client {k} with {n} images: {len(train)} to train on, "
-               f"{len(val)} to validate, {len(test)} to test; use "
-               f"{', '.join(advice(args, tests, not len(train)))} or more images")
+               f"{len(val)} to validate, {len(test)} to test; use {fewer}a smaller --client-test "
+               f"{'and --client-val ' * (vals > 0)}or more images")
     if named is not None:
         test = data.n_train + np.flatnonzero(named == k)
     elif not tests:
@@ -101,17 +107,8 @@ def cut(data, args, rng, k, index):
     return train, val, test
 
 
-def advice(args, tests, untrained):
-    """What helps a client that has too few images."""
-    flags = [f"--client-{z}" for z, share in (("test", tests), ("val", args.client_val)) if share]
-    if args.split == "natural" or ":" in args.split:
-        return [f"{flag} 0" for flag in flags]
-    return ["fewer --clients", *["a larger --alpha"] * ("dirichlet" in args.split),
-            *(f"a smaller {flag}" for flag in flags * untrained)]
-
-
 def matched(labels, data, numbers, rng, size=100):
-    """Those of the images `numbers` that have the class shares of `labels`: floor(share * size) of
+    """Returns images among `numbers` in the class proportions of `labels`: floor(share * size) of
     each class, or all (FedSLR, B.1). Two clients' may overlap. Shares below 1/size add nothing."""
     pools = by_class(data.labels[numbers], data.classes, rng)
     counts = np.bincount(labels, minlength=data.classes)
@@ -120,7 +117,7 @@ def matched(labels, data, numbers, rng, size=100):
 
 
 def own_split(labels, classes, rng, args):
-    """What a user's function gives, as a list of arrays of image numbers."""
+    """Returns what a user's function gives, as a list of arrays of image numbers."""
     name, deal, holder = f"--split {args.split}", scheme(args.split), np.full(len(labels), -1)
     try:
         owned = deal(labels.copy(), classes, rng, args)
@@ -147,9 +144,9 @@ def own_split(labels, classes, rng, args):
 
 
 def remarks(split, data, args):
-    """What a user should know of a split: a line each."""
+    """Returns what a user should know of a split, a line each."""
     notes, K, labels = [], len(split.train), data.labels[: data.n_train]
-    if args.split == "natural" and data.test_owner is not None:
+    if test_owner(data, args) is not None:
         notes.append("note    --client-test is not used: client_test names the clients' images")
     if data.n_val and args.client_val:
         notes.append("note    --client-val holds out clients' own images: x_val is not used")
@@ -173,19 +170,20 @@ def remarks(split, data, args):
 
 
 def by_class(labels, classes, rng):
-    """For each class the numbers of its images, in random order."""
+    """Returns the numbers of each class's images, in random order."""
     return [rng.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
 
 
 def split_iid(labels, classes, rng, args):
-    """Shuffled and cut into equal parts (McMahan et al. 2017: IID). The remainder is not used."""
+    """Shuffles the images and cuts them into equal parts (McMahan et al. 2017: IID). The remainder
+    is not used."""
     n = len(labels) // args.clients * args.clients
     return list(rng.permutation(len(labels))[:n].reshape(args.clients, -1))
 
 
 def split_shards(labels, classes, rng, args):
-    """Sorted by label and cut into K*s equal shards; each client gets s random ones (McMahan et al.
-    2017, section 3). The remainder is not used."""
+    """Sorts the images by label and cuts them into K*s equal shards, of which each client gets s
+    random ones (McMahan et al. 2017, section 3). The remainder is not used."""
     shards, order = args.clients * args.per_client, rng.permutation(len(labels))
     if not (size := len(labels) // shards):
         refuse(f"{len(labels)} training images don't make {shards} shards; use fewer --clients or "
@@ -195,10 +193,10 @@ def split_shards(labels, classes, rng, args):
 
 
 def split_dirichlet_hsu(labels, classes, rng, args):
-    """Equal sizes; a client's class shares are q ~ Dir(alpha * p), where p are the class shares of
-    all images (Hsu et al. 2019, section 3); alpha = 0: one random class. When a class is used up,
-    its share goes to the client's other classes; if q is 0 for all of these, q is drawn again over
-    them (the paper does not say this). `remarks` says from which client on."""
+    """Gives clients equally many images, in class proportions q ~ Dir(alpha * p), where p are those
+    of all images (Hsu et al. 2019, section 3); alpha = 0 gives each one random class. When a class
+    is used up, its share goes to the client's other classes; if q is 0 for all of these, q is drawn
+    again over them (the paper does not say this). `remarks` says from which client on."""
     pools, sizes = by_class(labels, classes, rng), np.bincount(labels, minlength=classes)
     n, equal = len(labels) // args.clients, len(set(sizes)) == 1
     a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p, in bits alpha / classes
@@ -229,8 +227,8 @@ def split_dirichlet_hsu(labels, classes, rng, args):
 
 
 def whole_numbers(values, rng=None):
-    """Rounds values [n] up or down so that their (whole) sum stays: the largest fractions go up or,
-    with rng, random ones (of unequal classes the same ones would go up for every client)."""
+    """Rounds values [n] up or down, keeping their (whole) sum. The largest fractions go up, or with
+    rng random ones (of unequal classes, the same would otherwise go up for every client)."""
     if rng:
         return np.diff(np.floor(values.cumsum().round(9) + rng.random()), prepend=0).astype(int)
     low = np.floor(values).astype(int)
@@ -239,21 +237,25 @@ def whole_numbers(values, rng=None):
 
 
 def split_dirichlet_classes(labels, classes, rng, args, balance=False):
-    """Each class is dealt to the clients in shares ~ Dir(alpha, ..., alpha), so that sizes differ:
-    what most papers and libraries mean by Dir(alpha), and PersFL's DS-2. Drawn again until each
-    client has 10 images or more, as in FedMA's code, but at most 1000 times. balance: a client that
-    already holds N/K images gets nothing of the classes still to be dealt."""
-    least = 10
+    """Deals each class to the clients in shares ~ Dir(alpha, ..., alpha). Sizes differ. Most papers
+    and libraries mean this by Dir(alpha), and it is PersFL's DS-2. Draws again until each client
+    has 10 images, as FedMA's code does, but at most 1000 times. balance: a client that already
+    holds N/K images gets nothing of the classes still to be dealt. If the others' shares are all 0
+    (alpha near 0), theirs are drawn again (FedMA's code would divide by 0)."""
+    least, alpha = 10, max(args.alpha, 1e-300)
     if args.clients * least > len(labels):
         refuse(f"--split {args.split} gives a client {least} images or more; use fewer --clients")
     for _ in range(1000):
         owned = [[] for _ in range(args.clients)]
         for pool in by_class(labels, classes, rng):
-            share = rng.dirichlet(np.full(args.clients, max(args.alpha, 1e-300)))
-            if balance:
-                full = [sum(map(len, parts)) >= len(labels) / args.clients for parts in owned]
-                share[full] = 0
-                share = share / max(share.sum(), 1e-300)
+            share = rng.dirichlet(np.full(args.clients, alpha))
+            if balance and len(pool):
+                held = np.array([sum(map(len, parts)) for parts in owned])
+                open_ = held < len(labels) / args.clients
+                share[~open_] = 0
+                if share.sum() < 1e-300:
+                    share[open_] = rng.dirichlet(np.full(open_.sum(), alpha))
+                share = share / share.sum()
             cuts = (share.cumsum()[:-1] * len(pool)).astype(int)
             for k, part in enumerate(np.split(pool, cuts)):
                 owned[k].append(part)
@@ -265,8 +267,9 @@ def split_dirichlet_classes(labels, classes, rng, args, balance=False):
 
 
 def split_classes(labels, classes, rng, args):
-    """s random classes per client and equal sizes (Psi-Net's "N x c"; PersFL's DS-1, FedPer's). The
-    next client takes the classes that the fewest clients have; ties are broken at random."""
+    """Gives each client s random classes, and all equally many images (Psi-Net's "N x c"; PersFL's
+    DS-1, FedPer's). The next client takes the classes that the fewest clients have; ties are broken
+    at random."""
     holders, chosen = np.zeros(classes, int), []
     for _ in range(args.clients):
         chosen.append(np.lexsort((rng.random(classes), holders))[: args.per_client])
@@ -283,9 +286,9 @@ def split_classes(labels, classes, rng, args):
 
 
 def split_lognormal(labels, classes, rng, args):
-    """s labels per client: k, k+1, ... (mod classes), as PersFL's DS-3. A class's images are split
-    among its holders in proportion to log-normal draws (mu = 0, sigma = 2), after 10 for each
-    (pFedMe's generator is far more even: docs/persfl.md)."""
+    """Gives client k the s labels k, k+1, ... (mod classes), as PersFL's DS-3. Of a class, each
+    holder gets 10 images, and a part of the others in proportion to log-normal draws (mu = 0,
+    sigma = 2). pFedMe's generator is far more even: docs/persfl.md."""
     least, owned = 10, [[] for _ in range(args.clients)]
     for c, pool in enumerate(by_class(labels, classes, rng)):
         holders = [k for k in range(args.clients) if (c - k) % classes < args.per_client]
@@ -301,11 +304,11 @@ def split_lognormal(labels, classes, rng, args):
 
 
 def split_semantic(labels, classes, rng, args):
-    """Each class is in one cluster; clients of random size within a cluster (SuPerFed, A). EMNIST's
-    62 classes: 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small letters; sizes uniform in
-    [100, 800). Others: 10 clusters of random classes, equally many but for the last; sizes in
-    [100, 400). When the next client doesn't fit, or at most 100 images are left, they are not used.
-    """
+    """Puts each class into one cluster, and makes clients of random size within each cluster
+    (SuPerFed, A). EMNIST's 62 classes make 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small
+    letters, with sizes uniform in [100, 800). Others make 10 clusters of equally many random
+    classes (the last gets the remainder), with sizes in [100, 400). When the next client doesn't
+    fit, or at most 100 images are left, they are not used."""
     groups, clusters, largest = [range(classes)], min(10, classes), 400
     if classes == 62:
         groups, clusters, largest = [range(10), range(10, 36), range(36, 62)], 5, 800
@@ -325,20 +328,20 @@ def split_semantic(labels, classes, rng, args):
 
 
 def split_fedslr(labels, classes, rng, args):
-    """Equal sizes; class shares ~ Dir(alpha, ..., alpha) per client; a class that is used up is
-    refilled (FedSLR's code, but client by client: docs/fedslr.md). So clients can share images, a
-    client can hold an image twice, and some images are never used."""
+    """Gives clients equally many images, in class proportions ~ Dir(alpha, ..., alpha). A used-up
+    class is refilled (FedSLR's code, but client by client: docs/fedslr.md). So clients can
+    share images, a client can hold an image twice, and some images are never used."""
     if args.alpha == 0:
         refuse("--split fedslr needs --alpha above 0")
     pools, n, owned = by_class(labels, classes, rng), len(labels) // args.clients, []
+    there = np.unique(labels)
     for _ in range(args.clients):
-        count = rng.multinomial(n, rng.dirichlet(np.full(classes, args.alpha)))
+        count = rng.multinomial(n, rng.dirichlet(np.full(len(there), args.alpha)))
         parts = []
-        for c, need in enumerate(count):
+        for c, need in zip(there, count):
             while need > len(pools[c]):
-                parts.append(pools[c])
-                need -= len(pools[c])
-                pools[c] = rng.permutation(np.flatnonzero(labels == c))
+                again = rng.permutation(np.flatnonzero(labels == c))
+                pools[c] = np.concatenate([pools[c], again])
             parts.append(pools[c][:need])
             pools[c] = pools[c][need:]
         owned.append(np.concatenate(parts))
@@ -362,7 +365,7 @@ NAMES_BEFORE = {"dirichlet": "dirichlet-hsu"}  # in old records
 
 
 def scheme(name):
-    """The function of --split NAME. Refuses a name that nothing has, or that is ambiguous."""
+    """Returns the function of --split NAME. Refuses an unknown or an ambiguous name."""
     if name in NAMES_BEFORE:
         refuse(f"--split {name} can mean two: dirichlet-classes deals each class to the clients in "
                "Dir(alpha) shares, as most papers and libraries do; dirichlet-hsu draws a client's "
@@ -371,10 +374,10 @@ def scheme(name):
 
 
 def unused(split):
-    """The arguments that a split has no use for."""
+    """Returns the arguments that a split does not use."""
     return [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
 
 
 def renamed(args):
-    """The arguments of a record, with the split's name as it is today."""
+    """Returns the arguments of a record, with the split's name as it is today."""
     return {name: NAMES_BEFORE.get(z, z) if name == "split" else z for name, z in args.items()}

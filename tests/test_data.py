@@ -271,6 +271,15 @@ def test_dirichlet_over_clients_is_unbalanced_and_no_client_is_left_empty():
     assert sizes[0] >= 10 and sizes[-1] > 2 * sizes[0]
 
 
+def test_fedmas_full_clients_get_nothing_more():
+    """Alpha near 0 deals a class of 600 to one client. N/K is 1,200: each of 5 clients gets two
+    classes. Of 13 classes, of which the last three have no images, one client gets all."""
+    for seed in range(5):
+        owned = split("fedma", seed, clients=5, alpha=1e-6)
+        assert [len(index) for index in owned] == [1200] * 5 and set(kinds(owned)) == {2}
+    assert list(map(len, split("fedma", classes=13, clients=1))) == [6000]
+
+
 def test_k_classes_each():
     """Ten clients with 4 of 10 classes: every class has 4 holders, and each gets 600/4 of it
     (PersFL's DS-1)."""
@@ -307,7 +316,7 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
     np.savez(tmp_path / "bytes.npz", **images(256), client_train=np.arange(256, dtype=np.uint8))
     argv[1] = str(tmp_path / "bytes.npz")
     assert federation([*argv, "--client-test", "0"]).K == 256
-    words = "use --client-test 0 or more images"
+    words = "use a smaller --client-test or more images"
     refused(capsys, words, fedavg.main, [*argv, "--client-test", "0.2"])
 
 
@@ -323,6 +332,8 @@ def test_natural_clients_test_on_their_own_images(tmp_path):
         assert sorted(own) == np.flatnonzero(owner == k).tolist()
         assert fed.split.test[k].tolist() == (40 + np.flatnonzero(tester == k)).tolist()
     assert [len(val) for val in fed.split.val] == [2, 1, 5] and "client_test" in " ".join(fed.notes)
+    most = federation([*argv, "--split", "natural", "--client-val", "0.8"]).split  # .8 + .2 is 1
+    assert [len(val) for val in most.val] == [8, 4, 20]
     fed = federation([*argv, "--split", "iid", "--clients", "4"])
     assert max(map(max, fed.split.test)) < 40 and not fed.notes
 
@@ -365,6 +376,8 @@ def test_fedslr_refills_a_class_that_is_used_up():
          for seed in range(20) for index in split("fedslr", seed, alpha=0.1)]
     # Dir(.1, ..., .1): alpha per class
     assert np.var(q, axis=0).mean() == pytest.approx(0.09 / (10 * 0.1 + 1), rel=0.15)
+    owned = split("fedslr", classes=12, alpha=0.1)  # two classes have no images to be refilled with
+    assert set(map(len, owned)) == {300}
 
 
 @pytest.mark.parametrize("scheme", ONCE)
@@ -507,7 +520,7 @@ def test_augmentation_comes_from_the_clients_own_stream():
     a, b = federation(argv), federation([*argv, "--seed", "1"])
     same, again, *others = (fed.plan(k, np.arange(20), t, 1).uniform for fed, k, t in (
         (a, 2, 7), (a, 2, 7), (a, 3, 7), (a, 2, 8), (b, 2, 7)))
-    assert same.shape == (1, 1, 20, 5) and np.array_equal(same, again)
+    assert same.size == 20 * 5 and np.array_equal(same, again)
     assert not any(np.array_equal(same, other) for other in others)
 
 
@@ -720,13 +733,16 @@ def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
     data = datasets.load_data(str(root))
     assert (data.name, data.n_train, data.names) == ("pets", 3, ("ant", "zebra"))
     assert data.labels.tolist() == [0, 1, 1, 0, 1] and np.array_equal(data.images, [c, a, b, e, d])
-    kept, = root.glob("images-*.npz")
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda path: 1 / 0)
         assert datasets.load_data(str(root)).fingerprint() == data.fingerprint()
         assert datasets.load_data(str(root)).names == ("ant", "zebra")
     folder_of(root, {"train/ant/9.png": d})
     assert np.array_equal(datasets.load_data(str(root)).images[0], d)
+    (root / "images-whole.npz").write_bytes(b"half of it")
+    assert np.array_equal(datasets.load_data(str(root)).images[0], d)
+    assert datasets.load_data(str(root), resize=4).images.shape[1:] == (4, 4, 3)
+    assert {path.name for path in root.glob("*.*")} == {"images-whole.npz", "images-4.npz"}
     even = np.full((6, 6, 3), 77, np.uint8)
     Image.fromarray(even).save(root / "train" / "ant" / "10.jpg", quality=95)
     data = datasets.load_data(str(root))  # sorted: 10.jpg before 9.png
@@ -914,7 +930,7 @@ def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path, capsy
     assert "note    no training image is of class 1, 3" in fed.notes
     record, _ = run(fedavg, [*argv, "--classes", "5"], tmp_path / "out")
     assert record["args"]["clients"] == record["split"]["clients"] == 4
-    assert [*(root / "data").glob("images-*.npz")]
+    assert (root / "data" / "images-leaf.npz").exists()
 
 
 def test_leafs_other_layouts(tmp_path, capsys):

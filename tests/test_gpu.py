@@ -162,6 +162,20 @@ def test_a_step_that_a_graph_would_freeze_is_found(frozen, capsys):
         assert bool(fed.failed) == bool(frozen)
 
 
+def test_an_old_gpu_is_the_one_of_the_device(monkeypatch):
+    """One that is not there is no old one; find_device refuses it."""
+    cards = {"cuda": (7, 5), "cuda:1": (9, 0)}
+
+    def capability(name):
+        if name not in cards:
+            raise AssertionError("Invalid device id")
+        return cards[name]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    old = [engine.before_ampere(name) for name in ("cuda", "cuda:1", "cuda:2")]
+    assert old == [True, False, False]
+
+
 # The pretended GPU itself, and the check of a real one
 
 CPU_WITH_GPU = [

@@ -224,10 +224,6 @@ class Start(Base):  # a layer of this name says nothing of initial weights
         super().__init__(num_classes)
         self.start = nn.Conv2d(1, 1, 1)
     def forward(self, x): return super().forward(self.start(x))
-class Loose(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.fc.scale = torch.ones(3)
 class Listed(Base):
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -243,6 +239,10 @@ class Noise(Base):
     def forward(self, x): return super().forward(x + 0.1 * torch.randn_like(x))
 class Functional(Base):
     def forward(self, x): return super().forward(F.batch_norm(x, None, None, training=True))
+class Two(Base):
+    def forward(self, x):
+        assert len(x) > 1
+        return super().forward(x)
 class Nothing(Base):
     def forward(self, x): super().forward(x)
 class Pair(Base):
@@ -306,17 +306,16 @@ def test_whatever_makes_a_module_is_a_model(name, tmp_path):
 def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     argv = [*TINY, "--model", path(tmp_path, "Residual"), "--out", str(tmp_path / "out")]
     for flags, words in (
-            ([], "it has 3 BatchNorm layers, with which an image's logits depend on the others of "
-             "its minibatch; use --batchnorm group (GroupNorm in their place), or --batchnorm "
-             "frozen"),
-            (["--no-dropout"], "it has 3 BatchNorm layers"),
-            (["--batchnorm", "group"], "it has 1 dropout layer, drawing at random; use "
-             "--no-dropout")):
+            ([], "two calls on one batch differ: it draws at random, or changes x in place; for "
+             "dropout use --no-dropout"),
+            (["--no-dropout"], "an image's logits depend on the others of its minibatch; for "
+             "BatchNorm use --batchnorm group (GroupNorm instead), or --batchnorm frozen"),
+            (["--batchnorm", "group"], "for dropout use --no-dropout")):
         refused(capsys, words, fedavg.main, [*argv, *flags])
     for kind, said in (("group", "became GroupNorm"), ("frozen", "got constant statistics")):
         more = [*argv, "--batchnorm", kind, "--no-dropout"]
         record, state = run(fedavg, more, tmp_path / kind)
-        assert f"model   3 BatchNorm layers {said}\n" in capsys.readouterr().out
+        assert f"model   BatchNorm layers that {said}: 3\n" in capsys.readouterr().out
         assert record["batchnorm_layers"] == 3 and record["status"] == "finished"
         fed, module = federation(more), module_of(tmp_path, "Residual")(3, 10)
         if kind == "group":
@@ -331,30 +330,30 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("Layer", "it has 1 dropout layer, drawing at random; use --no-dropout"),
-    ("Dropout", "two calls on one batch differ: it draws at random, or changes x in place; "
-     "--no-dropout makes dropout inactive"),
-    ("Noise", "two calls on one batch differ"), ("InPlace", "changes x in place"),
-    ("Norm", "it has 1 BatchNorm layer, with which"), ("Momentless", "it has 1 BatchNorm layer"),
-    ("Functional", "an image's logits depend on the others of its minibatch, as with BatchNorm"),
+    ("Dropout", "two calls on one batch differ: it draws at random, or changes x in place; for "
+     "dropout use --no-dropout, which makes it inactive"),
+    ("Layer", "use --no-dropout"), ("Noise", "two calls on one batch differ"),
+    ("InPlace", "changes x in place"),
+    ("Norm", "an image's logits depend on the others of its minibatch; for BatchNorm use "
+     "--batchnorm group (GroupNorm instead), or --batchnorm frozen (constant running statistics, "
+     "for a pretrained --init)"),
+    ("Momentless", "use --batchnorm group"), ("Functional", "depend on the others"),
     ("Running", "it changes its buffers in training, which all clients share"),
-    ("Loose", "fc.scale is a tensor that is neither parameter nor buffer; use nn.Parameter or "
-     "register_buffer"),
     ("Listed", "it trains tensors that are not its parameters: register them, as modules in an "
      "nn.ModuleList, not in a list"),
-    ("five", "it gives 5 logits, and there are 3 classes"),
-    ("Nothing", "it gives a NoneType, not the logits"),
-    ("Pair", "it gives a tuple, not the logits"), ("Array", "it gives a ndarray, not the logits"),
-    ("Map", "its logits have the shape (8, 2, 4, 4) for 8 images"),
+    ("five", "for 8 images it gives (8, 5), not logits of the shape (8, 3)"),
+    ("Two", "AssertionError"),
+    ("Nothing", "for 8 images it gives a NoneType, not logits"), ("Pair", "it gives a tuple, not"),
+    ("Array", "it gives a ndarray, not"), ("Map", "it gives (8, 2, 4, 4), not logits"),
     ("Nan", "its logits are not finite, with weights and pixels drawn at random"),
     ("Detached", "its logits carry no gradient of its weights"),
     ("Numpy", "numpy() on Tensor that requires grad"), ("Empty", "it has no parameters to train"),
     ("Raises", "KeyError: 'weights'"), ("Gauss", "its `start` gives 'gauss', which is none of"),
-    ("Asks", "asks for depth, width, which nobody can give; it must return an nn.Module and may "
-     "ask for channels, in_channels, classes, num_classes, size"),
-    ("old", "asks for m, x, which nobody can give; it must return an nn.Module"),
+    ("Asks", ": missing a required argument: 'depth'; it must be a function or class that gives an "
+     "nn.Module and asks for nothing else than channels, in_channels, classes, num_classes, size"),
+    ("old", ": missing a required argument: 'm'; it must be"),
     ("number", "it gives a int, not an nn.Module"),
-    ("names", "is a list; it must be a class of nn.Module, or a function that returns one"),
+    ("names", "['fc'] is not a callable object; it must be a function or class that gives"),
     ("nosuch", "has no nosuch"),
 ])
 def test_what_is_no_function_of_its_weights_and_one_image_is_refused(name, words, tmp_path, capsys):
@@ -365,7 +364,7 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(name, words
     ("Momentless", {"batchnorm": "frozen"}, "an image's logits depend on the others"),
     ("Subclass", {"batchnorm": "group"}, "a Thick does more than BatchNorm; --batchnorm group "
      "can't replace it"),
-    ("Norm", {"no_dropout": True}, "it has 1 BatchNorm layer"),
+    ("Norm", {"no_dropout": True}, "use --batchnorm group"),
     ("Noise", {"no_dropout": True}, "two calls on one batch differ")])
 def test_what_the_flags_do_not_help_is_refused(name, flags, words, tmp_path, capsys):
     refused(capsys, words, common.Net, path(tmp_path, name), *IMAGES, **flags)
@@ -381,7 +380,7 @@ def test_what_the_flags_help_is_taken(name, flags, tmp_path):
 
 
 @pytest.mark.parametrize("model, words", [
-    ("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "cnn is no .py file"),
+    ("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "no file cnn that ends in .py"),
     ("mine.py", "--model mine.py names nothing in the file; use mine.py:NAME"),
     ("lstm", "--model lstm is unknown; use one of cnn, tfcnn"),
     ("torchvision:resnet19", "--model torchvision:resnet19: torchvision has no such network for "
@@ -482,7 +481,7 @@ def test_torchvisions_mobilenet_takes_a_step(tmp_path, capsys):
     argv = [*QUICK, "--limit", "40", "--clients", "2", "--rounds", "1", "--client-test", "0.5",
             "--model", "torchvision:mobilenet_v3_small", "--batchnorm", "group", "--no-dropout"]
     record, _ = run(fedavg, argv, tmp_path)
-    assert "model   34 BatchNorm layers became GroupNorm" in capsys.readouterr().out
+    assert "model   BatchNorm layers that became GroupNorm: 34\n" in capsys.readouterr().out
     assert record["batchnorm_layers"] == 34 and record["parameters"] == 1_528_106
     assert set(record["environment"]["sources"]) == {"fedavg.py", *records.SHARED}
 
@@ -532,17 +531,19 @@ def base(**changes):
 
 
 @pytest.mark.parametrize("contents, words", [
-    (base(fc_bias=None), "init.pt has no fc.bias, which"),
-    (base(fc_weight=torch.ones(10, 32)), "init.pt: fc.weight has the shape (10, 32), in"),
-    (base(fc_extra=torch.ones(1)), "init.pt has fc.extra, which"),
-    (base(fc_bias=torch.tensor([1.0, 2.0, float("nan")])), "has weights that are not finite"),
-    (base() | {"bn.running_mean": torch.ones(2)}, "init.pt has bn.running_mean, which"),
-    (base() | {"bn.running_mean": torch.ones(2)}, "; use --batchnorm frozen"),
-    ({"epoch": 3, "model": base()}, "init.pt can't be read as a state dict"),
-    ([torch.ones(2)], "init.pt can't be read as a state dict: 'list' object has no attribute"),
-    (nn.Linear(2, 2), "init.pt can't be read as a state dict"),
-    (b"text", "init.pt can't be read as a state dict"),
-    (None, "init.pt can't be read as a state dict: [Errno 2] No such file"),
+    (base(fc_bias=None), 'init.pt can\'t be read as a state dict of'),
+    (base(fc_bias=None), 'writes it: Error(s) in loading state_dict for Base: Missing key(s) in '
+     'state_dict: "fc.bias".'),
+    (base(fc_weight=torch.ones(10, 32)), "size mismatch for fc.weight: copying a param with shape "
+     "torch.Size([10, 32]) from checkpoint"),
+    (base(fc_extra=torch.ones(1)), 'Unexpected key(s) in state_dict: "fc.extra"'),
+    (base(fc_bias=torch.tensor([1.0, 2.0, float("nan")])), "some weights are not finite"),
+    (base() | {"bn.running_mean": torch.ones(2)},
+     'Unexpected key(s) in state_dict: "bn.running_mean". Use --batchnorm frozen.'),
+    ({"epoch": 3, "model": base()}, 'Unexpected key(s) in state_dict: "epoch", "model".'),
+    ([torch.ones(2)], "Expected state_dict to be dict-like, got <class 'list'>"),
+    (nn.Linear(2, 2), "as torch.save(model.state_dict(), FILE) writes it: Weights only load fail"),
+    (b"text", "init.pt can't be read as a state dict of"), (None, "[Errno 2] No such file"),
 ])
 def test_other_files_are_refused(contents, words, tmp_path, capsys):
     if isinstance(contents, bytes):
