@@ -180,9 +180,11 @@ class Kind:
         return max(points + SPLITS * seeds - 1 - len(self.known[name]["runs"]), 0)
 
     def rows(self):
-        """report.table() of all methods that are finished, with as many seeds as all of them
-        have."""
+        """report.table() of all methods that are finished, with as many seeds as all of them have;
+        [] if none is."""
         names = [name for name in self.known if self.finished(name, 1)]
+        if not names:
+            return []
         seeds = max((seeds for seeds in range(1, self.args.seeds + 1)
                      if all(self.finished(name, seeds) for name in names)), default=0)
         settings = {name: self.choose(name)[0] for name in names}
@@ -275,7 +277,7 @@ def main(argv):
                     for name in names]
             if missing := [run for run in runs if not kind.known_run(*run)]:
                 train(kind, missing)
-    rows = {kind.title: kind.rows() for kind in kinds}
+    rows = {kind.title: found for kind in kinds if (found := kind.rows())}
     text = "\n\n".join("\n".join([f"## {title}", "", *table(found)])
                        for title, found in rows.items())
     folder = out if args.file else RESULTS
