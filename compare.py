@@ -95,8 +95,8 @@ OWN = {
     "fedma": (lambda shared: {"rounds": max(1, round(shared.rounds / 2))},
               "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
-               "no momentum, as in the file; all clients take part in every round; distillation "
-               "comes on top, in the last one, with two epochs in place of the file's five"),
+               "no momentum, as in the file; all clients take part in every round; after the last "
+               "one distillation follows, with two epochs in place of the file's five"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
 OURS = ("seed", "out", "resume", "plot")  # what this program says to each run

@@ -244,10 +244,14 @@ def latex(rows, some, args):
 
     def tabular(label, caption, titles, body):
         head, *body = [" & ".join(line) + r" \\" for line in [list(map(tex, titles)), *body]]
-        last = r"p{0.2\linewidth}" if "own settings" in titles else "l"
+        last = "l"
+        if "own settings" in titles:
+            last = r">{\raggedright\arraybackslash}p{0.2\linewidth}"
         return floating("table", f"tab:{label}", caption,
+                        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
                         rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}{last}}}",
-                        r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}")
+                        r"\toprule", head, r"\midrule", *body, r"\bottomrule",
+                        r"\end{tabular}}")
 
     classes = some["split"].get("classes")
     classes = f", {common.spread(classes)} classes per client (least/mean/most)" if classes else ""
@@ -261,7 +265,7 @@ def latex(rows, some, args):
             at = titles.index("personal")
             line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
     bold = ", and those whose paired difference to it is not decided" * (rows[0]["runs"] > 1)
-    text = ["% needs \\usepackage{booktabs,graphicx}", tabular(
+    text = ["% needs \\usepackage{array,booktabs,graphicx}", tabular(
         "compare", f"{about} Accuracies after the last round: {about_runs(args)}. Bold: the best "
         f"personal accuracy{bold}.", titles, body)]
     titles, body = paired_table(rows)

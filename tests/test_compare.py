@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def test_the_table_is_that_of_the_records(go, capsys, monkeypatch):
     page, printed = (go.out / "compare.md").read_text(), capsys.readouterr().out
     for line in page.splitlines():
         assert not line.startswith("|") or line in printed
-    assert "all clients take part in every round; distillation" in page
+    assert "all clients take part in every round; after the last one" in page
     assert "| `--mix=0.25` |" in page
     for name in ("curves", "clients"):
         assert (go.out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -338,9 +339,12 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     command = re.search(rf"python compare.py (.* --out) runs/{folder}$", page, re.M)[1]
     args, shared = compare.arguments([*command.split(), f"results/{folder}"])
     methods = compare.plan(args, shared)
-    found = {method.name: [compare.record(method, out / method.name / str(seed))
-                           for seed in range(args.seeds)] for method in methods}
-    assert len({compare.split_of(r) for runs in found.values() for r in runs}) == 1
+    found = {}
+    for method in methods:
+        jobs = [compare.job(method, seed, split, args, shared)
+                for split in range(args.split_seeds) for seed in range(args.seeds)]
+        found[method.name] = [compare.record(run.method, HERE / run.folder) for run in jobs]
+    assert len({compare.split_of(r) for runs in found.values() for r in runs}) == args.split_seeds
     rows = report.table(found, methods, args, shared)
     report.write_table(rows, found, methods, shared, args, tmp_path)
     for name in ("compare.md", "compare.tex", "compare.csv", "runs.csv"):
@@ -358,6 +362,22 @@ def made_up(name, clients, rounds=2, val=0.5):
                  "mean": np.mean(accuracies), "worst_decile": min(accuracies), "val_mean": val,
                  "per_client": list(accuracies)}}}
             for split, seeds in enumerate(clients) for seed, accuracies in enumerate(seeds)]
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
+@pytest.mark.parametrize("folder", ["compare", "compare-cifar10"])
+def test_a_paper_of_two_columns_takes_the_committed_table(folder, tmp_path):
+    """LaTeX finds no error, and nothing is wider than the page."""
+    for name in ("compare.tex", "curves.pdf"):
+        shutil.copy(HERE / "results" / folder / name, tmp_path)
+    packages = re.match("% needs (.*)", (tmp_path / "compare.tex").read_text())[1]
+    (tmp_path / "paper.tex").write_text(
+        rf"\documentclass[twocolumn]{{article}}{packages}\begin{{document}}\input{{compare}}"
+        r"\end{document}")
+    done = subprocess.run(["pdflatex", "-halt-on-error", "paper"], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert not done.returncode and "Overfull" not in done.stdout, done.stdout
+
 
 
 def test_paired_differences_with_a_known_answer():
