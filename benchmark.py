@@ -242,8 +242,8 @@ def table(rows):
 def draw(kinds, path):
     """The methods by their difference to Local, with intervals, one panel for each kind."""
     tallest = max(len(rows) for rows in kinds.values())
-    with common.drawing(path, 1, len(kinds), (13, 1.2 + 0.27 * tallest)) as axes:
-        for axis, (title, rows) in zip(axes, kinds.items()):
+    with common.drawing(path, 1, len(kinds), (4.6 * len(kinds), 1.2 + 0.27 * tallest)) as axes:
+        for axis, (title, rows) in zip(np.atleast_1d(axes), kinds.items()):
             shown = [row for row in rows[::-1] if row["against"].get(TO[0])]
             for y, row in enumerate(shown):
                 mean, interval, word = row["against"][TO[0]]
