@@ -7,7 +7,7 @@
 `import common` also gives what stands in models.py (networks, Net), splits.py (who gets which
 images), datasets.py (images, transforms), records.py (Run: the loop over the rounds and the record)
 and engine.py (step, grad). To follow an algorithm, read Run.rounds (records.py), and
-Federation.sample, train and one_by_one, Epochs and Federation.plan here.
+Federation.sample, train, one_by_one, plan and batch, and Epochs here.
 
 Shapes in comments: d weights in a model, K clients, m of them sampled in a round, B images in a
 minibatch, H x W pixels, C channels. Global measures are taken on the data set's central test
@@ -16,8 +16,8 @@ images, personal ones on each client's own test images.
 
 import argparse
 import functools
+import math
 import os
-from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import datasets
 import engine
-import plots
 import splits
-from datasets import DATASETS, DRAWS, TRANSFORMS, images_for, limit_images, load_data
+from datasets import DATASETS, DRAWS, TRANSFORMS, images_for, load_data
 from engine import grad, is_main_process, now, refuse, say, step
 from models import MODELS, Net, find, load_file, with_part
 from plots import drawing, setting, spread
@@ -80,13 +79,6 @@ def sgd(args, decayed=None):
     return descend
 
 
-def all_reduce(x):
-    """The sum of a tensor over all processes."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x)
-    return x
-
-
 class Batch(NamedTuple):
     """One client's minibatch: images x [B, C, H, W], labels y [B], mask [B] (0 where a row only
     fills up), draw [...] (the algorithm's own random numbers; see Federation.train)."""
@@ -98,67 +90,71 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a client does in a call of train: arrays over its epochs and minibatches."""
+    """What a client does in a call of train: arrays over its epochs."""
 
-    index: np.ndarray  # [epochs, steps, B] numbers of images
-    mask: np.ndarray  # [epochs, steps, B] False where a row only fills up the last minibatch
-    uniform: np.ndarray  # [epochs, steps, B, DRAWS] draws from [0, 1) for the transform
-    draw: np.ndarray  # [epochs, steps, ...] for the algorithm
-
-
-def filled(plans, B, way):
-    """One Plan, whose minibatches are all filled up to B images: that of one client or, in the way
-    "together", those of several, with an axis for the clients behind epochs and steps."""
-    B = max(B, *(plan.mask.shape[2] for plan in plans))
-
-    def wide(z):
-        return np.pad(z, [(0, 0), (0, 0), (0, B - z.shape[2]), *[(0, 0)] * (z.ndim - 3)])
-
-    plans = [Plan(*map(wide, plan[:3]), plan.draw) for plan in plans]
-    return Plan(*(np.stack(z, 2) for z in zip(*plans))) if way == "together" else plans[0]
+    index: np.ndarray  # [epochs, n] numbers of its n images, in their order in each epoch
+    uniform: np.ndarray  # [epochs, n, DRAWS] draws from [0, 1) for the transform of each
+    draw: np.ndarray  # [epochs, steps, ...] for the algorithm: a row for each minibatch
 
 
 class Epochs:
     """The local epochs of one client: `for minibatches in epochs: for b in minibatches: ...`.
 
     epochs(epochs=2, order=1) are others of the same client: another number of epochs, or another
-    order of the images. clients: (row, numbers of its images), one but in the way "together", where
-    minibatches have a row for each client. few: only the last two minibatches of an epoch.
+    order of the images. clients: (row, numbers of its images), one but in the way "together".
+    options: those of Federation.plan.
     """
 
-    def __init__(self, fed, clients, t, way="loop", few=False, **options):
-        self.fed, self.clients, self.t, self.way = fed, clients, t, way
-        self.few, self.options = few, options
+    def __init__(self, fed, clients, t, way="loop", **options):
+        self.fed, self.clients, self.t, self.way, self.options = fed, clients, t, way, options
 
     def __call__(self, **options):
-        return Epochs(self.fed, self.clients, self.t, self.way, self.few,
-                      **self.options | options)
-
-    def by(self, way, few=False, clients=None):
-        """The same in another way, perhaps of other clients."""
-        return Epochs(self.fed, clients or self.clients, self.t, way, few, **self.options)
+        return type(self)(self.fed, self.clients, self.t, self.way, **self.options | options)
 
     def __iter__(self):
-        if not self.clients:
-            return
-        plans = [self.fed.plan(*client, self.t, **self.options) for client in self.clients]
-        plan = plans[0] if self.way == "loop" else filled(plans, self.fed.B, self.way)
-        if self.few:
-            epochs, steps = (1, 2) if plan.index.shape[1] > 1 else (2, 1)
-            plan = Plan(*(z[:epochs, -steps:] for z in plan))
-        arrays = [torch.as_tensor(z, device=self.fed.device) for z in plan]
-        for e, images in enumerate(plan.mask.sum(-1)):
-            yield self.minibatches(images, *(z[e] for z in arrays))
+        fed, B = self.fed, self.fed.args.batch_size
+        for client in self.clients:
+            plan = fed.plan(*client, self.t, **self.options)
+            for index, uniform, draw in zip(*(torch.as_tensor(z, device=fed.device) for z in plan)):
+                size = B or len(index)  # the last minibatch may have fewer images
+                yield (fed.batch(*b) for b in zip(index.split(size), uniform.split(size), draw))
 
-    def minibatches(self, images, index, mask, uniform, draw):
-        for s, n in enumerate(images):  # the last minibatch of an epoch may have fewer images
+    def by(self, way, few=False, clients=None):
+        """The same in another way, perhaps of other clients. few: two minibatches of each, of which
+        the last has as many images as an epoch's last."""
+        clients, options, B = clients or self.clients, self.options, self.fed.args.batch_size
+        if few:
+            options = options | {"epochs": 1 if 0 < B < len(clients[0][1]) else 2}
+            clients = [(row, images[-B - (len(images) % B or B) :] if B else images)
+                       for row, images in clients]
+        kind = Epochs if way == "loop" else FilledEpochs
+        return kind(self.fed, clients, self.t, way, **options)
+
+
+class FilledEpochs(Epochs):
+    """Epochs for CUDA graphs: minibatches are filled up to B images, so that all have one shape. In
+    the way "together" they have a row for each client."""
+
+    def __iter__(self):
+        fed, wide = self.fed, []
+        plans = [fed.plan(*client, self.t, **self.options) for client in self.clients]
+        sizes = [min(fed.args.batch_size or math.inf, plan.index.shape[1]) for plan in plans]
+        for (index, uniform, draw), size in zip(plans, sizes):
+            (epochs, n), steps = index.shape, draw.shape[1]
+            place = np.full((steps, max(fed.B, *sizes)), n)  # which of its n images; n: none
+            place[:, :size].flat[:n] = np.arange(n)
+            index, uniform = (np.append(z, np.zeros_like(z[:, :1]), 1)[:, place]
+                              for z in (index, uniform))
+            wide.append((index, uniform, draw, np.tile(np.float32(place < n), (epochs, 1, 1))))
+        arrays = (np.stack(z, 2) if self.way == "together" else z[0] for z in zip(*wide))
+        for epoch in zip(*(torch.as_tensor(z, device=fed.device) for z in arrays)):
+            yield self.minibatches(*epoch)
+
+    def minibatches(self, *epoch):
+        for inputs in zip(*epoch):
             if self.fed.stop:
-                raise KeyboardInterrupt
-            if self.way == "loop":
-                yield self.fed.batch(index[s, :n], mask[s, :n].float(), uniform[s, :n], draw[s])
-            else:  # all have one shape
-                inputs = index[s], mask[s].float(), uniform[s], draw[s]
-                yield engine.Filled(self.fed, self.way, inputs)
+                raise SystemExit(self.fed.stop)
+            yield engine.Filled(self.fed, self.way, inputs)
 
 
 class Federation:
@@ -184,6 +180,7 @@ class Federation:
             dist.barrier()
         self.whole_split = split_clients(self.data, args, stream(args.split_seed, "split"))
         self.K = len(self.whole_split.train)
+        self.m = max(int(args.fraction * self.K + 1e-9), 1)  # .29 * 100 is 28.999999999999996
         if self.K < self.processes:
             refuse(f"{self.processes} processes for {self.K} clients; start at most one per client")
         if "clients" in unused(args.split):
@@ -209,13 +206,12 @@ class Federation:
         self.w_0 = self.net.load(args.init) if args.init else None
         self.notes = [*self.net.notes, *datasets.remarks(self.data),  # for `describe`
                       *splits.remarks(self.whole_split, self.data, args)]
-        # set when the run is interrupted: clients give up at their next minibatch
-        self.stop = False
+        self.stop = 0  # the exit code when the run is interrupted; clients look at it
         self.all_rows = []  # every Rows
         # a GPU's minibatches are filled up to B images: all have one shape
         self.B = min(args.batch_size or len(self.labels), max(map(len, self.split.train)))
         gpu = self.device.type == "cuda"
-        if gpu and engine.before_ampere():
+        if gpu and engine.before_ampere(self.device):
             transform = self.transform
             self.transform = lambda *images: transform(*images).contiguous()
         self.threads = 0 if gpu else args.parallel or engine.cores()
@@ -230,8 +226,7 @@ class Federation:
 
     def describe(self):
         """Prints three lines on what is trained, images, split and model, and the notes."""
-        data, args, K = self.data, self.args, self.K
-        m = max(int(args.fraction * K + 1e-9), 1)
+        data, args, K, m = self.data, self.args, self.K, self.m
         train, _, test = ([len(index) for index in part]
                           for part in self.whole_split.measured(args.limit_test))
         own = args.client_test or (args.split == "natural" and data.test_owner is not None)
@@ -252,16 +247,10 @@ class Federation:
         for note in self.notes:
             say(note)
 
-    def plot(self, record, out, marks):
-        """Draws the figures of --plot into the folder out. marks: a round -> what begins with
-        it."""
-        plots.plot(record, setting(record), self.data, self.whole_split, out, marks)
-
     def sample(self, t):
         """S_t, the clients of round t: max(int(C*K), 1) of K, without replacement. Every process
         draws the same S_t, and gets the rows of those that are its own."""
-        m = max(int(self.args.fraction * self.K + 1e-9), 1)  # .29 * 100 is 28.999999999999996
-        S_t = stream(self.args.seed, "sampling", t).choice(self.K, m, replace=False)
+        S_t = stream(self.args.seed, "sampling", t).choice(self.K, self.m, replace=False)
         return np.flatnonzero(np.isin(self.clients, S_t))
 
     def initial_weights(self):
@@ -276,7 +265,10 @@ class Federation:
 
     def all_reduce(self, x):
         """The sum of a tensor over all processes; with one process, x itself."""
-        return all_reduce(x) if self.processes > 1 else x
+        if self.processes > 1:
+            x = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(x)
+        return x
 
     def sum(self, x, n=None):
         """The sum of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m] of
@@ -291,13 +283,15 @@ class Federation:
 
     def gather(self, x, among=None):
         """The rows of all clients, or of the clients `among`, in the order of their numbers, from
-        this process's x [rows, ...]."""
+        this process's x [rows, ...]; where x lies."""
         if self.processes == 1:
             return x
         numbers = np.arange(self.K) if among is None else np.sort(among)
-        whole = torch.zeros(self.K, *x.shape[1:], dtype=x.dtype, device=self.device)
-        whole[self.clients[self.rows(numbers)]] = x.to(self.device)
-        return self.all_reduce(whole)[numbers]
+        whole = x.new_zeros((self.K, *x.shape[1:]))
+        whole[self.clients[self.rows(numbers)]] = x
+        for part in [whole] if x.device == self.device else whole:  # the host has more room: by row
+            part.copy_(self.all_reduce(part.to(self.device)))
+        return whole[numbers]
 
     def rows(self, among=None):
         """The rows of this process's clients, or of those among the given numbers."""
@@ -307,10 +301,7 @@ class Federation:
     def per_client(self, x):
         """What every client keeps between rounds (see Rows): a row each, x [...] for all, or x(k)
         for client number k."""
-        def first(i):
-            return x(int(self.clients[i])) if callable(x) else x
-
-        return Rows(self, first)
+        return Rows(self, x if callable(x) else lambda k: x)
 
     # Training
 
@@ -333,11 +324,11 @@ class Federation:
         Results do not depend on how many clients go at once; on a GPU up to rounding.
         """
         epochs = self.args.epochs if epochs is None else epochs
-        options = dict(epochs=epochs, draw=draw, order=order)
-        if not len(S):  # other processes have them all: tensors without rows go through no epochs
-            return client_update(*(z[[]] for z in own), Epochs(self, [], t, **options), *shared)
         images = images or [self.split.train[row] for row in S]
-        clients = [Epochs(self, [client], t, **options) for client in zip(S, images)]
+        clients = [Epochs(self, [client], t, epochs=epochs, draw=draw, order=order)
+                   for client in zip(S, images)]
+        if not clients:  # other processes have them all: tensors without rows, and no epochs
+            return client_update(*(z[[]] for z in own), Epochs(self, [], t), *shared)
         if self.device.type == "cuda" or self.way != "loop":
             return engine.train(self, client_update, own, clients, shared)
         return self.one_by_one(client_update, own, clients, shared)
@@ -358,29 +349,28 @@ class Federation:
 
     def plan(self, row, own, t, epochs, draw=None, order=0):
         """The Plan of the client in this row for round t, from its own random streams. own: the
-        numbers of its images. They are shuffled in every epoch, and cut into minibatches; the last
-        of these may be smaller."""
-        size = min(self.args.batch_size or len(own), len(own))
+        numbers of its images, which are shuffled in every epoch."""
         shuffle, augment, algorithm = (
             stream(self.args.seed, purpose, t, int(self.clients[row]), order)
             for purpose in ("order", "augmentation", "algorithm"))
-        shuffled = np.array([shuffle.permutation(own) for _ in range(epochs)], np.int64)
-        shuffled = shuffled.reshape(epochs, len(own))
-        fill = (0, 0), (0, -len(own) % size)  # to whole minibatches, with image 0, which mask hides
-        index, mask = (np.pad(z, fill).reshape(epochs, -(-len(own) // size), size)
-                       for z in (shuffled, np.ones_like(shuffled, bool)))
-        form = index.shape[:2]
-        uniform = augment.random((*index.shape, DRAWS[self.args.transform]), np.float32)
-        own_draw = draw(algorithm, form[0] * form[1]) if draw else np.zeros((*form, 0))
-        own_draw = own_draw.astype(np.float32).reshape(*form, *own_draw.shape[1 if draw else 2 :])
-        return Plan(index, mask, uniform, own_draw)
+        size = min(self.args.batch_size or len(own), len(own))
+        steps = math.ceil(len(own) / size)
+        index = np.array([shuffle.permutation(own) for _ in range(epochs)], np.int64)
+        shape = epochs, steps * size, DRAWS[self.args.transform]  # as if all minibatches were full
+        uniform = augment.random(shape, np.float32)[:, : len(own)]
+        own_draw = draw(algorithm, epochs * steps) if draw else np.zeros((epochs * steps, 0))
+        own_draw = np.float32(own_draw).reshape(epochs, steps, *own_draw.shape[1:])
+        return Plan(index, uniform, own_draw)
 
-    def batch(self, index, mask, uniform, draw):
+    def batch(self, index, uniform, draw, mask=None):
         """The Batch of the images numbered index [B], transformed with the random numbers uniform
         [B, DRAWS]. Of m clients at once: index [m, B], uniform [m, B, DRAWS]."""
+        if self.stop:
+            raise SystemExit(self.stop)
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2))
         x = x.unflatten(0, index.shape)
         x = x.bfloat16() if self.args.precision == "bf16" else x
+        mask = torch.ones(index.shape, device=self.device) if mask is None else mask
         return Batch(x, self.labels[index], mask, draw)
 
     # Evaluation
@@ -392,6 +382,8 @@ class Federation:
 
     @torch.no_grad()
     def logits_of_part(self, w, index):
+        if self.stop:
+            raise SystemExit(self.stop)
         parts = torch.as_tensor(index, device=self.device).split(500)
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in parts])
 
@@ -434,7 +426,7 @@ class Federation:
         measures = {
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
             "std": float(top1.std(ddof=1)) if len(top1) > 1 else 0.0,
-            "worst_decile": float(np.sort(top1)[: ceil(len(top1) / 10)].mean()),
+            "worst_decile": float(np.sort(top1)[: math.ceil(len(top1) / 10)].mean()),
             **{name: float(one[name].mean()) for name in ("top5", "loss", "ece", "mce")},
             "per_client": top1.tolist(),
         }
@@ -640,7 +632,7 @@ def parse(p, by_dataset, argv=None):
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
     gpu = args.device.startswith("cuda")
-    old = gpu and engine.before_ampere()
+    old = gpu and engine.before_ampere(args.device)
     args.precision = args.precision or ("tf32" if gpu and not old else "fp32")
     if args.precision == "tf32" and not gpu:
         p.error("--precision tf32 is for GPUs; use fp32 or bf16")

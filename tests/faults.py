@@ -308,13 +308,13 @@ def broken_folders(folder):
         ("the state is a folder", "s5",
          lambda out: ((out / state).unlink(), (out / state).mkdir())),
         ("the state is of another version of common.py", "s6",
-         change_state(sources=lambda s: {**s, "common.py": "0" * 64})),
+         change_state(environment=lambda e: {**e, "sources": {**e["sources"], "common.py": "0"}})),
         ("the state is of other images", "s7", change_state(data=lambda s: "0" * 16)),
         ("the state is of a split that was drawn otherwise", "s8",
          change_state(split=lambda s: "0" * 16)),
         ("the state is gone, the record is finished", "s9", lambda out: (out / state).unlink()),
         ("the state is that of two processes", "s10",
-         lambda out: (out / state).rename(out / "state-0-of-2.pt")),
+         change_state(environment=lambda e: {**e, "processes": 2})),
         ("the record is empty", "r1", lambda out: (out / record).write_text("")),
         ("the record is cut off", "r2",
          lambda out: (out / record).write_text((out / record).read_text()[:100])),
@@ -414,34 +414,27 @@ def child(point, number, line):
 
         setattr(owner, name, watched)
 
-    before(records.Run, "begin_round",
-           lambda run: now.update(round=len(run.kept.history) + 1))
+    before(common.Federation, "sample", lambda fed, t: now.update(round=t + 1))
     if point == "in training":
         before(common.Federation, "batch", lambda *_: send())
     elif point == "in evaluation":
         before(common.Federation, "evaluate", lambda *_: send())
-    elif point == "while the state is written":
-        save = torch.save
-
-        def half_state(saved, file):
-            if now["round"] == 2 and hasattr(file, "write"):  # not model.pt
-                file.write(b"half")
-                file.flush()
-                send()
-                file.seek(0)
-            save(saved, file)
-
-        torch.save = half_state
     else:
-        usual = pathlib.Path.write_text
+        write = records.Run.write
+        file = "state.pt" if "state" in point else "result.json"
 
-        def half(path, text, *more):
-            if path.name == "result.json.part":
-                usual(path, text[: len(text) // 2])
-                send()
-            return usual(path, text, *more)
+        def in_two_parts(run, path, put, **named):
+            def half(whole):
+                if now["round"] == 2 and path.name == file:
+                    whole.write(b"half")
+                    whole.flush()
+                    send()
+                    whole.seek(0)
+                put(whole)
 
-        pathlib.Path.write_text = half
+            return write(run, path, half, **named)
+
+        records.Run.write = in_two_parts
     module.main(argv)
 
 

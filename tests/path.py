@@ -70,18 +70,19 @@ def entered(name):
                 if first <= frame.f_code.co_firstlineno <= last:
                     seen[pathlib.Path(frame.f_code.co_filename).name, function] = count
 
-    begin = common.Run.begin_round
+    usual = common.Run.rounds
 
-    def begin_round(run):
+    def rounds(*args, **named):
         nonlocal active
-        active = len(run.kept.history) == 1
-        return begin(run)
+        for t in usual(*args, **named):
+            active = t == 1
+            yield t
 
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        common.Run.begin_round = begin_round
+        common.Run.rounds = rounds
         sys.setprofile(trace)
         threading.setprofile(trace)
         try:
@@ -90,7 +91,7 @@ def entered(name):
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-            common.Run.begin_round = begin
+            common.Run.rounds = usual
     return seen
 
 

@@ -25,6 +25,8 @@ SOME = [*QUICK, "--split", "dirichlet-classes", "--alpha", "1", "--client-val", 
         "--fraction", "0.4"]  # 3 of 8, unequal
 ONE = ["--model", "mnistnet", "--batch-size", "10", "--epochs", "2", "--fraction", "0.1"]
 
+STATES = "state.pt", "state-1.pt"
+
 COMMANDS = {  # an algorithm joins by a line
     "fedavg": ["fedavg", *SOME],
     # one of the processes has nobody to train
@@ -79,8 +81,7 @@ def test_two_processes_equal_one(name, folder, tmp_path):
     assert two["status"] == "finished" and two["environment"]["processes"] == 2
     for key in ("split", "parameters", "bytes_up", "bytes_down"):
         assert one[key] == two[key]
-    parts = [torch.load(folder / name / f"state-{rank}-of-2.pt", weights_only=True)["state"]
-             for rank in range(2)]
+    parts = [torch.load(folder / name / file, weights_only=True)["state"] for file in STATES]
     for key, value in state.items():
         if not torch.is_tensor(value):
             continue
@@ -100,7 +101,7 @@ def test_only_one_process_prints_and_none_writes_a_second_record(folder):
     lines = (folder / "stdout").read_text().splitlines()
     assert sum(line.startswith("split ") for line in lines) == len(COMMANDS)
     assert sorted(path.name for path in (folder / "fedavg").iterdir()) == [
-        "model.pt", "result.json", "state-0-of-2.pt", "state-1-of-2.pt"]
+        "model.pt", "result.json", "state-1.pt", "state.pt"]
 
 
 def test_a_folder_in_use_is_left_as_it_is_by_all_processes(folder, tmp_path):
@@ -115,24 +116,40 @@ def test_a_folder_in_use_is_left_as_it_is_by_all_processes(folder, tmp_path):
     used.release()
 
 
-def test_a_dying_process_ends_the_run_and_resume_wants_as_many(tmp_path, capsys):
-    argv = [*SOME, "--rounds", "200", "--eval-every", "2", "--out", str(tmp_path)]
-    both = torchrun(tmp_path, [["fedavg", *argv]])
-    wait = time.time() + 120
-    while (not (tmp_path / "state-1-of-2.pt").exists() and time.time() < wait
+def under_way(folder, argv):
+    """Two processes that have written their states once."""
+    both, wait = torchrun(folder, [["fedavg", *argv]]), time.time() + 120
+    while (not (folder / "state-1.pt").exists() and time.time() < wait
            and both.poll() is None):
         time.sleep(0.1)
+    return both
+
+
+def test_interrupted_processes_leave_the_record_and_say_how_to_go_on(tmp_path):
+    argv = [*SOME, "--rounds", "2000", "--eval-every", "2", "--out", str(tmp_path)]
+    both = under_way(tmp_path, argv)
+    both.terminate()
+    code, out, _ = ended(both)
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert code and record["status"] == "interrupted" and len(record["rounds"]) >= 2
+    assert out.endswith("result.json; to go on: the same command with --resume\n")
+    states = [torch.load(tmp_path / file, weights_only=True) for file in STATES]
+    assert len(states[0]["history"]) == len(states[1]["history"]) >= 2
+
+
+def test_a_dying_process_ends_the_run_and_resume_wants_as_many(tmp_path, capsys):
+    argv = [*SOME, "--rounds", "200", "--eval-every", "2", "--out", str(tmp_path)]
+    both = under_way(tmp_path, argv)
     found = subprocess.run(["pgrep", "-P", str(both.pid), "-f", "processes.py"],
                            capture_output=True, text=True)
     os.kill(int(found.stdout.split()[1]), signal.SIGKILL)
     code, _, error = ended(both)
     assert code and "SIGKILL" in error
-    refused(capsys, "belongs to a run with 2 processes, this one has 1", fedavg.main,
-            [*argv, "--resume"])
+    refused(capsys, "belongs to processes 2, this run has 1", fedavg.main, [*argv, "--resume"])
     # a new run: the states of both are put aside, or a later --resume could take them up
     fedavg.main([*argv, "--rounds", "1"])
     assert sorted(path.name for path in tmp_path.glob("state*")) == [
-        "state-0-of-2.previous.pt", "state-1-of-2.previous.pt", "state.pt"]
+        "state-1.previous.pt", "state.previous.pt", "state.pt"]
 
 
 def test_two_processes_resume_where_they_stopped(tmp_path):
@@ -150,10 +167,16 @@ def test_two_processes_resume_where_they_stopped(tmp_path):
     commands = [[*parts, "--resume"], ["fedavg", *whole, "--out", str(tmp_path / "whole")]]
     code, out, error = ended(torchrun(tmp_path, commands))
     assert code == 0 and "2 of 6 rounds are done" in out, error[-3000:]
-    for rank in range(2):
-        a, b = (torch.load(tmp_path / way / f"state-{rank}-of-2.pt", weights_only=True)["state"]
+    for file in STATES:
+        a, b = (torch.load(tmp_path / way / file, weights_only=True)["state"]
                 for way in ("parts", "whole"))
         assert torch.equal(a["w"], b["w"])
+    # states of different rounds, as of two runs
+    state = torch.load(tmp_path / "parts" / "state-1.pt", weights_only=True)
+    state["history"].pop()
+    torch.save(state, tmp_path / "parts" / "state-1.pt")
+    code, out, error = ended(torchrun(tmp_path, commands[:1]))
+    assert code and error.count("state.pt has another number of rounds than") == 1 and not out
 
 
 def test_a_wrong_command_line_is_refused_by_the_first_process_alone(tmp_path):

@@ -2,6 +2,7 @@
 promises."""
 
 import contextlib
+import importlib.machinery
 import json
 import os
 import pathlib
@@ -172,7 +173,7 @@ def test_a_method_may_record_tensors_and_have_a_path_among_its_flags(tmp_path):
         assert record["final"]["mine"] == [1.5, 2] and record["final"]["other"] == 3
 
 
-@pytest.mark.parametrize("eval_every", ["1", "9"])
+@pytest.mark.parametrize("eval_every, code", [("1", 2), ("9", 143)])
 @pytest.mark.parametrize("change, said", [
     (lambda state: state.w.add_(1),
      "state.w was changed in place; write state.w = state.w + ..."),
@@ -182,21 +183,23 @@ def test_a_method_may_record_tensors_and_have_a_path_among_its_flags(tmp_path):
      "state.h is a float64; keep tensors and Python's own numbers"),
     (lambda state: setattr(state, "h", [torch.zeros(2)]),
      "state.h is a list; keep tensors and Python's own numbers")])
-def test_a_state_that_could_not_be_resumed_is_refused(change, said, eval_every, tmp_path, capsys):
+def test_a_state_that_could_not_be_resumed_is_refused(change, said, eval_every, code, tmp_path,
+                                                      capsys):
     """At the first evaluation; or, when the run is interrupted in a round that has changed it,
     before the state is written."""
     argv = [*QUICK, "--rounds", "5", "--eval-every", eval_every, "--out", str(tmp_path)]
     fed = federation(argv)
     made, state = common.Run(__file__, fed), SimpleNamespace(w=fed.initial_weights(), h=0.0)
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as end:
         for t in made.rounds(state):
             change(state)
             if t == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
+            measures = fed.evaluate(state.w)
             if made.evaluates():
-                made.log(fed.evaluate(state.w))
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "state.pt").exists()
+                made.log(measures)
+    assert end.value.code == code and said in capsys.readouterr().err
+    assert not list(tmp_path.glob("state*"))
 
 
 def test_two_files_of_one_name_are_refused(tmp_path, capsys):
@@ -248,37 +251,43 @@ def test_a_resumed_record_names_every_environment(tmp_path, monkeypatch):
     assert (tmp_path / "result.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("name, said", [
-    ("state.pt", "is complete; state.pt is missing: No space left on device"),
-    ("model.pt", "is complete; model.pt is missing: "),
-    ("result.json", "result.json can't be written: No space left on device; mend that, and start "
-     "again with --resume: ")])
-def test_a_full_disk(name, said, tmp_path, capsys):
+@pytest.mark.parametrize("end", ["finished", "interrupted"])
+@pytest.mark.parametrize("name", ["state.pt", "model.pt", "result.json"])
+def test_a_full_disk(name, end, tmp_path, capsys):
     """While it is full the run goes on and says so. At the end only a missing record is a fault of
-    the run. What was there stays, nothing half lies about, and when there is room again --resume
-    writes it all."""
+    the run, or the missing state of an interrupted one. What was there stays, nothing half lies
+    about, and when there is room again --resume writes it all."""
     argv, out = [*QUICK, "--rounds", "4", "--eval-every", "1"], tmp_path / "out"
-    file, write = out / name, records.Run.write
+    file, write, train = out / name, records.Run.write, common.Federation.train
     killed(fedavg, argv, out, lambda t, _: t == 2)
     before = file.read_bytes() if file.exists() else None
 
-    def full(self, path, put, alone=False):
+    def full(self, path, put, together=False):
         if path == file:
             part = path.with_name(name + ".part")
             part.unlink(missing_ok=True)
             part.symlink_to("/dev/full")
-        write(self, path, put, alone)
+        return write(self, path, put, together)
 
-    fault = name == "result.json"
-    ends = pytest.raises(SystemExit, match="2") if fault else contextlib.nullcontext()
+    def interrupted(self, client_update, S, t, **options):
+        if t == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train(self, client_update, S, t, **options)
+
+    fault = name == "result.json" or name == "state.pt" and end == "interrupted"
+    code = {"finished": 2 * fault, "interrupted": 143}[end]
+    ends = pytest.raises(SystemExit, match=str(code)) if code else contextlib.nullcontext()
     with pytest.MonkeyPatch.context() as patch, ends:
         patch.setattr(records.Run, "write", full)
+        if end == "interrupted":
+            patch.setattr(common.Federation, "train", interrupted)
         fedavg.main([*argv, "--resume", "--out", str(out)])
     out_, error = capsys.readouterr()
-    assert error.count("\n") == fault
-    assert said in (error if fault else out_) and "finished after 4 of 4" in out_
+    said = f"{name} can't be written: No space left on device"
+    assert error.count("\n") == fault and f"{end} after {4 - (code == 143)} of 4" in out_
+    assert not fault or f"{said}; mend that; the same command with --resume goes on" in error
     times = 1 if name == "model.pt" else 2  # after round 3, and at the end
-    assert out_.count(f"{name} can't be written: ") == times
+    assert out_.count(said) == times
     assert not list(out.glob("*.part"))
     assert (file.read_bytes() if file.exists() else None) == before
     record, state = run(fedavg, [*argv, "--resume"], out)
@@ -289,20 +298,20 @@ def test_a_full_disk(name, said, tmp_path, capsys):
 def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
     """A clock that lets every write take 40 seconds and every round 100: after the first, one in
     eight rounds."""
-    seconds, put, begin, written = [0.0], records.Run.put_state, records.Run.begin_round, []
+    seconds, put, sample, written = [0.0], records.Run.put_state, common.Federation.sample, []
 
-    def slow(self, part):
-        written.append(len(self.kept.history))
+    def slow(self, file):
+        written.append(len(self.history))
         seconds[0] += 40
-        put(self, part)
+        put(self, file)
 
     def begins(self, *args):
         seconds[0] += 100
-        begin(self, *args)
+        return sample(self, *args)
 
     monkeypatch.setattr(records.time, "monotonic", lambda: seconds[0])
     monkeypatch.setattr(records.Run, "put_state", slow)
-    monkeypatch.setattr(records.Run, "begin_round", begins)
+    monkeypatch.setattr(common.Federation, "sample", begins)
     run(fedavg, [*QUICK, "--rounds", "21", "--eval-every", "1", "--limit", "40", "--clients", "2",
                  "--per-client", "4"], tmp_path)
     # 40 s are 5 % of 800, and 80 s of 1600; one second is always free
@@ -712,14 +721,15 @@ def test_tensorboard_gets_every_measure_or_is_missed_in_one_line(tmp_path, capsy
 
     argv = [*QUICK, "--limit", "80", "--clients", "4", "--eval-every", "1", "--tensorboard"]
     module = types.ModuleType("tensorboard")
-    module.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    module.__spec__, module.SummaryWriter = importlib.machinery.ModuleSpec("t", None), SummaryWriter
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, module)
     record, _ = run(fedavg, argv, tmp_path)
     assert written[0] == (str(tmp_path), 1)
     for row in record["rounds"]:
         assert ("global/top1", row["global"]["top1"], row["round"]) in written
         assert ("personal/mean", row["personal"]["mean"], row["round"]) in written
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     refused(capsys, "pip install tensorboard", fedavg.main, [*argv, "--out", str(tmp_path / "no")])
 
 

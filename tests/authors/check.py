@@ -237,10 +237,11 @@ def ours(module, argv, data, model=Small):
     def planned(self, row, own, t, epochs, draw=None, order=0):
         p = plan(self, row, own, t, epochs, draw, order)
         p = p._replace(draw=p.draw.astype(np.float64))
-        index, mask, draws = map(np.concatenate, (p.index, p.mask, p.draw))  # of all epochs
+        B, draws = self.args.batch_size or len(own), np.concatenate(p.draw)
+        index = [part for epoch in p.index for part in np.split(epoch, range(B, len(own), B))]
         key = t, int(self.clients[row]), order
         if len(index) > len(seen.plans.get(key, ())):  # a shorter one is its beginning
-            seen.plans[key], seen.draws[key] = [i[m] for i, m in zip(index, mask)], draws
+            seen.plans[key], seen.draws[key] = index, draws
         return p
 
     def sampled(self, t):
