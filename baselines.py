@@ -1,14 +1,14 @@
-"""The methods that the papers of the other files compare with, a function each.
+"""The methods with which the papers of the other files compare theirs, one function each.
 
     python baselines.py --method fedper --dataset cifar10
 
     --method     idea
     local        Each client trains a model of its own. Nothing is sent.
     centralised  One model trains on the images of all clients in one place, for comparison.
-    fedavg-ft    FedAvg. After the last round each client fine-tunes the global model alone.
+    fedavg-ft    FedAvg. After the last round each client fine-tunes the global model on its images.
     fedprox      FedAvg, but each client's steps are pulled back to the global model.
     fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
-    scaffold     FedAvg, but each step is corrected by how the client drifts from all clients.
+    scaffold     FedAvg, but each step is corrected for the drift of the client from the others.
     feddyn       Two more terms in each client's loss move its minimum to that of the mean loss.
     apfl         The personal model mixes the global model with a model of the client's own.
     fedper       The last layers are personal. The other layers are averaged.
@@ -20,34 +20,35 @@
     fedspa       Each client trains only the weights of its mask, which changes every round.
     fedma        Layer by layer, the clients' units are matched before they are averaged.
 
-Each function holds the paper, its pseudocode in our words, the choices D1 to Dn, one client's work
-(client_update) and the server's loop. docs/baselines.md explains each choice, says whose code it
-cites and what was measured, and compares with PFLlib.
+Each function cites the paper and holds its pseudocode in our words, the choices D1 to Dn, one
+client's work (client_update) and the server's loop. docs/baselines.md explains each choice, says
+whose code it cites and what was measured, and compares with PFLlib.
 
-Symbols. K clients. Client k has n_k training images. f_k(w) is the mean loss on them, f_k(w; b)
-that on a minibatch b of them. w_0 are the initial weights. t is 0, 1, ..., T-1. S_t are the m =
-max(C*K, 1) sampled clients of round t; C*K is rounded down. eta is the round's local learning rate,
---lr times --lr-decay^t. "For each minibatch b" means two loops: over E local epochs, and over the
-minibatches of each epoch, newly shuffled. A line with other epochs says so. K, C, T, E are
---clients, --fraction, --rounds, --epochs. alpha, beta, lambda, g, h differ from function to
-function; --help lists their options. `# l.3` marks the code of line 3. [d] is a vector of the
-model's d weights, [m, d] one for each of the m sampled clients.
+Symbols. There are K clients. Client k has n_k training images. f_k(w) is the mean loss on its
+images, and f_k(w; b) that on its minibatch b. w_0 are the initial weights. t is 0, 1, ..., T-1. S_t
+are the m = max(C*K, 1) clients sampled in round t; C*K is rounded down. eta is the round's local
+learning rate, --lr times --lr-decay^t. "For each minibatch b" means two loops: over E local epochs,
+and over the newly shuffled minibatches of each epoch. A line with other epochs says so. K, C, T and
+E are --clients, --fraction, --rounds and --epochs. alpha, beta, lambda, g and h differ from
+function to function; --help lists their options. `# l.3` marks the code of line 3. [d] is a vector
+of the model's d weights, [m, d] holds one for each of the m sampled clients.
 
-Models. "global" is the server's model on the central test images. "personal" is the mean over all
-clients of each client's own model on its own test images; most authors' code weights this mean by
-the number of test images (`weighted_mean` in the record). Each function says which models these
-are. A personal model combines the server's newest part with the part that the client last trained.
+Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
+mean over all clients of the accuracy of each client's own model on its own test images; most
+authors' code weights this mean by the number of test images (`weighted_mean` in the record). Each
+function says which models these are. A personal model combines the server's newest part with the
+part that the client last trained.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
-(docs/baselines.md). Its buffer u starts at 0 before each loop. There is no momentum in pfedme's
-steps on theta_k, in apfl's on alpha_k, and in lines 5 and 8 of per-fedavg. Weight decay is added to
-each gradient of f_k. The record counts the bytes that S_t sends and receives.
+(docs/baselines.md). The momentum buffer u is set to 0 before each loop over minibatches. pfedme's
+steps on theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay
+is added to each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
 client_update(*own, epochs, *shared) is the work of one client. `own` are its tensors, `shared` is
 the same for all clients. `for minibatches in epochs:` is the loop over its local epochs, `for b in
-minibatches:` that over the minibatches of an epoch; epochs(epochs=3, order=1) are others of the
-same client, with another number of epochs or another order of the images. A function with
-@common.step does the work on b. federation.train(client_update, S, t, own=[...], shared=[...])
+minibatches:` that over the minibatches of an epoch. epochs(epochs=3, order=1) gives the same client
+3 epochs, with another order of the images. A function decorated with @common.step does the work on
+one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...])
 calls client_update for each client of S and returns its results, a row for each client. A GPU may
 train all clients at once: client_update then sees [m, d] instead of [d].
 
@@ -72,13 +73,13 @@ from splits import whole_numbers
 
 
 def with_decay(g, w, decayed, decay):
-    """Returns g + decay * w where `decayed` is 1: the gradient g of f_k with the weight decay."""
+    """Returns the gradient g of f_k with weight decay: g + decay * w where `decayed` is 1."""
     return torch.addcmul(g, decayed, w, value=decay) if decay else g
 
 
 def local_sgd(net, args):
     """Returns gradient(w, b), the gradient of f_k(w; b), and sgd(w, u, g, eta) -> w, u, SGD's step
-    against g with momentum's buffer u. All are [d]."""
+    against g with the momentum buffer u. All are [d]."""
 
     def gradient(w, b):
         def loss(w):
@@ -101,7 +102,7 @@ def fedavg_step(net, args):
 
 
 def sum_of_gradients(gradient):
-    """Returns total(w, epochs): n_k times the gradient of f_k at w, by a pass over k's images."""
+    """Returns total(w, epochs): n_k times the gradient of f_k at w, by one pass over k's images."""
 
     @common.step
     def add(total, w, b):
@@ -147,8 +148,8 @@ def first_linear_layer(net):
 
 
 def logits_of_parts(net, lower, upper, x):
-    """Returns the logits of the model w = (lower, upper), so that the gradient by one part costs
-    nothing for the other."""
+    """Returns the logits of the model w = (lower, upper) without joining the parts, so that the
+    gradient by one part costs nothing for the other."""
     n = sum(where.stop <= len(lower) for _, where, _ in net.tensors)  # tensors in `lower`
     tensors = [*lower.to(x.dtype).split(net.sizes[:n]), *upper.to(x.dtype).split(net.sizes[n:])]
     return net.apply(tensors, x).to(lower.dtype)
@@ -223,8 +224,8 @@ def centralised(federation, run, args):
 
     Global and personal: w. No model is sent, and no bytes are counted: the images would be sent
     once.
-    D1  Line 3: C*E epochs are as much work as FedAvg's. They are rounded and at least one, which is
-        more work than FedAvg's where C*E is below 1.
+    D1  Line 3: C*E epochs are as much work as a round of FedAvg. C*E is rounded and at
+        least 1, which means more work than FedAvg's if C*E is below 1.
     """
     sgd_step = fedavg_step(federation.net, args)
 
@@ -237,8 +238,8 @@ def centralised(federation, run, args):
 
     epochs = max(1, round(args.fraction * args.epochs))  # D1
     state = State(w=federation.initial_weights())  # l.1: [d]
-    P = np.concatenate(federation.whole_split.train)  # l.1: numbers of images
-    centre = federation.rows([0])  # client 0 trains on P; of several processes only its own trains
+    P = np.concatenate(federation.whole_split.train)  # l.1: indices of images
+    centre = federation.rows([0])  # client 0 trains on P, in one process
     for t in run.rounds(state):  # l.2
         w = state.w.expand(len(centre), -1)  # [1, d]; [0, d] where nobody trains
         w = federation.train(client_update, centre, t, own=[w], shared=[federation.eta(t)],
@@ -250,9 +251,9 @@ def centralised(federation, run, args):
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
-    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Lines 5 and 6 are for fedprox-ft and
-    fedavg-ft alone: SuPerFed's FedProx-LU and FedAvg-LU ("local update"), after Wang et al. 2019.
-    fedavg-ft has mu = 0.
+    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft (with
+    mu = 0) run lines 5 and 6. SuPerFed calls them FedProx-LU and FedAvg-LU ("local update"), after
+    Wang et al. 2019.
 
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
@@ -263,14 +264,14 @@ def fedprox(federation, run, args):
      6      for each minibatch b of --finetune-epochs epochs:
                 v_k = v_k - eta * gradient of f_k(v_k; b)
 
-    Global: w_{t+1}. Personal: w_{t+1}; for the -ft methods v_k after the last round. Then all
-    clients need w_T, which is not counted as bytes.
+    Global: w_{t+1}. Personal: w_{t+1}, but in the -ft methods after the last round v_k. All clients
+    need w_T for this; it is not counted as bytes.
     D1  Line 3: the distance is squared and halved, as in the paper. SuPerFed's later code does
         neither; the default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
-    D3  Line 6: one epoch by default (the papers do not say), without the proximal term. eta has
-        decayed once more.
-    D4  Line 4: weighted by n_k. The paper's listing draws clients by n_k and takes the plain mean;
+    D3  Line 6 runs one epoch by default (the papers do not say), without the proximal term and with
+        eta decayed once more.
+    D4  Line 4 weights by n_k. The paper's listing draws clients by n_k and takes the plain mean;
         its experiments draw them uniformly and weight by n_k, as we do.
     """
     mu = 0.0 if args.method == "fedavg-ft" else args.mu
@@ -304,7 +305,7 @@ def fedprox(federation, run, args):
         state.w = federation.mean(w_k, n_k)  # l.4 (D4): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            v = state.w  # the personal model: [d]; of the -ft methods after the last round [K, d]
+            v = state.w  # the personal model: [d]; for -ft methods in the end [K, d]
             if args.method.endswith("-ft") and t == args.rounds - 1:
                 everyone, T = federation.rows(), args.rounds
                 v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
@@ -323,19 +324,21 @@ def scaffold(federation, run, args):
      4          for each minibatch b:  y_k = y_k - eta * (gradient of f_k(y_k; b) - c_k + c)
      5          Option I:   c_k^+ = gradient of f_k(x)
      6          Option II:  c_k^+ = c_k - c + (x - y_k) / (steps * eta),
-                            steps = how often line 4 was done
+                            steps = the number of steps in line 4
      7      x = x + eta_g * mean over S_t of (y_k - x)
      8      c = c + 1/K * sum over S_t of (c_k^+ - c_k),   so that c is the mean of all c_k
      9      c_k = c_k^+
 
-    Global and personal: x. Twice FedAvg's bytes: c_k^+ - c_k is sent, too, and c is received.
+    Global and personal: x. SCAFFOLD sends twice FedAvg's bytes, since clients also send c_k^+ - c_k
+    and receive c.
     D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and in the paper's
         experiments.
-    D2  Line 6: `reach` replaces steps: 1 + beta + ... + beta^(s-1), summed over s = 1 to steps,
-        with the momentum beta. Without momentum, as in the paper (--momentum 0), the two are equal.
-    D3  Line 5: one more pass over the client's images, augmented where --transform augments.
-    D4  Line 4: E epochs, so that clients with more images take more steps. The paper has one number
-        of steps for all.
+    D2  Line 6: `reach` replaces steps. It is the sum over s = 1 to steps of 1 + beta + ... +
+        beta^(s-1), where beta is the momentum. Without momentum (--momentum 0), as in the paper,
+        reach = steps.
+    D3  Line 5 takes one more pass over the client's images, augmented if --transform augments.
+    D4  Line 4 runs E epochs, so clients with more images take more steps. In the paper all clients
+        take equally many.
     """
     gradient, sgd = local_sgd(federation.net, args)
     total = sum_of_gradients(gradient)
@@ -344,7 +347,7 @@ def scaffold(federation, run, args):
     def corrected_step(y, u, reach, pace, c_k, b, eta, c):  # y, u, c_k: [d], u: momentum
         y, u = sgd(y, u, gradient(y, b) - c_k + c, eta)  # l.4
         pace = args.momentum * pace + 1
-        return y, u, reach + pace, pace  # l.6: reach counts the steps; with momentum more (D2)
+        return y, u, reach + pace, pace  # l.6: without momentum, reach counts steps (D2)
 
     def client_update(x, c_k, n_k, epochs, eta, c):  # n_k: [1]
         y, u = x, torch.zeros_like(x)  # l.3
@@ -386,14 +389,14 @@ def feddyn(federation, run, args):
      7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
 
-    Global and personal: w. FedAvg's bytes: line 7 needs only the theta_k. fedslr.py without its
-    low-rank penalty is FedDyn with alpha = 1/eta_g.
+    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k. fedslr.py
+    without its low-rank penalty is FedDyn with alpha = 1/eta_g.
     D1  Line 5: SGD replaces the exact minimum. The authors' code divides alpha by n_k / (mean n),
         clips gradients to the norm 10 and has a weight decay of 1e-3 (here --weight-decay 1e-3).
-    D2  Global is w. The authors' code evaluates only means of theta_k. The record has that of all
-        clients' last theta_k as "all".
-    D3  The default alpha is FedSLR's; the authors' example has .01. Their code has no momentum
-        (--momentum 0).
+    D2  Global is w. The authors' code evaluates only means of theta_k. In the record "all" is the
+        accuracy of the mean of all clients' last theta_k.
+    D3  The default alpha is FedSLR's; the authors' example has .01. Their code uses no
+        momentum (--momentum 0).
     """
     gradient, sgd = local_sgd(federation.net, args)
     K, alpha = federation.K, args.feddyn_alpha  # D3
@@ -446,12 +449,12 @@ def apfl(federation, run, args):
     mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
         acts on the mixture.
-    D2  Line 4: once a round, as in FedTorch, but before both steps. b is line 5's first minibatch.
-        How often the paper moves alpha_k is not settled. By default it is fixed, at FedSLR's .5.
-    D3  Line 7: w_k is that of line 6, as in FedTorch. In the paper all gradients come before any
-        step.
-    D4  Personal is with the averaged w. FedTorch evaluates with the client's w_k, before line 9.
-    D5  Line 9: weighted by n_k. In FedTorch, in FedSLR's code and in the paper the mean is plain.
+    D2  Line 4 moves alpha_k once a round, as in FedTorch, but before both steps, on line 5's first
+        b. How often the paper moves alpha_k is unclear. By default it is fixed at FedSLR's .5.
+    D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
+        any step.
+    D4  The personal model uses the averaged w. FedTorch's uses the client's w_k, before line 9.
+    D5  Line 9 weights by n_k. FedTorch, FedSLR's code and the paper take the plain mean.
     """
     gradient, sgd = local_sgd(federation.net, args)
 
@@ -459,12 +462,12 @@ def apfl(federation, run, args):
         return alpha * v + (1 - alpha) * w  # D1
 
     @common.step
-    def learn_alpha(alpha, v, w, b, eta):  # alpha_k; [d] each
+    def learn_alpha(alpha, v, w, b, eta):  # v, w: [d]
         g = gradient(mix(alpha, v, w), b)  # l.4
         return (alpha - eta * ((v - w) * g).sum()).clamp(0, 1)  # l.4
 
     @common.step
-    def two_steps(w, u_w, v, u_v, alpha, b, eta):  # [d] weights and their momentum, twice; alpha_k
+    def two_steps(w, u_w, v, u_v, alpha, b, eta):  # w, u_w, v, u_v: [d]
         w, u_w = sgd(w, u_w, gradient(w, b), eta)  # l.6
         g = gradient(mix(alpha, v, w), b)  # l.7 (D3)
         v, u_v = sgd(v, u_v, alpha * g, eta)  # l.8
@@ -505,7 +508,7 @@ def fedper(federation, run, args):
     """FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization
     Layers", arXiv 1912.00818.
 
-     1  body w and, for every client k, head v_k, its last N layers: those of w_0
+     1  w = the body of w_0;  for every client k, v_k = the head of w_0, its last N layers
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b:  (w_k, v_k) = (w_k, v_k) - eta * gradient of f_k(w_k, v_k; b)
@@ -514,8 +517,8 @@ def fedper(federation, run, args):
     Global: none. Personal: (w, v_k). Only w is sent.
     D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper
         heads start at random and all clients train in every round.
-    D2  Personal is with the current body w. FedSLR's code takes the body of the round before.
-    D3  Line 5: weighted by n_k, as in the paper. FedSLR's code has the plain mean.
+    D2  The personal model uses the current body w, in FedSLR's code that of the round before.
+    D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
     """
     sgd_step = fedavg_step(federation.net, args)
     head = personal_layers(federation, args)  # a slice of w (D1)
@@ -528,7 +531,7 @@ def fedper(federation, run, args):
         return w
 
     w_0 = federation.initial_weights()
-    state = State(w=w_0,  # l.1: [d], whose own head is not used
+    state = State(w=w_0,  # l.1: [d]; its head is not used
                   V=federation.per_client(w_0[head]))  # l.1: [K, ...]
 
     def models(S):
@@ -538,7 +541,7 @@ def fedper(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(trained, n_k)  # l.5 (D3): [d], whose own head is not used
+        state.w = federation.mean(trained, n_k)  # l.5 (D3): [d]; its head is not used
         state.V[S] = trained[:, head]  # l.4
         sent = len(S) * head.start
         run.sent(up=sent, down=sent)
@@ -550,7 +553,7 @@ def fedrep(federation, run, args):
     """FedRep: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for
     Personalized Federated Learning", ICML 2021, arXiv 2102.07078.
 
-     1  body w and, for every client k, head v_k, its last N layers: those of w_0
+     1  w = the body of w_0;  for every client k, v_k = the head of w_0, its last N layers
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b of E epochs:
@@ -560,12 +563,12 @@ def fedrep(federation, run, args):
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Global: none. Personal: (w, v_k). Only w is sent.
-    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, as the authors' code has for CIFAR-10
-        with two classes a client (else 10 and 5). The paper's listing has one step in line 5.
+    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, as in the authors' code for CIFAR-10
+        with two classes per client (else 10 and 5). The paper's listing has one step in line 5.
     D2  After the last round nothing is trained. In the authors' code all clients then train their
         heads for ten epochs.
-    D3  Line 6: weighted by n_k. In the paper, and in the authors' code for CIFAR and MNIST, the
-        mean is plain.
+    D3  Line 6 weights by n_k. The paper, and the authors' code for CIFAR and MNIST, take the plain
+        mean.
     D4  Line 1: v_k is the client's own. In the authors' code a client that was never sampled has
         the mean of the sampled heads.
     """
@@ -584,7 +587,7 @@ def fedrep(federation, run, args):
         return w, v
 
     w_0 = federation.initial_weights()
-    state = State(w=w_0,  # l.1: [d], whose own head is not used
+    state = State(w=w_0,  # l.1: [d]; its head is not used
                   V=federation.per_client(w_0[head]))  # l.1 (D4): [K, ...]
 
     def models(S):
@@ -596,7 +599,7 @@ def fedrep(federation, run, args):
         w_k, v_k = federation.train(client_update, S, t, own=[w, state.V[S]], shared=[eta])  # l.3-5
         n_k = federation.n[S]  # [m]
         both = torch.cat([w_k, v_k], 1)  # [m, d]
-        state.w = federation.mean(both, n_k)  # l.6 (D3): [d], whose own head is not used
+        state.w = federation.mean(both, n_k)  # l.6 (D3): [d]; its head is not used
         state.V[S] = v_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -607,7 +610,7 @@ def lg_fedavg(federation, run, args):
     """LG-FedAvg: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally,
     Act Globally: Federated Learning with Local and Global Representations", 2020, arXiv 2001.01523.
 
-     1  upper layers w and, for every client k, lower layers v_k, the first N: those of w_0
+     1  w = the upper layers of w_0;  for every client k, v_k = the lower (first N) layers of w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b:  (v_k, w_k) = (v_k, w_k) - eta * gradient of f_k(v_k, w_k; b)
@@ -616,13 +619,13 @@ def lg_fedavg(federation, run, args):
     Global: none. Personal: (v_k, w). Only w is sent.
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1.
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
-    D2  Line 1: from w_0, as all methods here. The authors' code starts from a model that FedAvg has
-        trained.
-    D3  Personal is of the last round, with the current w. The authors' code averages each client's
-        w of its best round so far, by its test images, and reports the best round of this average.
-    D4  Line 5: the plain mean, as in the authors' code. In the paper it is weighted by n_k.
-    D5  Line 4: the joint loss alone, as in the paper's main algorithm. Its variants have further
-        losses for v_k.
+    D2  Line 1 starts from w_0, as all methods here do. The authors' code starts from a model that
+        FedAvg has trained.
+    D3  The personal model has the current w. The authors' code averages the w of each client's best
+        round so far (on its test images) and reports the best round of this average.
+    D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
+    D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
+        further losses for v_k.
     """
     sgd_step = fedavg_step(federation.net, args)
     lower = personal_layers(federation, args)  # a slice of w (D1)
@@ -635,7 +638,7 @@ def lg_fedavg(federation, run, args):
         return w
 
     w_0 = federation.initial_weights()  # D2
-    state = State(w=w_0,  # l.1: [d], whose own lower layers are not used
+    state = State(w=w_0,  # l.1: [d]; its lower layers are not used
                   V=federation.per_client(w_0[lower]))  # l.1: [K, ...]
 
     def models(S):
@@ -644,7 +647,7 @@ def lg_fedavg(federation, run, args):
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
-        state.w = federation.mean(trained)  # l.5 (D4): [d], whose lower layers are not used
+        state.w = federation.mean(trained)  # l.5 (D4): [d]; its lower layers are not used
         state.V[S] = trained[:, lower]  # l.4
         sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)
@@ -669,7 +672,7 @@ def ditto(federation, run, args):
         minibatches and alternates steps on w_k and v_k, which gives the same where s = E.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The
         default lambda is FedSLR's.
-    D3  Line 6: the plain mean, as in the authors' code. But that code draws client k with a
+    D3  Line 6 takes the plain mean, as in the authors' code. But that code draws client k with a
         probability proportional to n_k.
     """
     gradient, sgd = local_sgd(federation.net, args)
@@ -725,14 +728,14 @@ def pfedme(federation, run, args):
         S_t says whose w_k are averaged.
     D2  Line 4: an epoch is a pass over all images of a client. The paper has R minibatches for
         every client; what the authors' code calls a local epoch is one minibatch.
-    D3  Line 5: theta_k goes on from minibatch to minibatch, as in the authors' code. Its weight
-        decay is --weight-decay .001.
-    D4  Line 6: --momentum acts on w_k, not on theta_k. The authors have none (--momentum 0).
-    D5  lambda, `steps`, beta and eta_p are by default PersFL's for DS-1 of CIFAR-10. eta_p decays
-        as eta does.
-    D6  Personal is theta_k, as in the paper. By mistake the authors' code evaluates w_k (in the
-        record: `personal@w_k`), and PFLlib the server's w.
-    D7  Line 7: weighted by n_k, as in the authors' code. In the paper the mean is plain.
+    D3  Line 5: theta_k is kept from minibatch to minibatch, as in the authors' code, which also has
+        a weight decay (--weight-decay .001).
+    D4  Line 6: --momentum acts on w_k, not on theta_k. The authors use none (--momentum 0).
+    D5  The defaults of lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10. eta_p
+        decays as eta does.
+    D6  The personal model is theta_k, as in the paper. By mistake the authors' code evaluates w_k
+        (in the record: `personal@w_k`), and PFLlib the server's w.
+    D7  Line 7 weights by n_k, as in the authors' code. The paper takes the plain mean.
     """
     gradient, sgd = local_sgd(federation.net, args)
     lam = args.pfedme_lambda  # D5
@@ -784,11 +787,11 @@ def per_fedavg(federation, run, args):
 
     Global: w, before line 8's step. Personal: line 8's model. beta is eta (--lr). With alpha = 0 it
     is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
-    D1  Line 4: b and b' are the next minibatches of the E epochs: half as many steps as FedAvg's. A
-        minibatch that is left over at the end of a round is not used.
-    D2  Line 6: the step is from w_k. PersFL's code takes it from z. Ours has momentum by default;
-        the paper's has none.
-    D3  Line 7: weighted by n_k, as in PersFL's code. The paper's mean is plain.
+    D1  Line 4 takes b and b' from the minibatches of the E epochs, so it does half as many steps as
+        FedAvg. A minibatch that is left over at the end of a round is not used.
+    D2  Line 6 steps from w_k, PersFL's code from z. Our step has momentum by default, the paper's
+        has none.
+    D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
         on TEST images instead.
     D5  Line 6: first-order, as in PersFL's code: the second factor of F_k's gradient, 1 - alpha *
@@ -808,7 +811,7 @@ def per_fedavg(federation, run, args):
 
     def client_update(w, epochs, beta):  # l.3: w_k = w
         u = torch.zeros_like(w)
-        minibatches = chain.from_iterable(epochs)  # those of all epochs, one after the other
+        minibatches = chain.from_iterable(epochs)  # of all epochs, one after the other
         for b, b_prime in zip(minibatches, minibatches):  # l.4 (D1): two by two
             z = to_z(w, b)  # l.5
             w, u = meta_step(w, u, z, b_prime, beta)  # l.6
@@ -842,8 +845,8 @@ def refuse_small_clients(federation, args):
 
 def fedspa(federation, run, args):
     """FedSpa: Huang, Liu, Shen, He, Lin, Tao, "Achieving Personalized Federated Learning with
-    Sparse Local Models", 2022, arXiv 2201.11380. Only its abstract was at hand; D1 to D5 say how
-    the rest was filled in.
+    Sparse Local Models", 2022, arXiv 2201.11380. We had only its abstract; D1 to D5 say how we
+    filled in the rest.
 
      1  w = w_0 and, for every client k, a random mask M_k in {0,1}^d, with a fixed number of ones
         in every tensor
@@ -855,19 +858,19 @@ def fedspa(federation, run, args):
      5          U_k = w_k - M_k * w
      6          prune: in every tensor, drop the share a/2 * (1 + cos(pi*t/T)) of the ones, those
                 with the least |w_k|
-     7          grow: fill up with the other weights that have the largest |g_k|
+     7          grow: refill the mask with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
 
     Global: the dense w. Personal: M_k * w, with the mask of line 7 and the w of line 8. With
-    density 1 it is FedAvg. Bytes are those of the active weights alone.
-    D1  Line 1: ERK's numbers of ones, as in DisPFL's code; density .5, as FedSLR's table implies.
-        Each client has its own random mask, whereas DisPFL's code gives all clients one by default.
-    D2  Line 4: the momentum sums M_k * g_k. So weights outside the mask stay 0.
-    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. The number dropped is
-        rounded down, in that code up.
+    density 1 it is FedAvg. Only active weights count as bytes.
+    D1  Line 1: ERK (erdos_renyi_kernel) sets the numbers of ones, as in DisPFL's code; FedSLR's
+        table implies density .5. Each client has its own mask; DisPFL's by default share one.
+    D2  Line 4: the momentum sums M_k * g_k, so weights outside the mask stay 0.
+    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. We round the number of
+        dropped weights down, that code rounds it up.
     D4  Line 7: g_k is that of the last minibatch, before its step; DisPFL's code takes one more,
         after training. The other weights include those that line 6 dropped, so these can come back.
-    D5  Line 8: weighted by n_k.
+    D5  Line 8 weights by n_k.
     """
     net = federation.net
     gradient, sgd = local_sgd(net, args)
@@ -914,14 +917,14 @@ def fedspa(federation, run, args):
 
 
 def erdos_renyi_kernel(net, density):
-    """Returns ERK's number of active weights of every tensor, round(density * d) in all.
+    """Returns how many weights of every tensor are active by ERK, round(density * d) in all.
 
     One-dimensional tensors (biases, normalisation) are dense. The densities of the others are
     proportional to the sum of their dimensions over the product of their dimensions, and at most 1.
     """
     sizes, shapes = np.array(net.sizes, float), [shape for _, _, shape in net.tensors]
     kernel = np.array([len(shape) > 1 for shape in shapes])
-    relative = np.array([sum(shape) / np.prod(shape) for shape in shapes])  # before they are scaled
+    relative = np.array([sum(shape) / np.prod(shape) for shape in shapes])  # not yet scaled
     dense, budget = ~kernel, round(density * net.d)
     while True:  # kernels that would have more than all of their weights become dense
         scale = (budget - sizes[dense].sum()) / max((relative * sizes)[~dense].sum(), 1e-9)
@@ -937,8 +940,8 @@ def erdos_renyi_kernel(net, density):
 
 
 def highest(score, sizes, counts):
-    """Returns True for the counts[i] highest of every tensor i: score [..., d], the tensors' sizes
-    -> [..., d]."""
+    """Returns a mask [..., d], True for the counts[i] largest entries of score [..., d] in every
+    tensor i. `sizes` are those of the tensors."""
     parts = []
     for part, count in zip(score.split(sizes, -1), counts.tolist()):
         chosen = part.topk(count, -1).indices
@@ -954,40 +957,40 @@ def fedma(federation, run, args):
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
      4      for each layer l = 1, ..., L:
-     5          each k in S_t, for each minibatch b (l = L: of 3*E epochs):
-                    SGD on f_k(w_k; b), only on w_k's layers l to L
-     6          if l < L:  permutations Pi_k of the units of layer l that bring all clients' units
-                           close to each other
+     5          for each k in S_t, for each minibatch b (if l = L, of 3*E epochs):
+                    a step of SGD on f_k(w_k; b), only on w_k's layers l to L
+     6          if l < L:  find permutations Pi_k of the units of layer l that bring all clients'
+                           units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
      9          if l = L:  each class's unit in w = mean over S_t of w_k's, weighted by k's images
                            of this class
 
     Global and personal: w. One round is FedMA, more are FedMA "with communication". The authors'
-    script: --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
-    --batch-size 64 --epochs 20 --rounds 11. Bytes up: each layer once. Down: w at the start of a
-    round (not of the first, unless --common-start); then each averaged layer but the last, and
-    Pi_k.
+    script has --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
+    --batch-size 64 --epochs 20 --rounds 11. In a round a client sends each layer once. It receives
+    w at the start (in the first round only with --common-start), then each averaged layer but the
+    last, and Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP)
         a global layer can grow.
     D2  Line 6: a unit is its weights and bias. Client k is matched to the sum of clients 0 to k-1,
-        then up to four times to that of all others; in the authors' code five times, shuffled.
-    D3  Line 7: the plain mean. The paper's mean is pulled to the prior's.
-    D4  Line 5: SGD, as in the authors' code. For l = L eta is divided by 10, the weight decay is
-        1e-4, for 3*E epochs. Like the other layers: --last-lr 1 --last-decay 0 --last-epochs 1.
-    D5  Line 9: a class of which no client of S_t has images takes the plain mean.
-    D6  Line 3: own random weights, as in the authors' code. With --common-start from w_0, as all
-        other methods here.
-    D7  Line 2: a tenth of the clients by default; in the authors' script all (--fraction 1).
+        then up to four times to that of all others (authors' code: five times, in random order).
+    D3  Line 7 takes the plain mean. The paper's mean is pulled to that of the prior.
+    D4  Line 5: for l = L eta is divided by 10, the weight decay is 1e-4, and there are 3*E epochs,
+        as in the authors' code. --last-lr 1 --last-decay 0 --last-epochs 1 treats all layers alike.
+    D5  Line 9: the unit of a class of which no client in S_t has images becomes the plain mean.
+    D6  Line 3: clients start from random weights of their own, as in the authors' code. With
+        --common-start they start from w_0, as in all other methods here.
+    D7  Line 2 samples a tenth of the clients by default, the authors' script all (--fraction 1).
     """
     net, device, L = federation.net, federation.device, len(federation.net.layers)
     units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L]: of each layer
     _, on_upper = steps_on_parts(net, args)
     held = [np.bincount(federation.data.labels[images], minlength=units[-1])
             for images in federation.split.train]
-    held = torch.tensor(np.array(held), dtype=torch.float, device=device)  # [K, classes] images
+    held = torch.tensor(np.array(held), dtype=torch.float, device=device)  # [K, classes]
 
-    def client_update(free, matched, epochs, eta, decay):  # the layers l to L, and those before
+    def client_update(free, matched, epochs, eta, decay):  # layers l to L, and those before l
         u = torch.zeros_like(free)
         for minibatches in epochs:  # l.5
             for b in minibatches:  # l.5
@@ -997,7 +1000,7 @@ def fedma(federation, run, args):
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t in run.rounds(state):  # l.2
         S = federation.sample(t)  # l.2 (D7)
-        # the sampled clients of all processes (of one: S), and which of them are this one's
+        # the sampled clients of all processes, and which of them belong to this process
         numbers = sampled_numbers(federation, S)
         mine = np.flatnonzero(np.isin(numbers, federation.clients))
         w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3: [d], [m, d]
@@ -1038,7 +1041,7 @@ def fedma(federation, run, args):
 
 
 def sampled_numbers(federation, S):
-    """Returns the numbers of the sampled clients of all processes. S: this process's rows."""
+    """Returns the indices of the sampled clients of all processes. S: this process's rows."""
     taken = torch.zeros_like(federation.n)
     taken[S] = 1
     return np.flatnonzero(federation.gather(taken).cpu().numpy())
@@ -1061,8 +1064,8 @@ def in_order(U, order):
 
 
 def inputs_in_order(x, out, order):
-    """Returns a layer of m clients, x, after the units before it were put in `order`
-    [m, units before]."""
+    """Returns the layer x of m clients with its inputs permuted, because the units before it were
+    put in `order` [m, units before]."""
     weight = x[:, :-out].unflatten(1, (out, order.shape[1], -1))  # [m, out, units before, pixels]
     weight = in_order(weight.transpose(1, 2), order).transpose(1, 2)
     return torch.cat([weight.flatten(1), x[:, -out:]], 1)
@@ -1073,20 +1076,20 @@ def best_order(U, target):
     <U[order[i]], target[i]>."""
     from scipy.optimize import linear_sum_assignment  # solves the assignment problem exactly
 
-    # without NaN, which a run that diverges has; it ends after this round
+    # a run that diverges has NaN; it ends after this round
     products = (target @ U.T).nan_to_num(nan=0, posinf=0, neginf=0)
     return torch.from_numpy(linear_sum_assignment(products.cpu().numpy(), maximize=True)[1])
 
 
 def match(U, sweeps=5):
-    """Returns an order of each client's units that makes unit i much the same in all clients:
+    """Returns an order of each client's units that makes unit i similar in all clients:
     U [m, units, inputs + 1] -> [m, units]."""
     order = torch.arange(U.shape[1], device=U.device).repeat(len(U), 1)
     total = U[0]  # the sum of the clients' units, each in its order
-    for j in range(1, len(U)):  # the first sweep: each client to the sum of those before it
+    for j in range(1, len(U)):  # first sweep: match client j to the sum of those before it
         order[j] = best_order(U[j], total)
         total = total + U[j][order[j]]
-    for _ in range(1, sweeps):  # the others: each client to the sum of all others
+    for _ in range(1, sweeps):  # other sweeps: match client j to the sum of all others
         before = order.clone()
         for j in range(len(U)):
             others = total - U[j][order[j]]
@@ -1101,8 +1104,8 @@ def units_of_a_chain(net, x):
     """Returns the number of units of every layer. Refuses a model that is no chain of convolutions
     and linear layers with biases.
 
-    It looks at the shapes of the tensors, and then tries: the logits on x must stay the same when
-    the hidden units are put in another order.
+    It checks the shapes of the tensors. Then it checks that the logits on x stay the same when the
+    hidden units are put in another order.
     """
     shapes = [[shape for name, _, shape in net.tensors if name.rpartition(".")[0] == layer]
               for layer, _ in net.layers]
@@ -1118,7 +1121,7 @@ def units_of_a_chain(net, x):
 
 
 def order_is_free(net, units, x):
-    """Returns whether the logits on x stay when all hidden units move on by one place."""
+    """Returns whether the logits on x stay the same when all hidden units move by one place."""
     w = 2 * net.init(common.stream(0, "algorithm")).double()[None]  # [1, d]
     moved = w.clone()
     for l, (_, layer) in enumerate(net.layers[:-1]):
@@ -1146,7 +1149,7 @@ FIXED_ROUNDS = {  # why --resume can't have other --rounds
     "fedspa": "the masks' pace depends on the number of rounds",
 }
 
-# SuPerFed's Tables 1 and 2, the column CIFAR-10, and what differs in the others
+# The settings of CIFAR-10 in SuPerFed's Table 1, and what differs in Tables 1 and 2's other columns
 DEFAULTS = dict(split="shards", clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20,
                 lr=0.01, momentum=0.9)
 BY_DATASET = {
@@ -1162,22 +1165,22 @@ WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"
 
 
 def parser():
-    """The flags of all methods. A group of flags has the names of the methods that they are for."""
+    """Returns the parser. The title of a group of flags names the methods that they are for."""
     p = common.parser(__doc__, **DEFAULTS)
     flag = p.add_argument_group("methods").add_argument
     flag("--method", choices=METHODS, required=True, help="which method runs")
     flag = p.add_argument_group("fedprox, fedprox-ft").add_argument
-    flag("--mu", type=common.nonnegative, default=0.01, help="mu, of mu/2 ||w - w_t||^2")
+    flag("--mu", type=common.nonnegative, default=0.01, help="mu in mu/2 ||w - w_t||^2")
     flag = p.add_argument_group("fedavg-ft, fedprox-ft").add_argument
     flag("--finetune-epochs", type=common.positive_int, default=1, help="epochs of fine-tuning")
     flag = p.add_argument_group("scaffold").add_argument
-    flag("--option", choices=("I", "II"), default="II", help="how c_k is updated")
+    flag("--option", choices=("I", "II"), default="II", help="how c_k is updated: line 5 or 6")
     flag("--global-lr", type=common.positive, default=1.0, help="eta_g, the server's step")
     flag = p.add_argument_group("feddyn").add_argument
     flag("--feddyn-alpha", type=common.positive, default=0.1,
-         help="alpha, of alpha/2 ||theta - w||^2")
+         help="alpha in alpha/2 ||theta - w||^2")
     flag = p.add_argument_group("apfl").add_argument
-    flag("--apfl-alpha", type=common.fraction, default=0.5, help="alpha_k at the start")
+    flag("--apfl-alpha", type=common.fraction, default=0.5, help="the initial alpha_k")
     flag("--adaptive", action="store_true", help="learn alpha_k")
     flag = p.add_argument_group("fedper, fedrep, lg-fedavg").add_argument
     flag("--personal", type=common.nonnegative_int,
@@ -1186,22 +1189,22 @@ def parser():
               "normalisation counts as one")
     flag = p.add_argument_group("fedrep").add_argument
     flag("--body-epochs", type=common.positive_int, default=1,
-         help="epochs on the body; --epochs are those on the head")
+         help="epochs on the body; --epochs counts those on the head")
     flag = p.add_argument_group("ditto").add_argument
     flag("--ditto-lambda", type=common.nonnegative, default=0.1,
-         help="lambda, the pull of v_k to w")
+         help="lambda, how strongly v_k is pulled to w")
     flag("--personal-epochs", type=common.positive_int, help="s, epochs on v_k (default: --epochs)")
     flag = p.add_argument_group("pfedme").add_argument
     flag("--pfedme-lambda", type=common.positive, default=15.0,
-         help="lambda, of lambda/2 ||theta_k - w_k||^2")
+         help="lambda in lambda/2 ||theta_k - w_k||^2")
     flag("--pfedme-beta", type=common.positive, default=1.0,
          help="beta, the server's step to the mean")
     flag("--theta-lr", type=common.positive, default=0.001,
          help="eta_p, the learning rate of theta_k; decays as --lr does")
     flag("--theta-steps", type=common.positive_int, default=5,
-         help="`steps`, on theta_k per minibatch")
+         help="`steps`, how many on theta_k per minibatch")
     flag = p.add_argument_group("per-fedavg").add_argument
-    flag("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="alpha, the step to z")
+    flag("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="alpha, step size to z")
     flag = p.add_argument_group("fedspa").add_argument
     flag("--density", type=common.positive_fraction, default=0.5, help="share of active weights")
     flag("--drop", type=common.fraction, default=0.5, help="a, share of a mask that round 0 drops")
@@ -1221,7 +1224,7 @@ def arguments(argv):
     p = parser()
     args = common.parse(p, BY_DATASET, argv)
     if args.method in WITHOUT_MOMENTUM and args.dataset == "shapes":
-        p.set_defaults(momentum=0.0, lr=0.05)  # flags on the command line stand
+        p.set_defaults(momentum=0.0, lr=0.05)  # flags on the command line win
         args = common.parse(p, {}, argv)
     refuse_foreign(p, args.method, sys.argv[1:] if argv is None else argv)
     return args

@@ -4,19 +4,20 @@ Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentra
     python fedavg.py --dataset mnist      Table 2: CNN, E=5, B=10, IID (published: 20 rounds)
     python fedavg.py --dataset cifar10    Table 3: 80, 82, 85 % (published: 280, 630, 2000 rounds)
 
-Rounds until the test accuracy is 99 % (CNN) or 97 % (2NN) on MNIST, i.i.d. clients, C=.1, seed 0:
+Rounds to a test accuracy of 99 % (CNN) or 97 % (2NN) on MNIST, with i.i.d. clients, C=.1, seed 0:
 
-         B    paper  here    top-1  record (in results/fedavg-1)
-    CNN  10   20     20.0    .9900  fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
-    2NN  10   87     85.2    .9711  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
-    2NN  all  1474   2188.8  .9701  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
+         E, B    paper here   top-1  record (in results/fedavg-1)
+    CNN  5, 10   20    20.0   .9900  fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
+    2NN  1, 10   87    85.2   .9711  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
+    2NN  1, all  1474  2188.8 .9701  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
-There is one model, w: "global" is its accuracy on the central test images, as in the paper;
-"personal" is its mean accuracy on the clients' test images. In comments, [d] is a vector of the d
-weights of a model, [m, d] holds those of m clients, net(w, b.x) are b's logits, l.7 marks line 7.
+There is one model, w. "global" is its accuracy on the central test images, as in the paper, and
+"personal" its mean accuracy on the clients' test images. In comments, [d] is a vector of a model's
+d weights, [m, d] holds m clients', l.7 marks line 7, and net(w, b.x) gives minibatch b's logits.
 
-Algorithm 1 in our words, with our line numbers and t from 0, and our choices, which docs/fedavg.md
-explains. Client k of K holds the n_k training images P_k. The loss is the cross-entropy.
+This is Algorithm 1 in our words, with our line numbers. t counts rounds from 0. Client k of K holds
+the n_k training images P_k. C is the fraction of clients that a round samples, and eta the learning
+rate. The loss is the cross-entropy. docs/fedavg.md explains our choices D1 to D4.
 
     Server
      1  choose w_0
@@ -36,8 +37,7 @@ explains. Client k of K holds the n_k training images P_k. The loss is the cross
     D1  Line 7 averages over the sampled clients S_t, as the authors' correction (arXiv v4) does.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: w_0, eta, padding, the ranges of augmentation, and MNIST's pixel range.
-"""
+    D4  The paper gives no w_0, eta, padding, ranges of augmentation, or pixel range of MNIST."""
 
 from types import SimpleNamespace as State
 
@@ -47,8 +47,8 @@ import common
 
 
 def local_training(net, args):
-    """Returns client_update(w, epochs, eta): lines 8 to 12 for one client. epochs: E passes over
-    P_k, each cut into minibatches b (common.Epochs)."""
+    """Returns client_update(w, epochs, eta), which carries out lines 8 to 12 for one client.
+    `epochs` yields E passes over P_k, each cut into minibatches b (common.Epochs)."""
     sgd = common.sgd(args, net.decayed)  # w - eta * gradient; our flags add momentum and decay
 
     @common.step
@@ -80,11 +80,11 @@ def main(argv=None):
         S = federation.sample(t)  # l.3-4: m = max(C*K, 1) random clients (D3)
         w_t = state.w.expand(len(S), -1)  # [m, d]: the same for every client
         eta = federation.eta(t)  # --lr * --lr-decay^t
-        # l.5-6: [m, d]; the loop over S is one_by_one in common.py
+        # l.5-6: w_k is [m, d]; one_by_one in common.py loops over S
         w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(w_k, n_k)  # l.7: weighted by n_k (D1): [d]
-        run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many numbers travel
+        run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many weights are sent
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
     return run.record()
@@ -93,14 +93,15 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# Table 2, row E=5, B=10; Table 3, row FedAvg, whose eta decays. The first eta is ours (D4)
+# The settings of Table 2, row E=5, B=10, and of Table 3, row FedAvg, where eta decays from our --lr
+# (D4)
 DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200,
                 epochs=5, batch_size=10, lr=0.1, momentum=0.0, target=[])
 BY_DATASET = {
     "mnist": dict(rounds=1000, model="mnistcnn", transform="centre", target=[0.99]),
     "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn",
                     transform="tensorflow", target=[0.8, 0.82, 0.85]),
-    # ours, for a quick look; the momentum is not in line 11
+    # ours, for a quick look. Line 11 has no momentum
     "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1,
                    batch_size=10, clients=20, fraction=0.5, lr=0.02, lr_decay=0.95, momentum=0.9,
                    transform="normalize", eval_every=3),

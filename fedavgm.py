@@ -3,15 +3,16 @@ Non-Identical Data Distribution for Federated Visual Classification", 2019, arXi
 
     python fedavgm.py --dataset cifar10    Figure 5: C=.05, E=1, alpha=.1 (D6), 10,000 rounds
 
-Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. FedAvg is
---beta 0 --lr .03. With the default alpha=.1, 500 rounds reach .402 (FedAvgM) and .353 (FedAvg).
+Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. FedAvg runs
+with --beta 0 --lr .03. At the default alpha=.1 FedAvgM has .402 after 500 rounds, FedAvg .353.
 
              paper  last   best   record (in results/fedavgm-headline)
     FedAvgM  .769   .7993  .8015  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
     FedAvg   .301   .5413  .6974  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
-Section 4.2 in FedAvg's algorithm, with fedavg.py's line numbers, and our choices, which
-docs/fedavgm.md explains. fedavg.py explains the symbols, "global", "personal", [d], net and l.7.
+This is FedAvg's algorithm with section 4.2's server momentum v, whose factor is beta. Line numbers
+and other symbols are fedavg.py's, which explains them, "global", "personal", [d], net and l.7.
+Lines 7a and 7b are new. docs/fedavgm.md explains our choices D1 to D7.
 
     Server
      1  choose w_0;  v = 0
@@ -30,14 +31,13 @@ docs/fedavgm.md explains. fedavg.py explains the symbols, "global", "personal", 
     11          w = w - eta * (gradient of loss(w; b) + decay * w)
     12  return w to the server
 
-    D1  Line 11: only the kernels of the two hidden linear layers decay; the paper does not say.
+    D1  Line 11: only the two hidden linear layers' kernels decay; the paper does not say.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper does not say.
     D3  Line 3: C*K is rounded down.
-    D4  Images are augmented as in this network's TensorFlow tutorial; the paper does not say.
-    D5  Class shares are Dir(alpha/10), as in the paper (dirichlet-hsu); others use alpha per class.
-    D6  E, B, alpha, eta and beta are lost in our copy. We use Flower's: eta, beta of alpha 0 and 1.
-    D7  Lines 7 to 7b are lost in our copy. Nesterov's form is PyTorch's; the server's rate is 1.
-"""
+    D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
+    D5  Class proportions follow Dir(alpha/10), as in the paper; others use alpha for each class.
+    D6  Our copy has lost E, B, alpha, eta, beta. We use Flower's; eta, beta are for alpha 0 and 1.
+    D7  Our copy has lost lines 7 to 7b. Nesterov's form is PyTorch's; the server's rate is 1."""
 
 from types import SimpleNamespace as State
 
@@ -47,8 +47,8 @@ import common
 
 
 def local_training(net, args):
-    """Returns client_update(w, epochs, eta): lines 8 to 12 for one client. epochs: E passes over
-    P_k, each cut into minibatches b (common.Epochs)."""
+    """Returns client_update(w, epochs, eta), which carries out lines 8 to 12 for one client.
+    `epochs` yields E passes over P_k, each cut into minibatches b (common.Epochs)."""
     sgd = common.sgd(args, net.decayed)  # w - eta * (gradient + decay * w) (D1)
 
     @common.step
@@ -81,16 +81,16 @@ def main(argv=None):
         S = federation.sample(t)  # l.3-4: m = max(C*K, 1) random clients (D3)
         w_t = state.w.expand(len(S), -1)  # [m, d]: the same for every client
         eta = federation.eta(t)  # --lr * --lr-decay^t
-        # l.5-6: [m, d]; the loop over S is one_by_one in common.py
+        # l.5-6: w_k is [m, d]; one_by_one in common.py loops over S
         w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])
         n_k = federation.n[S]  # [m]
-        dw = state.w - federation.mean(w_k, n_k)  # l.7, since the n_k/n sum to 1: [d]
+        dw = state.w - federation.mean(w_k, n_k)  # l.7, as the n_k/n sum to 1: [d]
         state.v = args.beta * state.v + dw  # l.7a: [d]
         if args.server_momentum == "nesterov":
             state.w = state.w - (dw + args.beta * state.v)  # l.7b (D7): [d]
         else:
             state.w = state.w - state.v  # l.7b: [d]
-        run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many numbers travel
+        run.sent(up=w_k.numel(), down=w_k.numel())  # for the record: how many weights are sent
         if run.evaluates(state.w):
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
     return run.record()
@@ -99,8 +99,8 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay from section 4,
-# E, B, alpha, eta and beta from Flower (D6)
+# The settings of Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay are
+# from section 4, E, B, alpha, eta and beta from Flower (D6)
 DEFAULTS = dict(split="dirichlet-hsu", alpha=0.1, clients=100, client_test=0.0, fraction=0.05,  # D5
                 rounds=10_000, epochs=1, batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0,
                 beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D1, D4, D6
@@ -118,7 +118,7 @@ def arguments(argv):
     own = parser.add_argument_group("FedAvgM")
     own.add_argument("--beta", type=common.fraction, help="beta, server momentum; 0 is FedAvg")
     own.add_argument("--server-momentum", choices=("nesterov", "plain"), default="nesterov",
-                     help="the form of line 7b")
+                     help="which form line 7b has")
     return common.parse(parser, BY_DATASET, argv)
 
 

@@ -2,11 +2,11 @@
 Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed from the text.
 
     python fedslr.py --dataset cifar10    Table 1, Non-IID (published: GKR .8752, mixed .9530)
-    with --model cnn --rounds 60, here: .5289 and .8342, results/fedslr/cifar10-cnn-lambda-1e-4
+    --model cnn --rounds 60 reaches .5289 and .8342 here: results/fedslr/cifar10-cnn-lambda-1e-4
 
-w, the "global knowledge representation" (GKR), is one model for all; lambda lowers its rank. p_i is
-client i's own; mu makes it sparse. "gkr" tests w, "personal" the mixed models w + p_i, on clients'
-own test images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8, fedavg.py [d].
+All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
+with client i; mu makes it sparse. "gkr" tests w, "personal" w + p_i (mixed) on client i's test
+images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -23,21 +23,21 @@ own test images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8,
     12              g = gradient of the loss f_i(w; b)
     13              h = g - gamma_i + (w - w^t) / eta_g, the gradient of the paper's (4)
     14              w = w - eta * h
-    15      w_i = w goes to the server
+    15      send w_i = w to the server
     16      gamma_i = gamma_i + (w^t - w_i) / eta_g, the client's copy of line 6             (5)
     17      Phase II: for each fusion epoch:
     18          for each minibatch b:
     19              g = gradient by p_i of f_i(w^t + p_i; b)
     20              p_i = soft(p_i - eta * g, eta*mu)                                        (7)
 
-    D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices, as officially.
+    D1  Line 1: p_i = 0, but with resnet18 a copy of w^0's kernels and matrices, as officially.
     D2  Line 3 rounds C*M down; officially clients join with probability C. Line 7 has plain means.
-    D3  Lines 13, 20: weight decay adds 1e-3 * w or p_i to g. eta is multiplied by .998 each round.
-    D4  Line 19: w^t stays as it is. "personal" is w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices, and kernels as matrices by pi, but no vectors. Line 20: all of p_i.
-    D6  Bytes: pi(w_l) takes min(rows*columns, rank*(rows+columns)) numbers down. w_i goes up whole.
-    D7  A client's test images are central ones: floor(100 * its class share) of each class.
-    D8  Class shares are Dirichlet(.1). Used-up classes are dealt again. Images move and flip."""
+    D3  Lines 13 and 20: weight decay adds 1e-3 * w or 1e-3 * p_i to g. eta decays by .998 a round.
+    D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
+    D5  Line 7 shrinks matrices and kernels (as matrices pi), but no vectors, line 20 all of p_i.
+    D6  Down, pi(w_l) takes min(rows*columns, rank*(rows+columns)) numbers. Clients send all of w_i.
+    D7  A client's test images are central: of each class floor(100 * the client's proportion).
+    D8  Class proportions follow Dir(.1); used-up classes are dealt again. Images shift and flip."""
 
 from types import SimpleNamespace as State
 
@@ -47,7 +47,7 @@ import common
 
 
 def soft(x, tau):
-    """Returns sign(x) * max(|x| - tau, 0): numbers of x move towards 0 by tau and stop at 0."""
+    """Returns sign(x) * max(|x| - tau, 0): x's entries move towards 0 by tau and stop at 0."""
     return x - x.clamp(-tau, tau)
 
 
@@ -59,9 +59,9 @@ def pi(kernel):
 
 
 def prox_nuclear(net, v, tau, map=map):
-    """The proximal operator of line 7: argmin over w of tau * sum over layers l of ||pi(w_l)||_* +
-    ||w - v||^2 / 2, where ||.||_* sums the singular values. Returns w [d] and the ranks [L] of the
-    pi(w_l). map goes over the layers."""
+    """Returns line 7's w [d] and the ranks [L] of its pi(w_l). w = argmin over w of tau * sum over
+    layers l of ||pi(w_l)||_* + ||w - v||^2 / 2 is the proximal operator of ||.||_*, the sum of the
+    singular values. `map` maps over layers."""
     if not v.isfinite().all():
         return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
     parts, layers = list(v.split(net.sizes)), matrices(net)  # parts: one for each tensor of w
@@ -79,7 +79,7 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def local_training(net, args):
-    """client_update(w, gamma, p, epochs, eta): ClientUpdate, lines 8 to 20, for one client."""
+    """Returns client_update(w, gamma, p, epochs, eta): lines 8 to 20, for one client."""
     decay = args.weight_decay * net.decayed  # [d] (D3)
 
     @common.step
@@ -120,7 +120,7 @@ def main(argv=None):
     client_update = local_training(net, args)
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d,  # numbers: how many w^t has (D6)
+    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d,  # numbers: w^t's size (D6)
                   gamma=federation.per_client(torch.zeros_like(w_0)),  # l.1: [M, d]
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): [M, d]
     for t in run.rounds(state, clients=lambda S: state.w + state.p[S]):  # l.2
@@ -149,7 +149,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# Table 1, Non-IID, all three data sets
+# The settings of Table 1, Non-IID, for all three data sets
 DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1,  # D7, D8
                 rounds=1000, epochs=2, batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3,
                 model="resnet18", transform="fedslr", eval_every=20)
@@ -164,10 +164,10 @@ def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     own = parser.add_argument_group("FedSLR")
     own.add_argument("--lambda", dest="lambda_", type=common.nonnegative, default=1e-4,
-                     help="lambda, low-rank penalty")
-    own.add_argument("--mu", type=common.nonnegative, default=1e-3, help="mu, sparse penalty")
+                     help="lambda, the low-rank penalty")
+    own.add_argument("--mu", type=common.nonnegative, default=1e-3, help="mu, the L1 penalty")
     own.add_argument("--eta-g", type=common.positive, default=10.0,
-                     help="eta_g, proximal step size; 1/eta_g is FedDyn's alpha")
+                     help="eta_g, the proximal step size; 1/eta_g is FedDyn's alpha")
     own.add_argument("--fusion-epochs", type=common.nonnegative_int, default=1,
                      help="epochs of Phase II")
     own.add_argument("--p-start", choices=("zero", "copy"),
@@ -213,8 +213,8 @@ def pi_inverse(matrix, shape):
 
 
 def count_factors(net, ranks):
-    """Returns how many numbers a model takes whose pi(w_l) have these ranks [L]. Each counts whole,
-    or as two factors if that is less."""
+    """Returns how many numbers are sent for a model whose pi(w_l) have these ranks [L]. A matrix is
+    sent whole or as two factors, whichever is less."""
     sizes = list(net.sizes)
     for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
         sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
@@ -225,7 +225,7 @@ def count_factors(net, ranks):
 
 
 def measures(federation, state):
-    """Returns measures of the GKR and the mixed models on the clients' images, and their sizes."""
+    """Returns measures of the GKR and the mixed models on clients' test images, and their sizes."""
     nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
     mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0

@@ -4,15 +4,15 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
     python persfl.py --runs 5                              DS-1: 4 classes a user, equal amounts
     python persfl.py --runs 5 --split dirichlet-classes    DS-2: classes in Dirichlet(.9) shares
     python persfl.py --runs 5 --split lognormal            DS-3: 2 classes a user, log-normal shares
-    CIFAR-10: FedAvg (Table 2, ours), fine-tuned (ours), PersFL (Table 2, ours), records of 5 runs
+    CIFAR-10, FedAvg in Table 2 and here, fine-tuned here, PersFL in Table 2 and here (5 runs each):
     DS-1  .450  .5068  .6846  .819  .7186  results/persfl-2/persfl-cifar10-split-classes
     DS-2  .487  .5024  .5068  .596  .5817  results/persfl-2/persfl-cifar10-split-dirichlet-classes
     DS-3  .466  .3791  .8859  .823  .8918  results/persfl-2/persfl-cifar10-split-lognormal
 
-G is FedAvg's model, O_k user k's teacher, A_k its student; "fine-tuned" is one with lambda = 0.
-"global" tests G on the central test images, "personal" A_k (G before the last round) on each user's
-own. Algorithm 1 in our words. Ours are "choose G_1", line 13's loop, and lines 9 to 11, where the
-paper has `end`s. docs/persfl.md explains D1 to D11, and fedavg.py explains [d], net and grad.
+G is FedAvg's model, O_k user k's teacher, A_k user k's student; with lambda = 0 it is "fine-tuned".
+"global" tests G on the central test images, "personal" A_k (before the last round: G) on user k's
+own. In Algorithm 1 below, with the paper's line numbers, "choose G_1", line 13's loop, and lines 9
+to 11, where the paper has `end`s, are ours. docs/persfl.md explains D1-D11, fedavg.py [d] and l.7.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -37,17 +37,17 @@ paper has `end`s. docs/persfl.md explains D1 to D11, and fedavg.py explains [d],
     21                  s_b = softmax(O_k(b) / T)
     22                  w = w - eta' * gradient of loss, for the weights w of A_k
 
-    D1  Lines 5 to 8: candidates are what users are sent, G_1 (untrained) to G_{E_G}, not G_{E_G+1}.
-    D2  Line 10: user k has n_k of n training images. The paper's objective (4) weighs users alike.
-    D3  Ours: B = 20, eta (line 9) = eta' = .05, E_L = 1, E = 10 (the paper: E = E_L), no momentum.
-    D4  Line 15 is done anew in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
-    D5  Line 20: KL(teacher || student); (3) has the reverse. So PersFL-GD's gradients are the same.
-    D6  Line 13: best on validation images, the first if tied. The loss (3) is least at lambda = 1.
-    D7  Line 13: T 1, 5, 25; lambda 0, .25, .5, .75, 1. At lambda 0 and 1, T does nothing: 11 pairs.
-    D8  Line 11: all students start at, and learn from, G_{E_G+1}. Table 2's .466 had 100 rounds.
-    D9  Only training images are dealt (MNIST's DS-1: 6,000); the paper counts all.
-    D10  --runs 5: five seeds and splits, averaged by user. Deviations are over users (divisor K-1).
-    D11  CIFAR-10's network also pools after its second convolution, as the authors' baseline."""
+    D1  Lines 5 to 8 compare the models that users are sent, G_1 (untrained) to G_{E_G}.
+    D2  Line 10: user k has n_k of n training images. The paper's objective (4) weights all equally.
+    D3  We chose B = 20, line 9's eta = eta' = .05, E_L = 1, E = 10 (the paper: E_L), no momentum.
+    D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
+    D5  Line 20 has KL(teacher || student), (3) the reverse. So PersFL-GD has the same gradients.
+    D6  Line 13 keeps the best on validation images, the first if tied. (3) is least at lambda = 1.
+    D7  Line 13: T is 1, 5, 25, lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
+    D8  Line 11: all students start at and learn from G_{E_G+1}. Table 2's .466 took 100 rounds.
+    D9  Users are dealt only training images (MNIST's DS-1: 6,000). The paper counts all images.
+    D10  --runs 5 averages each user over 5 seeds and splits. Deviations over users divide by K-1.
+    D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline."""
 
 import json
 import pathlib
@@ -59,12 +59,12 @@ import torch
 
 import common
 
-# l.13: T does nothing at lambda 0 and 1, so that 11 students are left (D7)
+# l.13: T has no effect at lambda 0 and 1, so 11 students are left (D7)
 GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1) if T == 1 or 0 < lam < 1]
 
 
 def local_training(net, args):
-    """client_update(w, epochs, eta): line 9, for one user."""
+    """Returns client_update(w, epochs, eta): line 9, for one user."""
     sgd = common.sgd(args, net.decayed)  # w - eta * gradient; --momentum adds to it
 
     @common.step
@@ -86,7 +86,7 @@ def local_training(net, args):
 
 
 def distillation(net, args, grid=GRID):
-    """distil(O, epochs, eta_prime): lines 13 to 22 for one user: O [d] -> its students [11, d]."""
+    """Returns distil(O, epochs, eta_prime): lines 13-22, one user's O [d] -> students [11, d]."""
     sgd = common.sgd(args, net.decayed)
     all_T, all_lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11] each
 
@@ -104,7 +104,7 @@ def distillation(net, args, grid=GRID):
             hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
 
-        # l.13: this vmap is the loop over the grid: over the students' weights, T and lambda
+        # l.13: vmap loops over the grid, that is, over the students' weights, T and lambda
         gradients = torch.func.vmap(torch.func.grad(loss))(students, all_T, all_lam)  # [11, d]
         return sgd(students, u, gradients, eta_prime)  # l.22: w - eta' * gradient
 
@@ -163,9 +163,9 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# DS-1 of CIFAR-10; below is what differs elsewhere. Users, classes, shares and networks are those
-# of section 5, rounds those of Table 7, MNIST's 6,000 images those of the authors' logs. epochs,
-# batch_size and lr are ours (D3).
+# DEFAULTS are for DS-1 of CIFAR-10; BY_DATASET has what differs elsewhere. Users, classes, alpha
+# and networks are from section 5, rounds from Table 7, MNIST's 6,000 images from the authors' logs.
+# epochs, batch_size and lr are ours (D3).
 DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val=0.2,
                 client_test=0.2, fraction=1.0, rounds=50, epochs=1, batch_size=20, lr=0.05,  # D3
                 model="cifarnet")  # D11
@@ -207,8 +207,8 @@ def arguments(argv):
 
 
 def repeat(args, argv):
-    """--runs: makes one run after the other, each with its own record. Writes their averages to
-    average.json, and returns them."""
+    """Makes --runs runs one after the other, each with its own record. Writes their averages to
+    average.json and returns them."""
     argv = sys.argv[1:] if argv is None else argv
     out = pathlib.Path(args.out or f"runs/persfl-{pathlib.Path(args.dataset).stem}-{args.seed}")
     rows = []
@@ -234,7 +234,7 @@ def validation_losses(federation, w):
 
 
 def teachers(run, state, args):
-    """Returns O_k of every user: [K, d]. With --teacher final it is the last G, which all users are
+    """Returns O_k of every user: [K, d]. With --teacher final it is G_{E_G+1}, which all users are
     sent."""
     if args.teacher == "optimal":
         return state.O
@@ -262,8 +262,8 @@ def accuracies(federation, students, images):
 
 
 def measure(federation, state, students, accuracy, best, args):
-    """Returns the last round's personal measures, and others that docs/persfl.md names. students
-    [K, 11, d]; accuracy [K, 11] of them on validation images; best [K]: those that users keep."""
+    """Returns the last round's personal measures, and others that docs/persfl.md names. `accuracy`
+    [K, 11] is that of the students [K, 11, d] on validation images. `best` [K] are those kept."""
     on_test, _, A_by_test = best_students(federation, students, federation.split.test)
     models = {"fedavg": state.G, "lambda=0": students[:, 0], "val": state.A, "test": A_by_test}
     found = {name: federation.evaluate_clients(W) for name, W in models.items()}
@@ -294,7 +294,7 @@ def average(parts):
 
 def show(rows, out, args):
     """Prints the averages over the last rounds of one or several runs, and returns them. With
-    --plot draws them in the form of Figs. 2 and 3 to 8."""
+    --plot also draws them, like Figs. 2 to 8."""
     averages = average(rows)
     titles = ["PersFL-GD" if title == "PersFL" and args.soft == "ce" else title
               for title in averages["users"]]
@@ -302,7 +302,7 @@ def show(rows, out, args):
     lines = dict(enumerate(zip(*averages["users"].values())))
     lines |= {name: averages[name].values() for name in ("mean", "std")}
     for user, line in lines.items():
-        # the first three are accuracies
+        # the first three are accuracies, in %
         values = [100 * value if i < 3 else value for i, value in enumerate(line)]
         common.say(f"{user:<10}" + "".join(f"{value:>17.2f}" for value in values))
     if args.plot:
@@ -311,7 +311,7 @@ def show(rows, out, args):
 
 
 def draw(averages, runs, out):
-    """students-users.png, the form of Figs. 3 to 8, and teachers-users.png, that of Fig. 2."""
+    """Draws students-users.png like Figs. 3 to 8, and teachers-users.png like Fig. 2."""
     students = np.array(averages["students"])  # [K, 11]
     columns = min(5, len(students))
     lines = -(-len(students) // columns)  # rounded up
@@ -320,7 +320,7 @@ def draw(averages, runs, out):
         for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
             for T in sorted({T for T, _ in GRID}):
                 points = sorted((lam, a) for (of, lam), a in zip(GRID, accuracy)
-                                if of == T or lam in (0, 1))  # where one student stands for every T
+                                if of == T or lam in (0, 1))  # one student for every T
                 axis.plot(*zip(*points), marker="o", label=f"$T$ = {T}")
             axis.set(title=f"user {user}", xlabel=r"$\lambda$",
                      ylabel="" if user % columns else "test accuracy")

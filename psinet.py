@@ -1,25 +1,25 @@
 """Psi-Net: features allocated by a grouped structure. Yu et al., "Heterogeneous Federated
-Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had notes and four figures.
+Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and four figures.
 
     python psinet.py --dataset cifar10                         VGG-9 (published: .8826)
     python psinet.py --dataset cifar10 --groups 0 --norm gn    FedAvg (.8334; bn .8546, none .8413)
     python psinet.py --dataset cifar100 --groups 20            VGG-16, Fed2's figure (.6817)
 
-CIFAR-10, ten nodes with four classes each, --precision bf16, seed 0: "global" after 100 rounds:
+"global" after 100 rounds on CIFAR-10, ten nodes with four classes each, --precision bf16, seed 0:
     Psi-Net            .8356  results/psinet-norm/psinet-cifar10-prune/0
     FedAvg, GroupNorm  .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
-proportions. fedavg.py explains [d]. Sections 3 and 4, and our choices (see docs/psinet.md):
+proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs/psinet.md D1-D9.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
      3  convolutions from the depth on are cut into G groups, each followed by GroupNorm
-     4  fully connected layers have G blocks, which see their group; the last give M(g)'s logits
+     4  fully connected layers have G blocks; block g sees group g, and the last gives M(g)'s logits
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
-     6  G_i = node i's groups: all; in extreme non-IID cases those of whose classes it has images
+     6  G_i = node i's groups: all, or in extreme non-IID cases those with a class that i holds
      7  for each round t = 0, 1, ..., T-1, with the nodes S:
      8      for each i in S, in parallel: omega^i = LocalUpdate(i, Omega_shared and G_i's Omega_g)
      9      Omega_shared = average of omega^i_shared over i in S, running statistics included
@@ -28,15 +28,15 @@ proportions. fedavg.py explains [d]. Sections 3 and 4, and our choices (see docs
     11  for each of E local epochs, for each minibatch b:
     12      omega = omega - eta * gradient of the cross-entropy; running statistics move towards b's
 
-    D1  Line 3: the first layer with groups sees all channels and is initialised as if ungrouped.
+    D1  Line 3: the first grouped layer sees all channels and is initialised as if ungrouped.
     D2  Layers keep their widths, rounded up to multiples of G. Initial weights fit a group's size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
-    D4  GroupNorm has as many groups as the node; with --groups 0 two, behind all convolutions.
-    D5  Lines 9 and 10 weight node i by its number of images. A group that no node of S has stays.
-    D6  Line 6 counts all splits as extreme; --no-prune: none. The softmax has G_i's classes only.
-    D7  eta, B, momentum (reset each round), decay are FedMA's; T, E Fed2's; flips, crops FedSLR's.
-    D8  Line 7: S are all nodes; --fraction samples some. Line 11 shuffles images in every epoch.
-    D9  tables/psinet_depth.py suggests a depth: the first layer with TV in the upper half.
+    D4  GroupNorm has as many groups as the node; with --groups 0 two, after each convolution.
+    D5  Lines 9, 10 weight node i by its number of images. A group that no node in S has is kept.
+    D6  Line 6 treats all splits as extreme, with --no-prune none. The softmax has G_i's classes.
+    D7  eta, B, momentum (reset each round), decay are FedMA's, T, E Fed2's, flips, crops FedSLR's.
+    D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
+    D9  tables/psinet_depth.py suggests the first layer whose total variance is in the upper half.
 """
 
 import argparse
@@ -53,7 +53,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 import engine
 
-# VGG-9 in ten groups for CIFAR-10. A group sees and gives channels or neurons.
+# VGG-9 in ten groups for CIFAR-10. A group "sees" its inputs and "gives" its outputs, which are
+# channels or neurons.
 #     layer       groups   group sees     gives   norm         weights
 #     conv1       shared            3        32   BatchNorm        960   l.2
 #     conv2       shared           32        64   BatchNorm     18,624   l.2
@@ -67,12 +68,10 @@ import engine
 
 
 class PsiNet(nn.Module):
-    """A network in G groups, or the part of it that a node with s of these groups has.
-
-    plain: the same without groups, an nn.Sequential of named layers (VGG9 of models.py). Its layers
-    keep their names; conv5-norm follows conv5. depth: the first layer with groups. norm: "gn",
-    "bn" or "none". G = 0: no groups, for FedAvg.
-    """
+    """A network in G groups, or the part of it that a node with s of these groups has. G = 0 means
+    no groups, for FedAvg. `plain` is the same network without groups, an nn.Sequential of named
+    layers (VGG9 of models.py). Layers keep their names; conv5-norm follows conv5. `depth` is the
+    first layer with groups, `norm` is "gn", "bn" or "none"."""
 
     def __init__(self, plain, classes, G, depth, norm, s=None):
         super().__init__()
@@ -96,8 +95,8 @@ class PsiNet(nn.Module):
                                 if of_groups else BatchNorm(layer.out_channels))  # l.2-3 (D4)
 
     def forward(self, x, G_i=None, mask=None):
-        """Logits [B, classes] and the BatchNorms' next running statistics [d_r]. G_i [s]: which
-        groups these are, by default all. mask [B]: given in training, 1 for real images."""
+        """Returns logits [B, classes] and the BatchNorms' next running statistics [d_r]. G_i [s]
+        are its groups (default: all). In training, mask [B] is 1 for images and 0 for padding."""
         running = [x.new_zeros(0)]
         for layer in self.children():
             if isinstance(layer, BatchNorm):
@@ -111,7 +110,7 @@ class PsiNet(nn.Module):
 
 
 def cut(layer, inputs, outputs, groups):
-    """A layer like this one, in which group g of the outputs sees group g of the inputs."""
+    """Returns such a layer in which group g of the outputs sees group g of the inputs."""
     bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return GroupedLinear(inputs // groups, outputs, bias)
@@ -132,7 +131,7 @@ class GroupedLinear(nn.Linear):
 
 
 def local_training(net, args):
-    """local_update(w, r, G_i, epochs, eta): LocalUpdate for one node, whose network is `net`."""
+    """Returns local_update(w, r, G_i, epochs, eta), LocalUpdate of a node with the network net."""
     sgd = common.sgd(args, net.decayed)  # with --momentum and --weight-decay (D7)
 
     @common.step
@@ -156,7 +155,7 @@ def local_training(net, args):
 
 
 def groups_of_nodes(federation, args):
-    """has [K, G]: has[i, g] is True if node i has group g."""
+    """Returns has [K, G]. has[i, g] is True if node i has group g."""
     M, labels = federation.net.M, federation.labels
     has = torch.stack([torch.isin(M, labels[own]).any(1) for own in federation.split.train])
     return has if args.prune else torch.ones_like(has)  # l.6: G_i (D6)
@@ -164,16 +163,16 @@ def groups_of_nodes(federation, args):
 
 def local_updates(federation, update, has, w, r, S, t):
     """Returns omega^i after line 8 for the nodes i in S: w_i [m, d] and r_i [m, d_r]. Groups that
-    node i lacks keep the server's numbers. update[s]: local_update for nodes with s groups."""
+    node i lacks keep the server's values. update[s] is local_update for nodes with s groups."""
     w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # has_S [m, G]
     s_i = has_S.sum(1)  # [m]
-    for s in s_i.unique().tolist():  # nodes with equally many groups have one network: together
+    for s in s_i.unique().tolist():  # nodes with s groups train together
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.numbers_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # Indexing by a mask reads row after row, each from left to right. All rows have equally
-        # many numbers, so `view` gives each node its own. They are in the order of its smaller
-        # network, where a layer's groups ascend, too. masked_scatter writes in the same order.
+        # Indexing by a mask reads row by row, each from left to right. All rows select equally many
+        # entries, so `view` gives each node its own. In the node's smaller network a layer's groups
+        # ascend, too, so the order of entries is the same. masked_scatter writes in this order.
         w_own = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
@@ -184,8 +183,8 @@ def local_updates(federation, update, has, w, r, S, t):
 
 
 def aligned_average(federation, z_i, has_z, n_i, z):
-    """Returns for each number of z [d] (w or r) the average of z_i [m, d] where has_z [m, d]."""
-    n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of the nodes that have it (D5)
+    """Returns for each entry the mean of z_i [m, d] where has_z [m, d], else z [d] (w or r)."""
+    n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of nodes that have it (D5)
     return torch.where(n > 0, federation.sum(z_i * has_z, n_i) / n.clamp(min=1), z)
 
 
@@ -218,25 +217,26 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# "10 x 4" nodes and classes of the ablation of norms, "10 x 50" of that of G; the rest: D3, D7, D8
+# "10 x 4" (nodes x classes) is from the norms' ablation, "10 x 50" from G's; the rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
+# ours, for a quick look
 QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
 BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
-DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # D3, and see D9; cnn's is ours
-MISSING = -1e9  # the logit of a class that a pruned node doesn't have: its probability is 0 (D6)
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # D3; see D9. cnn's is ours
+MISSING = -1e9  # the logit of a class that a pruned node lacks, so that its probability is 0 (D6)
 
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     flags = parser.add_argument_group("Psi-Net")
-    flags.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0: FedAvg")
-    flags.add_argument("--depth", help=f"the layer where groups begin; without it {DEPTH}")
+    flags.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0 is FedAvg")
+    flags.add_argument("--depth", help=f"the first layer with groups (default: {DEPTH})")
     flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
-                       help="behind convolutions; gn: BatchNorm below the depth, then GroupNorm")
+                       help="after convolutions; gn is BatchNorm below the depth, then GroupNorm")
     flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
-                       help="G_i: the groups of whose classes node i has images, or all groups")
+                       help="node i has only the groups with a class of its images, or all groups")
     args = common.parse(parser, BY_DATASET, argv)
     args.prune = args.prune and args.groups > 0
     if args.groups and not args.depth and args.model not in DEPTH:
@@ -246,11 +246,11 @@ def arguments(argv):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Returns its next running statistics: under vmap nothing may be written in place."""
+    """Returns its next running statistics, since under vmap nothing may change in place."""
 
     def forward(self, x, mask=None):
         """Returns x [B, C, H, W] normalised, the next running means and the next variances [C]. In
-        training, with mask [B], the statistics are of its images; the running ones move a tenth."""
+        training, the images in mask [B] give the statistics; running ones move a tenth to these."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)
@@ -273,8 +273,8 @@ class BatchNorm(nn.BatchNorm2d):
 
 class GroupedNet(common.Net):
     """PsiNet as a function of Omega = [w | r]: weights [d], and all BatchNorms' running statistics
-    [d_r]. part(s): the network of nodes with s groups. group [d], group_r [d_r]: the group of each
-    number, -1 if it is shared. M [G, classes/G]: see PsiNet; --groups 0 counts as one group."""
+    [d_r]. part(s) is the network of nodes with s groups. group [d] and group_r [d_r] give the group
+    of each entry, -1 if shared. M [G, classes/G] is PsiNet's; --groups 0 counts as one group."""
 
     def __init__(self, args, shape, classes, device="cpu", s=None):
         plain = common.Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout)
@@ -285,10 +285,10 @@ class GroupedNet(common.Net):
         super().__init__(args.model, shape, classes, device, build=lambda: PsiNet(
             plain.build(), classes, self.G, self.depth, args.norm, s))
 
-        def start(name, shape):  # see models.py; D2
+        def start(name, shape):  # as in models.py, but for groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # uniform, as PyTorch's: for a group's size
-            if kind == "normal":  # for fans G times smaller, except in the first layer with groups
+            kind, scale = of_plain(name, shape)  # uniform, like PyTorch's: by a group's size
+            if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
             return kind, scale
@@ -303,7 +303,7 @@ class GroupedNet(common.Net):
         self.group_r = self.groups_of(self.running, self.sizes_r)
 
     def groups_of(self, names, sizes):
-        """The group of each number of these tensors. In each, groups lie side by side."""
+        """Returns the group of each entry of these tensors, in which groups lie side by side."""
         groups = [self.M[:0, 0]]
         for name, size in zip(names, sizes):
             layer = name.rpartition(".")[0].removesuffix("-norm")
@@ -312,7 +312,7 @@ class GroupedNet(common.Net):
         return torch.cat(groups)
 
     def numbers_of(self, has):
-        """Which numbers of w and r nodes have, for has [m, G]: [m, d] and [m, d_r]."""
+        """Returns which entries of w [m, d] and r [m, d_r] nodes with groups has [m, G] have."""
         return tuple(has[:, z.clamp(min=0)] | (z < 0) for z in (self.group, self.group_r))
 
     @property
@@ -320,7 +320,7 @@ class GroupedNet(common.Net):
         return torch.cat([self.decayed[:0], *(self.constants[name] for name in self.running)])
 
     def forward(self, w, r, x, G_i=None, mask=None):
-        """PsiNet's, with the weights w and the running statistics r."""
+        """Returns what PsiNet returns, with the weights w and the running statistics r."""
         if not hasattr(self.copies, "module"):  # one for each thread, as in Net.apply
             self.copies.module = copy.deepcopy(self.module)
         parts = zip(self.names, w.to(x.dtype).split(self.sizes), self.shapes)
@@ -342,7 +342,7 @@ CHAIN = (nn.Conv2d, nn.Linear, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GEL
 
 
 def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
-    """Takes chains of layers only: a shortcut, or a norm over all channels, would join groups."""
+    """Refuses what is no chain of layers. A shortcut or a norm over all channels joins groups."""
     layers = dict(plain.named_children())
     odd = [f" (it has {name}, a {type(layer).__name__})" for name, layer in layers.items()
            if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1] or [""]
@@ -357,7 +357,7 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
 
 
 def networks_of_nodes(federation, has):
-    """{s: the network with s groups} for every s that occurs. Adds the table of layers to notes."""
+    """Returns {s: network with s groups} for each s that occurs, and notes the table of layers."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of all processes' nodes
     networks = {s: net if s == net.s else net.part(s) for s in set(counts)}
     row = "{:<20}{:<8}{:>10}{:>7}   {:<11}{:>10}".format
@@ -373,7 +373,7 @@ def networks_of_nodes(federation, has):
 
 
 def table(net):
-    """Of each layer: name, groups, what a group sees and gives, the norm behind, their weights."""
+    """Yields each layer's name, groups, what a group sees and gives, norm, and count of weights."""
     layers = dict(net.module.named_children())
     for name, layer in layers.items():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
@@ -385,7 +385,7 @@ def table(net):
 
 
 def multiplications(federation, networks, has):
-    """[K]: how many multiplications in convolutions and fully connected layers an image needs."""
+    """Returns each node's multiplications per image, in convolutions and linear layers: [K]."""
     x, macs = federation.transform(federation.images[:1]), {}
     for s, net in networks.items():
         w, G_i = torch.zeros(net.d, device=x.device), torch.arange(s, device=x.device)

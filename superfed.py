@@ -7,11 +7,11 @@
     model   .4676  (.454)   .8590     .8676          results/superfed-1/superfed-cifar10-mix-model
     layer   .4863  (.471)   .8678     .8684          results/superfed-1/superfed-cifar10-mix-layer
 
-The federated model w^f travels; the local model w^l_k of the same shape stays with client k, whose
-personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on central images,
-"personal" W_k on k's own (mean over k, lambda of D12), personal@test with the best lambda there, as
-in the paper. Lines have the paper's numbers (C8: ClientUpdate's 8; 3 and C9-C12 are ends of
-loops, or lost; 7a and C8a are ours). fedavg.py explains [d], net, l.7, docs/superfed.md choices.
+Clients send w^f. The local model w^l_k of the same shape stays with client k, whose personal model
+is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on central images, "personal" W_k
+on client k's own with D12's lambda, "personal@test" with the lambda that is best there, as in the
+paper. Line numbers are the paper's (C8 is ClientUpdate's 8; 3 and C9-C12 end loops or are lost), 7a
+and C8a ours. fedavg.py explains [d], net, l.7, docs/superfed.md "officially" and D1 to D15.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -34,20 +34,20 @@ loops, or lost; 7a and C8a are ours). fedavg.py explains [d], net, l.7, docs/sup
     C13  keep w^l_k, return w^f to the server
 
     D1  Line C8: the official code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
-    D2  Lines C7 and C8: officially biases have no w^l; they are not mixed, nor in the cosine.
-    D3  Line 2: all w^l_k start alike. --own-start: each from its own seed, as in the later code.
-    D4  Line C6: Phase II is t >= L*R. Officially t >= int(L*R) - 1, and eta is times .995^(t+1).
-    D5  mu, nu and Model Mixing's L are official. Layer Mixing's L, .8, is inferred from Table 3.
-    D6  Layer Mixing: a bias shares its layer's lambda. The cosine is over the whole model.
-    D7  Line C8a: momentum .9 (paper's text), which starts at 0 in each round; no weight decay.
-    D8  A client has two random shards. Officially CIFAR-10 has five fixed pairs of classes.
+    D2  Lines C7 and C8: officially biases have no local copy, are not mixed, nor in the cosine.
+    D3  Line 2: all w^l_k have one seed, with --own-start each has its own, as in the later code.
+    D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1, with eta scaled by .995^(t+1).
+    D5  mu, nu and Model Mixing's L are official. Layer Mixing's L = .8 is inferred from Table 3.
+    D6  In Layer Mixing a bias shares its layer's lambda. The cosine is over the whole model.
+    D7  Line C8a: momentum is .9 (the paper's text) and starts at 0 each round; no weight decay.
+    D8  A client holds two random shards, officially one of five fixed pairs of classes (CIFAR-10).
     D9  Line C4: the last, smaller minibatch is used, also in tests. Officially it is dropped.
-    D10  ECE is computed over all of a client's test images, officially over minibatches of 20.
+    D10  ECE (calibration error) uses a client's whole test set, officially minibatches of 20.
     D11  All clients are evaluated with the newest w^f, officially with the w^f they last held.
-    D12  "personal" uses the lambda of 0, .1, ..., 1 with the least training loss over all clients.
+    D12  "personal" uses the lambda of 0, .1, ..., 1 that minimises the clients' mean training loss.
     D13  Line 5: C*K is rounded down.
     D14  Line 7a: n_k counts training images. Officially it counts test images, too.
-    D15  Line C8a: a step for every minibatch. Lines C10 and C11 are lost; maybe it stood there."""
+    D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11."""
 
 from math import ceil
 from types import SimpleNamespace as State
@@ -59,7 +59,7 @@ import common
 
 
 def mix(w_f, w_l, lam):
-    """W(lambda): w_f [d]; w_l [d] of one client or [m, d]; lam a number, or one per weight [d]."""
+    """Returns W(lambda). w_f: [d]; w_l: [d] or [m, d]; lam: a number, or one per weight [d]."""
     return (1 - lam) * w_f + lam * w_l
 
 
@@ -68,7 +68,7 @@ def cosine(w_f, w_l):
 
 
 def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
-    """Equation (3) for one client and one minibatch b. w_f, w_l, w_g: [d]."""
+    """Returns the loss (3) of one client on one minibatch b. w_f, w_l, w_g: [d]."""
     W = mix(w_f, w_l, lam)  # l.C7
     squared_distance = (w_f - w_g).square().sum()
     CE, cos = common.cross_entropy(net(W, b.x), b), cosine(w_f, w_l)
@@ -93,11 +93,11 @@ def local_training(net, args):
         w_l, u_l = sgd(w_l, u_l, gradient_l, eta)  # l.C8a: w^l_k
         return w_f, w_l, u_f, u_l
 
-    def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: w^f; w_l: the w^l_k that k kept
+    def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: w_f; w_l: the w^l_k kept by k
         w_g = w_f  # l.C2
         u_f, u_l = torch.zeros_like(w_f), torch.zeros_like(w_l)  # momentum (D7)
         for minibatches in epochs:  # l.C3-C4 (D9)
-            for b in minibatches:  # l.C5: mixed_step is lines C6 to C8a
+            for b in minibatches:  # l.C5: mixed_step does lines C6 to C8a
                 w_f, w_l, u_f, u_l = mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two)
         return w_f, w_l  # l.C13: w^f goes to the server
 
@@ -113,7 +113,7 @@ def main(argv=None):
     announce(run, phase_two_from)
 
     def draw(rng, steps):
-        return rng.random((steps, len(federation.net.layers)))  # a row is a minibatch's b.draw
+        return rng.random((steps, len(federation.net.layers)))  # each row is one b.draw
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.1-2: w^l_k, [K, d] (D3)
@@ -139,9 +139,9 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# Table 1, CIFAR-10, and what differs in other columns of Tables 1 and 2. K and R are the paper's.
-# C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`) come from the official scripts. Our
-# copy of the paper has lost them. eval_every is ours.
+# The settings of CIFAR-10 in Table 1, and what differs in other columns of Tables 1 and 2. K and R
+# are the paper's. Our copy has lost C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`).
+# These are from the official scripts. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,  # D8
                 clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01,
                 lr_decay=None, momentum=0.9, eval_every=10)
@@ -160,19 +160,19 @@ def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
     group = parser.add_argument_group("SuPerFed")
     group.add_argument("--mix", choices=("model", "layer"), default="model",
-                       help="one lambda, or one per layer")
+                       help="one lambda for the model, or one per layer")
     group.add_argument("--mu", type=common.nonnegative, default=0.01,
                        help="mu, weight of the proximal term")
     group.add_argument("--nu", type=common.nonnegative, default=2.0,
                        help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, share of the rounds before Phase II. 1: no Phase II; with --as "
-                            "official the last round is Phase II. Default: .8 with --mix layer; .4 "
-                            "with --mix model (CIFAR-100 .5); shapes always .5")
+                       help="L, the share of rounds before Phase II. 1 means no Phase II (with "
+                            "--as official it is the last round). Default: .8 with --mix layer, .4 "
+                            "with --mix model (CIFAR-100: .5), .5 on shapes")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
-                       help="in D1, D2 and D4 follow the paper, or the authors' code for v1")
+                       help="follow the paper, or the authors' code for v1, in D1, D2 and D4")
     group.add_argument("--own-start", action="store_true",
-                       help="every client's w^l starts from a seed of its own (D3)")
+                       help="initialise each client's w^l with its own seed (D3)")
     args = common.parse(parser, BY_DATASET, argv)
     if args.start is None:
         of_model = 0.5 if args.dataset == "cifar100" else 0.4
@@ -184,7 +184,7 @@ def arguments(argv):
 
 
 def local_start(federation):
-    """Returns w^l_0 [d] for all clients; with --own-start a function of a client's number (D3)."""
+    """Returns w^l_0 [d] of all clients, with --own-start as a function of the client k (D3)."""
     def initial(k):  # k + 1, since 0 is the stream of w^f_0
         return federation.net.init(common.stream(federation.args.seed, "initialisation", 0, k + 1))
 
@@ -192,13 +192,13 @@ def local_start(federation):
 
 
 def first_round_of_phase_two(args):
-    """Phase II's first t, counted from 0. 1e-9: .07 * 100 is 7.000000000000001 and counts as 7."""
+    """Returns Phase II's first t. 1e-9 absorbs floating-point error: .07 * 100 counts as 7."""
     LR = args.start * args.rounds
     return max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)  # D4
 
 
 def announce(run, first):
-    """Notes, for what is printed and drawn, in which round, counted from 1, Phase II begins."""
+    """Notes the round in which Phase II begins, counted from 1, for the output and the plots."""
     if first < run.args.rounds:
         run.marks[first + 1] = "Phase II begins"
     run.federation.notes.append(f"phases  Phase II begins with round {first + 1}"
@@ -209,7 +209,7 @@ def announce(run, first):
 
 
 def official_loss(net):
-    """What the official code has in place of loss_3."""
+    """Returns the loss that the official code uses instead of loss_3."""
     in_w_l = with_local_weight(net, official=True)
 
     def loss(net, w_f, w_l, w_g, lam, nu, mu, b):
@@ -222,12 +222,12 @@ def official_loss(net):
 
 
 def with_local_weight(net, official):
-    """[d]: 1 for each weight of w^f that is in w^l, too; officially biases are not (D2)."""
+    """Returns [d]: 1 for each weight with a local copy in w^l; officially biases have none (D2)."""
     return net.per_weight([float(not (official and name.endswith("bias"))) for name in net.names])
 
 
 def learning_rate(federation, t):
-    """eta in round t, which is round t+1 officially (D4)."""
+    """Returns eta of round t. The official code counts rounds from 1 (D4)."""
     return federation.eta(t + 1 if federation.args.as_ == "official" else t)
 
 
@@ -235,18 +235,18 @@ def learning_rate(federation, t):
 
 
 def personal_measures(federation, state, phase_two):
-    """The record's measures of the personal models. In Phase I these are the global model."""
+    """Returns the measures of the personal models, which in Phase I are the global model."""
     if phase_two:
         return measure_mixtures(federation, state.w_f, state.w_l)  # D11
     return {"personal": federation.evaluate_clients(state.w_f)}  # D12
 
 
 def measure_mixtures(federation, w_f, w_l):
-    """Measures for each of LAMBDAS and for each choice of lambda (D12). w_f [d], w_l [K, d]."""
+    """Returns measures at each of LAMBDAS and at each choice of lambda (D12). w_l is [K, d]."""
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
-    # as many training images as test images
+    # of each client as many training images as test images
     images = [train[: len(test)] for train, test in zip(split.train, split.test)]
     found = []  # the measures at each lambda
     for lam in LAMBDAS:

@@ -1,8 +1,8 @@
-"""A method of one's own: the last layer lies between the server's and the client's.
+"""An example of a new method: each client mixes the server's last layer with its own.
 
     PYTHONPATH=/path/to/checkout python lastlayer.py --dataset shapes
 
-     1  w: the global model; for every client k, v_k: the last layer of its own.  All from w_0.
+     1  w = w_0, the global model;  for every client k, v_k = the last layer of w_0
      2  for each round t, with the sampled clients S_t:
      3      for each client k in S_t:
                 w_k = w, but its last layer is (1 - lambda) * (that of w) + lambda * v_k
@@ -10,8 +10,9 @@
      5          v_k = the last layer of w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
-f_k is client k's loss. The global model is w. A personal model joins the new w and v_k as line 3
-does. lambda = 0 is FedAvg. With lambda = 1 the personal models are FedPer's.
+f_k(w_k; b) is client k's loss on minibatch b. "personal" tests the new w, mixed with v_k as in
+line 3. With lambda = 0 the method is FedAvg, with lambda = 1 its personal models are FedPer's. n_k
+counts client k's training images. fedavg.py explains the other symbols.
 """
 
 from types import SimpleNamespace as State
@@ -23,12 +24,12 @@ import fedavg
 
 
 def mixed(w, v, last, lam):
-    """w [..., d] with the last layer of line 3; v: that of the client; `last`: its slice of w."""
+    """Returns w [..., d] with line 3's last layer. v is the client's own, `last` the slice of w."""
     return torch.cat([w[..., : last.start], (1 - lam) * w[..., last] + lam * v], -1)
 
 
 def local_training(net, last, args):
-    """client_update(w, v, epochs, eta): lines 3 to 5, for one client."""
+    """Returns client_update(w, v, epochs, eta): lines 3 to 5, for one client."""
     sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with --momentum and --weight-decay
 
     @common.step
@@ -41,7 +42,7 @@ def local_training(net, last, args):
     def client_update(w, v, epochs, eta):
         w = mixed(w, v, last, args.mix)  # l.3
         u = torch.zeros_like(w)
-        for minibatches in epochs:  # l.4: --epochs of them
+        for minibatches in epochs:  # l.4: --epochs times
             for b in minibatches:  # l.4
                 w, u = sgd_step(w, u, b, eta)  # l.4
         return w, w[..., last]  # l.5: w_k, v_k
@@ -53,7 +54,7 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     run = common.Run(__file__, federation)
-    last = federation.net.last_layers(1)  # a slice: where the last layer is in w
+    last = federation.net.last_layers(1)  # the slice of w that is the last layer
     client_update = local_training(federation.net, last, args)
 
     w_0 = federation.initial_weights()  # [d]
@@ -77,7 +78,7 @@ def main(argv=None):
 def arguments(argv):
     parser = common.parser(__doc__)
     parser.add_argument("--mix", type=common.fraction, default=0.5,
-                        help="lambda, the client's share of its last layer")
+                        help="lambda, the weight of the client's own last layer")
     return common.parse(parser, {"shapes": fedavg.BY_DATASET["shapes"]}, argv)
 
 
