@@ -28,7 +28,8 @@ PAPERS = {
     "baselines": "Baselines",
 }
 # pages without code beside them
-TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "extend": "Your own", "run": "Runs"}
+TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "extend": "Your own",
+         "run": "Runs"}
 MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
 TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"

@@ -115,3 +115,16 @@ def test_rows_are_picked_and_replaced_as_a_tensors_are(S):
     V[S], whole[at] = -V[S], -whole[at]
     assert torch.equal(V.all, whole)
     assert not torch.equal(whole, first) or np.size(S) == 0
+
+
+@pytest.mark.parametrize("device, sizes", [("cpu", [(8, 3)]), ("cpu:0", [(3,)] * 8)])
+def test_rows_of_all_processes_are_gathered_where_they_lie(device, sizes):
+    """The first of two processes has the even clients. In the host's memory (here cpu, beside the
+    device cpu:0) the rows of all clients may be more than the device has room for."""
+    fed, sent = federation([*SHAPES, "--limit", "80", "--clients", "8", "--split", "iid"]), []
+    fed.processes, fed.clients, fed.device = 2, np.arange(0, 8, 2), torch.device(device)
+    fed.all_reduce = lambda x: sent.append(tuple(x.shape)) or 10 * x
+    x = torch.arange(12.0).view(4, 3)
+    whole = fed.gather(x)
+    assert sent == sizes and torch.equal(whole[::2], 10 * x) and not whole[1::2].any()
+    assert torch.equal(fed.gather(x[[1]], among=[5, 2]), whole[[2, 5]])

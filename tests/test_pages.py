@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import baselines
+import benchmark
 import common
 import compare
 import fedavg
@@ -144,6 +145,8 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
         for work in ("show", "reproduce", "rebuild"):
             monkeypatch.setattr(reproduce, work, lambda *_: 0)
         assert reproduce.main(shlex.split(argv)) == 0
+    elif argv.startswith("--benchmark"):
+        assert benchmark.arguments(shlex.split(argv)[1:])
     elif name == "compare":
         monkeypatch.chdir(HERE)
         assert compare.plan(*compare.arguments(shlex.split(argv)))
