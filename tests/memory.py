@@ -1,6 +1,6 @@
 """How much memory the largest run takes, and what a GPU would hold of it: results/memory.json.
 
-    python tests/memory.py              (a quarter of an hour on two quiet cores; 13 GB of memory)
+    python tests/memory.py              (a quarter of an hour on two quiet cores; 14 GB of memory)
     python tests/memory.py --only device
 
 host: the command itself, on this machine's CPU; the most that the process had (ru_maxrss). device:
