@@ -34,7 +34,7 @@ from tqdm import tqdm
 import baselines
 import common
 from records import FREE, numbers
-from report import (
+from tables.report import (
     about_split,
     draw,
     flag,
@@ -502,7 +502,7 @@ def tune(grid, args, shared, out, bar):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--benchmark"]:
-        import benchmark  # which imports this file
+        from tables import benchmark  # which imports this file
 
         return benchmark.main(argv[1:])
     args, shared = arguments(argv)

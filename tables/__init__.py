@@ -3,7 +3,8 @@ ours, and explanations.
 
 reproduce.py reads three names of a paper's file. TITLE is the paper. SETTINGS says what `@name` in
 its commands stands for. TABLES lists its tables; a table's name begins with the name of the file.
-reading.py gets numbers from records, and figures.py draws. A new paper needs a new file here, and
+reading.py gets numbers from records, and figures.py draws. report.py and benchmark.py are
+compare.py's. A new paper needs a new file here, and
 its name in reproduce.py's PAPERS.
 """
 

@@ -37,8 +37,7 @@ def texts(path):
 
 
 def words(path):
-    """How many; a table's bars are none."""
-    return sum(len(re.findall(r"\S*\w\S*", text)) for text in texts(path))
+    return sum(len(text.split()) for text in texts(path))
 
 
 def without_verb(path):

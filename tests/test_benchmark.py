@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-import benchmark
 import common
 import compare
 from conftest import refused
+from tables import benchmark
 
 
 def kind(monkeypatch, tmp_path, title="iid", *argv):
@@ -115,7 +115,7 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
     # local and fedavg: 2 rates, 1 further split; fedavg-ft: 2 more of its own parameter, perhaps 30
     assert 2 * (3 + 3 + 5) <= len(go.trained) <= 2 * (3 + 3 + 6)
     page = (go.results / "benchmark.md").read_text()
-    assert page.count("| fedavg-ft |") == 2 and "minus local" in page
+    assert page.count("|fedavg-ft|") == 2 and "minus local" in page
     known = json.loads((go.results / "two-classes.json").read_text())
     assert known["methods"]["local"]["runs"].keys() >= {"lr=0.1,split=0,seed=0"}
     go("--seeds", "2")
@@ -133,8 +133,8 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
     assert len(go.trained) == 2 * (2 + 3) and all("/mine/" in folder for folder in go.trained)
     assert (go.results / "benchmark.md").read_text() == again  # nobody else's numbers are touched
     printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if line.startswith("| mine |")]
-    assert len(rows) == 2 and printed.count("| local |") == 2
+    rows = [line for line in printed.splitlines() if line.startswith("|mine|")]
+    assert len(rows) == 2 and printed.count("|local|") == 2
 
 
 def test_a_run_s_key_names_what_was_chosen(go):
@@ -188,5 +188,5 @@ def test_the_page_has_the_tables_of_the_committed_runs(tmp_path):
     for k in kinds:
         for line in benchmark.table(k.rows()):
             assert line in page
-    numbers = re.findall(r"^\| [a-z-]+ \| 0\.\d+ ±", page, re.M)
+    numbers = re.findall(r"^\|[a-z-]+\|0\.\d+ ±", page, re.M)
     assert len(numbers) == len(kinds) * len(compare.METHODS)  # no row of a method that left

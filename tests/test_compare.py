@@ -19,8 +19,8 @@ import common
 import compare
 import fedavg
 import records
-import report
 from conftest import refused
+from tables import report
 
 HERE = pathlib.Path(fedavg.__file__).parent
 OWN = str(HERE / "docs" / "lastlayer.py")

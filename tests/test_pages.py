@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import baselines
-import benchmark
 import common
 import compare
 import fedavg
@@ -23,7 +22,7 @@ import reproduce
 import sentences
 from docs import build
 from docs.build import choices, pseudocode, tags
-from tables import fedavg_how_often
+from tables import benchmark, fedavg_how_often
 
 HERE = pathlib.Path(fedavg.__file__).parent
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]

@@ -134,11 +134,11 @@ We computed in float64, with Python {record["python"]} and PyTorch {record["torc
         stubs = sorted({line["stubs"] for line in part["lines"] if line["stubs"]})
         if stubs:
             about += "\n\nChanged there: " + ". In other comparisons: ".join(stubs) + "."
-        text += wrapped(about) + "\n| what | difference |\n|---|---|\n"
+        text += wrapped(about) + "\n|what|difference|\n|---|---|\n"
         for line in part["lines"]:
             choice = f", {line['because']}" if line["because"] else ""
             choice = choice if check.sound(line) else f"{choice}, **not explained**"
-            text += f"| {line['what']} | {line['difference']:.0e}{choice} |\n"
+            text += f"|{line['what']}|{line['difference']:.0e}{choice}|\n"
     return text
 
 

@@ -1,5 +1,5 @@
 """The tables and figures of comparisons: means and spreads, paired differences, Markdown, LaTeX,
-CSV. compare.py and benchmark.py use it; docs/compare.md explains every column.
+CSV. docs/compare.md explains every column.
 
 records: of each method a list of result.json's contents, in the same order of splits and seeds.
 """

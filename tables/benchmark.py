@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 import common
 import compare
-import report
 from records import numbers
+from tables import report
 
 EQUAL = ["--dataset=cifar10", "--limit=6400", "--clients=20", "--client-test=0.25",
          "--client-val=0.125", "--model=cifarnet", "--transform=normalize", "--fraction=0.5",
@@ -77,7 +77,7 @@ def arguments(argv):
                    help="folder of the runs (default: runs/benchmark)")
     args = p.parse_args(argv)
     if not args.file and args.tune:
-        p.error("--tune is for a file of your own; benchmark.py has the other methods' grids")
+        p.error("--tune is for a file of your own; the other methods have their grids")
     key, _, values = args.tune.partition("=")
     if args.tune and not (key and all(values.split(","))):
         p.error(f"--tune {args.tune}: say PARAMETER=A,B,...")
@@ -229,14 +229,16 @@ def brief(r):
 def table(rows):
     """A kind's table in Markdown: the lines."""
     (titles, body), (others, differences) = report.main_table(rows), report.paired_table(rows)
-    differences = {name: cells for name, *cells in differences}
-    order = ["personal", *others[1:], "worst tenth", "global", "MB sent", "minutes", "own settings"]
-    found = []
+    to = {name: dict(zip(others[1:], cells)) for name, *cells in differences}
+    order = ["method", "personal", *others[1:], "worst tenth", "global", "MB sent", "minutes",
+             "own settings"]
+    found = [order, ["---"] * len(order)]
     for row, cells in zip(rows, body):
-        at = dict(zip(titles, cells))
-        at |= dict(zip(others[1:], differences.get(row["method"], [])))
-        found.append([at["method"], *(at.get(title, "") for title in order)])
-    return report.lines(["method", *(title.replace("own ", "") for title in order)], found)
+        at = dict(zip(titles, cells)) | to.get(row["method"], {})
+        for title in ("worst tenth", "global"):
+            at[title] = at.get(title, "").partition(" ±")[0]
+        found.append([at.get(title, "") for title in order])
+    return [f"|{'|'.join(line)}|" for line in found]
 
 
 def draw(kinds, path):
@@ -286,6 +288,3 @@ def main(argv):
     common.say(f"{text}\n\ntable   {folder}/benchmark.md, benchmark.png")
     return 0
 
-
-if __name__ == "__main__":
-    main(None)
