@@ -563,6 +563,10 @@ def group_norms(module):
 def check(net, shape):
     """Raises what is wrong with somebody else's network: its logits must be a function of its
     weights and of each image alone. Returns notes, a line each."""
+    for name, layer in net.module.named_modules():
+        for key in (key for key, z in vars(layer).items() if torch.is_tensor(z)):
+            raise ValueError(f"{name}{'.' * bool(name)}{key} is a tensor that is neither parameter "
+                             "nor buffer; use nn.Parameter or register_buffer")
     rng = np.random.default_rng(0)
     w_0 = net.init(rng)
     scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])

@@ -239,6 +239,10 @@ class Noise(Base):
     def forward(self, x): return super().forward(x + 0.1 * torch.randn_like(x))
 class Functional(Base):
     def forward(self, x): return super().forward(F.batch_norm(x, None, None, training=True))
+class Loose(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.fc.scale = torch.ones(3)
 class Two(Base):
     def forward(self, x):
         assert len(x) > 1
@@ -341,6 +345,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     ("Running", "it changes its buffers in training, which all clients share"),
     ("Listed", "it trains tensors that are not its parameters: register them, as modules in an "
      "nn.ModuleList, not in a list"),
+    ("Loose", "fc.scale is a tensor that is neither parameter nor buffer; use nn.Parameter or "
+     "register_buffer"),
     ("five", "for 8 images it gives (8, 5), not logits of the shape (8, 3)"),
     ("Two", "AssertionError"),
     ("Nothing", "for 8 images it gives a NoneType, not logits"), ("Pair", "it gives a tuple, not"),
