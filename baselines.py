@@ -40,7 +40,7 @@ function says which models these are. A personal model combines the server's new
 part that the client last trained.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
-(docs/baselines.md). The momentum buffer u is set to 0 before each loop over minibatches. pfedme's
+(docs/baselines.md). The momentum buffer u starts at 0 before each loop over epochs. pfedme's
 steps on theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay
 is added to each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
@@ -48,9 +48,9 @@ client_update(*own, epochs, *shared) is the work of one client. `own` are its te
 the same for all clients. `for minibatches in epochs:` is the loop over its local epochs, `for b in
 minibatches:` that over the minibatches of an epoch. epochs(epochs=3, order=1) gives the same client
 3 epochs, with another order of the images. A function decorated with @common.step does the work on
-one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...])
-calls client_update for each client of S and returns its results, a row for each client. A GPU may
-train all clients at once: client_update then sees [m, d] instead of [d].
+one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...]) calls client_update
+for each client of S and returns its results, a row for each client. A GPU may train all clients at
+once: client_update then sees [m, d] instead of [d].
 
 V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S,
 V[S] = y replaces them, V.all has all rows. federation.mean(x) is the plain mean of the rows of x
@@ -252,8 +252,8 @@ def centralised(federation, run, args):
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
     Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft (with
-    mu = 0) run lines 5 and 6. SuPerFed calls them FedProx-LU and FedAvg-LU ("local update"), after
-    Wang et al. 2019.
+    mu = 0) run lines 5 and 6. SuPerFed calls these methods FedProx-LU and FedAvg-LU ("local
+    update"), after Wang et al. 2019.
 
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
@@ -286,7 +286,7 @@ def fedprox(federation, run, args):
         w, u = w_t, torch.zeros_like(w_t)  # l.2
         for minibatches in epochs:  # l.3 (D2)
             for b in minibatches:  # l.3
-                w, u = proximal_step(w, u, w_t, b, eta)  # l.3
+                w, u = proximal_step(w, u, w_t, b, eta)
         return w
 
     def fine_tune(v, epochs, eta):
@@ -354,7 +354,7 @@ def scaffold(federation, run, args):
         reach, pace = torch.zeros_like(n_k), torch.zeros_like(n_k)
         for minibatches in epochs:  # l.4 (D4)
             for b in minibatches:  # l.4
-                y, u, reach, pace = corrected_step(y, u, reach, pace, c_k, b, eta, c)  # l.4
+                y, u, reach, pace = corrected_step(y, u, reach, pace, c_k, b, eta, c)
         if args.option == "I":
             return y, total(x, epochs) / n_k  # l.5 (D3)
         return y, c_k - c + (x - y) / (reach * eta)  # l.6 (D1)
@@ -409,7 +409,7 @@ def feddyn(federation, run, args):
         theta, u = w, torch.zeros_like(w)  # l.3
         for minibatches in epochs:  # l.4
             for b in minibatches:  # l.4
-                theta, u = dynamic_step(theta, u, g_k, w, b, eta)  # l.5
+                theta, u = dynamic_step(theta, u, g_k, w, b, eta)
         return theta, g_k - alpha * (theta - w)  # l.6
 
     w = federation.initial_weights()  # l.1: [d]
@@ -449,8 +449,9 @@ def apfl(federation, run, args):
     mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
         acts on the mixture.
-    D2  Line 4 moves alpha_k once a round, as in FedTorch, but before both steps, on line 5's first
-        b. How often the paper moves alpha_k is unclear. By default it is fixed at FedSLR's .5.
+    D2  Line 4 moves alpha_k once a round, as in FedTorch. It does so before the steps on w_k and
+        v_k, with line 5's first b. How often the paper moves alpha_k is unclear. By default it is
+        fixed at FedSLR's .5.
     D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
         any step.
     D4  The personal model uses the averaged w. FedTorch's uses the client's w_k, before line 9.
@@ -476,11 +477,11 @@ def apfl(federation, run, args):
     def client_update(w, v, alpha, epochs, eta):  # l.3: w_k = w
         if args.adaptive:
             for b in islice(chain.from_iterable(epochs), 1):  # l.4 (D2): the first one
-                alpha = learn_alpha(alpha, v, w, b, eta)  # l.4
+                alpha = learn_alpha(alpha, v, w, b, eta)
         u_w, u_v = torch.zeros_like(w), torch.zeros_like(v)
         for minibatches in epochs:  # l.5
             for b in minibatches:  # l.5
-                w, u_w, v, u_v = two_steps(w, u_w, v, u_v, alpha, b, eta)  # l.6-8
+                w, u_w, v, u_v = two_steps(w, u_w, v, u_v, alpha, b, eta)
         return w, v, alpha
 
     w_0 = federation.initial_weights()
@@ -517,7 +518,7 @@ def fedper(federation, run, args):
     Global: none. Personal: (w, v_k). Only w is sent.
     D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper
         heads start at random and all clients train in every round.
-    D2  The personal model uses the current body w, in FedSLR's code that of the round before.
+    D2  The personal model uses the current body w. FedSLR's code uses that of the round before.
     D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
     """
     sgd_step = fedavg_step(federation.net, args)
@@ -542,7 +543,7 @@ def fedper(federation, run, args):
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
         n_k = federation.n[S]  # [m]
         state.w = federation.mean(trained, n_k)  # l.5 (D3): [d]; its head is not used
-        state.V[S] = trained[:, head]  # l.4
+        state.V[S] = trained[:, head]
         sent = len(S) * head.start
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -648,7 +649,7 @@ def lg_fedavg(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
         state.w = federation.mean(trained)  # l.5 (D4): [d]; its lower layers are not used
-        state.V[S] = trained[:, lower]  # l.4
+        state.V[S] = trained[:, lower]
         sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -691,7 +692,7 @@ def ditto(federation, run, args):
         u = torch.zeros_like(v)
         for minibatches in epochs(epochs=s):  # l.5 (D1)
             for b in minibatches:  # l.5
-                v, u = personal_step(v, u, w_t, b, eta)  # l.5
+                v, u = personal_step(v, u, w_t, b, eta)
         return w, v
 
     w_0 = federation.initial_weights()
@@ -750,7 +751,7 @@ def pfedme(federation, run, args):
         theta, u = w, torch.zeros_like(w)  # l.3
         for minibatches in epochs:  # l.4 (D2)
             for b in minibatches:  # l.4
-                theta, w, u = envelope_step(theta, w, u, b, eta, eta_p)  # l.5-6
+                theta, w, u = envelope_step(theta, w, u, b, eta, eta_p)
         return theta, w
 
     w_0 = federation.initial_weights()
@@ -789,8 +790,8 @@ def per_fedavg(federation, run, args):
     is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
     D1  Line 4 takes b and b' from the minibatches of the E epochs, so it does half as many steps as
         FedAvg. A minibatch that is left over at the end of a round is not used.
-    D2  Line 6 steps from w_k, PersFL's code from z. Our step has momentum by default, the paper's
-        has none.
+    D2  Line 6 takes its step from w_k; PersFL's code takes it from z. Our step has momentum by
+        default, the paper's has none.
     D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
         on TEST images instead.
@@ -813,8 +814,8 @@ def per_fedavg(federation, run, args):
         u = torch.zeros_like(w)
         minibatches = chain.from_iterable(epochs)  # of all epochs, one after the other
         for b, b_prime in zip(minibatches, minibatches):  # l.4 (D1): two by two
-            z = to_z(w, b)  # l.5
-            w, u = meta_step(w, u, z, b_prime, beta)  # l.6
+            z = to_z(w, b)
+            w, u = meta_step(w, u, z, b_prime, beta)
         return w
 
     def personal_model(w, n_k, epochs):
@@ -864,7 +865,8 @@ def fedspa(federation, run, args):
     Global: the dense w. Personal: M_k * w, with the mask of line 7 and the w of line 8. With
     density 1 it is FedAvg. Only active weights count as bytes.
     D1  Line 1: ERK (erdos_renyi_kernel) sets the numbers of ones, as in DisPFL's code; FedSLR's
-        table implies density .5. Each client has its own mask; DisPFL's by default share one.
+        table implies density .5. Each client has its own mask. In DisPFL's code all clients share
+        one by default.
     D2  Line 4: the momentum sums M_k * g_k, so weights outside the mask stay 0.
     D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. We round the number of
         dropped weights down, that code rounds it up.
@@ -887,7 +889,7 @@ def fedspa(federation, run, args):
         u = g = torch.zeros_like(w)
         for minibatches in epochs:  # l.4
             for b in minibatches:  # l.4
-                w_k, u, g = sparse_step(w_k, u, g, M, b, eta)  # l.4
+                w_k, u, g = sparse_step(w_k, u, g, M, b, eta)
         U = w_k - start  # l.5
         keep = highest(torch.where(M > 0, w_k.abs(), -1), net.sizes, left)  # l.6: the largest |w_k|
         M = highest(torch.where(keep, torch.inf, g.abs()), net.sizes, counts)  # l.7: these and more
@@ -988,7 +990,8 @@ def fedma(federation, run, args):
     _, on_upper = steps_on_parts(net, args)
     held = [np.bincount(federation.data.labels[images], minlength=units[-1])
             for images in federation.split.train]
-    held = torch.tensor(np.array(held), dtype=torch.float, device=device)  # [K, classes]
+    held = torch.tensor(np.array(held), dtype=torch.float,
+                        device=device)  # [K, classes]: each client's images of each class
 
     def client_update(free, matched, epochs, eta, decay):  # layers l to L, and those before l
         u = torch.zeros_like(free)

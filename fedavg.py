@@ -12,8 +12,9 @@ Rounds to a test accuracy of 99 % (CNN) or 97 % (2NN) on MNIST, with i.i.d. clie
     2NN  1, all  1474  2188.8 .9701  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
 There is one model, w. "global" is its accuracy on the central test images, as in the paper, and
-"personal" its mean accuracy on the clients' test images. In comments, [d] is a vector of a model's
-d weights, [m, d] holds m clients', l.7 marks line 7, and net(w, b.x) gives minibatch b's logits.
+"personal" its mean accuracy on the clients' test images. In comments, [d] is the vector of a
+model's d weights, [m, d] those of m clients, l.7 is line 7, and net(w, b.x) gives the logits of
+minibatch b.
 
 This is Algorithm 1 in our words, with our line numbers. t counts rounds from 0. Client k of K holds
 the n_k training images P_k. C is the fraction of clients that a round samples, and eta the learning
@@ -37,7 +38,7 @@ rate. The loss is the cross-entropy. docs/fedavg.md explains our choices D1 to D
     D1  Line 7 averages over the sampled clients S_t, as the authors' correction (arXiv v4) does.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  The paper gives no w_0, eta, padding, ranges of augmentation, or pixel range of MNIST."""
+    D4  The paper does not give w_0, eta, padding, MNIST's pixel range, or augmentation's ranges."""
 
 from types import SimpleNamespace as State
 
@@ -93,15 +94,15 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The settings of Table 2, row E=5, B=10, and of Table 3, row FedAvg, where eta decays from our --lr
-# (D4)
+# The settings of Table 2, row E=5, B=10, and of Table 3, row FedAvg, whose eta decays; its first
+# value, --lr, is our choice (D4)
 DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200,
                 epochs=5, batch_size=10, lr=0.1, momentum=0.0, target=[])
 BY_DATASET = {
     "mnist": dict(rounds=1000, model="mnistcnn", transform="centre", target=[0.99]),
     "cifar10": dict(rounds=2000, batch_size=50, lr_decay=0.99, model="tfcnn",
                     transform="tensorflow", target=[0.8, 0.82, 0.85]),
-    # ours, for a quick look. Line 11 has no momentum
+    # ours, for a quick look, with momentum, which line 11 does not have
     "shapes": dict(split="shards", per_client=4, client_test=0.2, rounds=30, epochs=1,
                    batch_size=10, clients=20, fraction=0.5, lr=0.02, lr_decay=0.95, momentum=0.9,
                    transform="normalize", eval_every=3),

@@ -4,15 +4,15 @@ Non-Identical Data Distribution for Federated Visual Classification", 2019, arXi
     python fedavgm.py --dataset cifar10    Figure 5: C=.05, E=1, alpha=.1 (D6), 10,000 rounds
 
 Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. FedAvg runs
-with --beta 0 --lr .03. At the default alpha=.1 FedAvgM has .402 after 500 rounds, FedAvg .353.
+with --beta 0 --lr .03. At the default alpha=.1 they reach .402 (FedAvgM) and .353 after 500 rounds.
 
              paper  last   best   record (in results/fedavgm-headline)
     FedAvgM  .769   .7993  .8015  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
     FedAvg   .301   .5413  .6974  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
-This is FedAvg's algorithm with section 4.2's server momentum v, whose factor is beta. Line numbers
-and other symbols are fedavg.py's, which explains them, "global", "personal", [d], net and l.7.
-Lines 7a and 7b are new. docs/fedavgm.md explains our choices D1 to D7.
+This is FedAvg's algorithm with section 4.2's server momentum v, whose factor is beta. fedavg.py
+explains its lines and other symbols, "global", "personal", [d], net and l.7. Lines 7a and 7b are
+new. docs/fedavgm.md explains our choices D1 to D7.
 
     Server
      1  choose w_0;  v = 0
@@ -36,8 +36,8 @@ Lines 7a and 7b are new. docs/fedavgm.md explains our choices D1 to D7.
     D3  Line 3: C*K is rounded down.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; others use alpha for each class.
-    D6  Our copy has lost E, B, alpha, eta, beta. We use Flower's; eta, beta are for alpha 0 and 1.
-    D7  Our copy has lost lines 7 to 7b. Nesterov's form is PyTorch's; the server's rate is 1."""
+    D6  Our copy has lost E, B, alpha, eta, beta. Flower's: it chose eta, beta for alpha 0 and 1.
+    D7  Our copy has lost 7 to 7b's formulas. Nesterov's form is PyTorch's, the server's rate 1."""
 
 from types import SimpleNamespace as State
 
@@ -84,7 +84,7 @@ def main(argv=None):
         # l.5-6: w_k is [m, d]; one_by_one in common.py loops over S
         w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])
         n_k = federation.n[S]  # [m]
-        dw = state.w - federation.mean(w_k, n_k)  # l.7, as the n_k/n sum to 1: [d]
+        dw = state.w - federation.mean(w_k, n_k)  # l.7, since the n_k/n sum to 1: [d]
         state.v = args.beta * state.v + dw  # l.7a: [d]
         if args.server_momentum == "nesterov":
             state.w = state.w - (dw + args.beta * state.v)  # l.7b (D7): [d]
@@ -99,8 +99,8 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The settings of Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay are
-# from section 4, E, B, alpha, eta and beta from Flower (D6)
+# The settings of Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay from
+# section 4. E, B, alpha, eta and beta are Flower's (D6)
 DEFAULTS = dict(split="dirichlet-hsu", alpha=0.1, clients=100, client_test=0.0, fraction=0.05,  # D5
                 rounds=10_000, epochs=1, batch_size=64, lr=0.0003, lr_decay=1.0, momentum=0.0,
                 beta=0.99, weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D1, D4, D6

@@ -32,10 +32,10 @@ images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8, fedavg.p
 
     D1  Line 1: p_i = 0, but with resnet18 a copy of w^0's kernels and matrices, as officially.
     D2  Line 3 rounds C*M down; officially clients join with probability C. Line 7 has plain means.
-    D3  Lines 13 and 20: weight decay adds 1e-3 * w or 1e-3 * p_i to g. eta decays by .998 a round.
+    D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices and kernels (as matrices pi), but no vectors, line 20 all of p_i.
-    D6  Down, pi(w_l) takes min(rows*columns, rank*(rows+columns)) numbers. Clients send all of w_i.
+    D5  Line 7 shrinks matrices, and kernels as pi of them, but no vectors. Line 20 shrinks all p_i.
+    D6  The server sends min(rows*columns, rank*(rows+columns)) numbers a layer, clients all of w_i.
     D7  A client's test images are central: of each class floor(100 * the client's proportion).
     D8  Class proportions follow Dir(.1); used-up classes are dealt again. Images shift and flip."""
 
@@ -59,9 +59,9 @@ def pi(kernel):
 
 
 def prox_nuclear(net, v, tau, map=map):
-    """Returns line 7's w [d] and the ranks [L] of its pi(w_l). w = argmin over w of tau * sum over
-    layers l of ||pi(w_l)||_* + ||w - v||^2 / 2 is the proximal operator of ||.||_*, the sum of the
-    singular values. `map` maps over layers."""
+    """Returns line 7's w [d] and the ranks [L] of its pi(w_l). w is the argmin of tau * sum over
+    layers l of ||pi(w_l)||_* + ||w - v||^2 / 2, where ||.||_* is the sum of the singular values.
+    `map` maps over layers."""
     if not v.isfinite().all():
         return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
     parts, layers = list(v.split(net.sizes)), matrices(net)  # parts: one for each tensor of w
@@ -72,7 +72,7 @@ def prox_nuclear(net, v, tau, map=map):
         s = soft(s, tau)  # singular values up to tau become 0, so the rank falls
         return pi_inverse((U * s) @ Vh, shape).to(v).flatten(), (s > 0).sum()
 
-    found = list(map(shrink, layers))  # l.7 (D5)
+    found = list(map(shrink, layers))  # D5
     for (place, *_), (part, _) in zip(layers, found):
         parts[place] = part
     return torch.cat(parts), torch.stack([rank for _, rank in found])
@@ -102,11 +102,11 @@ def local_training(net, args):
     def client_update(w, gamma, p, epochs, eta):  # l.8
         w_t = w  # l.9: Phase I, w starts at w^t
         for minibatches in epochs:  # l.10
-            for b in minibatches:  # l.11
-                w = step_w(w, gamma, w_t, b, eta)  # l.12-14
+            for b in minibatches:  # l.11: step_w does lines 12 to 14
+                w = step_w(w, gamma, w_t, b, eta)
         for minibatches in epochs(epochs=args.fusion_epochs, order=1):  # l.17: Phase II
-            for b in minibatches:  # l.18
-                p = step_p(p, w_t, b, eta)  # l.19-20
+            for b in minibatches:  # l.18: step_p does lines 19 and 20
+                p = step_p(p, w_t, b, eta)
         return w, p  # l.15: w_i goes to the server; p_i stays
 
     return client_update
@@ -126,12 +126,12 @@ def main(argv=None):
     for t in run.rounds(state, clients=lambda S: state.w + state.p[S]):  # l.2
         S = federation.sample(t)  # l.3: max(C*M, 1) random clients (D2)
         w_t = state.w.expand(len(S), -1)  # [m, d]
-        # V.of(S) is V[S], but a client's row is fetched only when its turn comes
+        # state.p.of(S) is state.p[S], but a client's row is fetched only when its turn comes
         w_i, p_i = federation.train(client_update, S, t, shared=[federation.eta(t)],
                                     own=[w_t, state.gamma.of(S), state.p.of(S)])  # l.4-5: [m, d]
         for j, i in enumerate(S):  # one by one, to save memory
-            state.gamma[i] += 1 / args.eta_g * (state.w - w_i[j])  # l.6, l.16
-        gamma_mean = federation.sum(state.gamma) / M  # l.7: of all M clients
+            state.gamma[i] += 1 / args.eta_g * (state.w - w_i[j])  # l.6, l.16: one copy serves both
+        gamma_mean = federation.sum(state.gamma) / M  # of all M clients
         v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: not weighted (D2): [d]
         del w_i  # frees memory
         tau = args.lambda_ * args.eta_g

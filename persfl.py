@@ -4,15 +4,15 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
     python persfl.py --runs 5                              DS-1: 4 classes a user, equal amounts
     python persfl.py --runs 5 --split dirichlet-classes    DS-2: classes in Dirichlet(.9) shares
     python persfl.py --runs 5 --split lognormal            DS-3: 2 classes a user, log-normal shares
-    CIFAR-10, FedAvg in Table 2 and here, fine-tuned here, PersFL in Table 2 and here (5 runs each):
+    CIFAR-10, means of 5 runs: FedAvg (Table 2, here), fine-tuned (here), PersFL (Table 2, here)
     DS-1  .450  .5068  .6846  .819  .7186  results/persfl-2/persfl-cifar10-split-classes
     DS-2  .487  .5024  .5068  .596  .5817  results/persfl-2/persfl-cifar10-split-dirichlet-classes
     DS-3  .466  .3791  .8859  .823  .8918  results/persfl-2/persfl-cifar10-split-lognormal
 
 G is FedAvg's model, O_k user k's teacher, A_k user k's student; with lambda = 0 it is "fine-tuned".
 "global" tests G on the central test images, "personal" A_k (before the last round: G) on user k's
-own. In Algorithm 1 below, with the paper's line numbers, "choose G_1", line 13's loop, and lines 9
-to 11, where the paper has `end`s, are ours. docs/persfl.md explains D1-D11, fedavg.py [d] and l.7.
+own. This is Algorithm 1 in our words, with the paper's line numbers; "choose G_1", line 13's loop
+and lines 9 to 11 are ours. docs/persfl.md explains D1 to D11, fedavg.py [d], net and l.7.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -41,10 +41,10 @@ to 11, where the paper has `end`s, are ours. docs/persfl.md explains D1-D11, fed
     D2  Line 10: user k has n_k of n training images. The paper's objective (4) weights all equally.
     D3  We chose B = 20, line 9's eta = eta' = .05, E_L = 1, E = 10 (the paper: E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
-    D5  Line 20 has KL(teacher || student), (3) the reverse. So PersFL-GD has the same gradients.
-    D6  Line 13 keeps the best on validation images, the first if tied. (3) is least at lambda = 1.
+    D5  Line 20: KL(teacher || student), so that PersFL-GD has its gradients; (3) has the reverse.
+    D6  Line 13: best on validation images, the first if tied. By loss (3) it would be lambda = 1.
     D7  Line 13: T is 1, 5, 25, lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: all students start at and learn from G_{E_G+1}. Table 2's .466 took 100 rounds.
+    D8  Line 11: students start at and learn from G_{E_G+1}. FedAvg's .466 took 100 rounds, not 50.
     D9  Users are dealt only training images (MNIST's DS-1: 6,000). The paper counts all images.
     D10  --runs 5 averages each user over 5 seeds and splits. Deviations over users divide by K-1.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline."""
@@ -59,7 +59,7 @@ import torch
 
 import common
 
-# l.13: T has no effect at lambda 0 and 1, so 11 students are left (D7)
+# T has no effect at lambda 0 and 1, so that 11 students are left (D7)
 GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1) if T == 1 or 0 < lam < 1]
 
 
@@ -86,7 +86,7 @@ def local_training(net, args):
 
 
 def distillation(net, args, grid=GRID):
-    """Returns distil(O, epochs, eta_prime): lines 13-22, one user's O [d] -> students [11, d]."""
+    """Returns distil(O, epochs, eta_prime), which trains a user's students [11, d] from O [d]."""
     sgd = common.sgd(args, net.decayed)
     all_T, all_lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11] each
 
@@ -98,8 +98,8 @@ def distillation(net, args, grid=GRID):
             A_b = net(w, b.x)  # A_k(b): [B, classes]
             log_s = (O_b / T).log_softmax(1)  # l.21: log s_b
             log_a = (A_b / T).log_softmax(1)  # l.20: log softmax(A_k(b) / T)
-            difference = log_s - log_a if args.soft == "kl" else -log_a
-            soft = (log_s.exp() * difference).sum(1)  # l.20: KL, or CE (D5): [B]
+            per_class = log_s - log_a if args.soft == "kl" else -log_a
+            soft = (log_s.exp() * per_class).sum(1)  # l.20: KL, or CE (D5): [B]
             soft = (soft * b.mask).sum() / b.mask.sum().clamp(min=1)  # over b's images (D4)
             hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
@@ -112,8 +112,8 @@ def distillation(net, args, grid=GRID):
         students = O[..., None, :].repeat_interleave(len(grid), -2)  # l.13: each starts at O_k
         u = torch.zeros_like(students)
         for minibatches in epochs:  # l.15-16 (D4)
-            for b in minibatches:  # l.17
-                students, u = students_step(students, u, O, b, eta_prime)  # l.18-22
+            for b in minibatches:  # l.17: students_step does lines 18 to 22
+                students, u = students_step(students, u, O, b, eta_prime)
         return students
 
     return distil
@@ -130,7 +130,7 @@ def main(argv=None):
 
     G = federation.initial_weights()  # l.2: G_1, [d]
     K = len(federation.clients)  # all users (of this process)
-    state = State(G=G, O=G.repeat(K, 1), A=None,  # l.2: O [K, d] is G_1 until line 8
+    state = State(G=G, O=G.repeat(K, 1), A=None,  # O [K, d] is G_1 until line 8
                   l_prime=G.new_full((K,), torch.inf, dtype=torch.double),  # l.2: l' [K]
                   round_of_O=G.new_zeros(K, dtype=torch.long))
     for t in run.rounds(state, model="G", clients="A"):  # l.1, l.3: Stage 1
@@ -150,7 +150,7 @@ def main(argv=None):
             eta_prime = torch.tensor(args.distill_lr, device=federation.device)
             # l.12, l.14: Stage 2; t = E_G, beyond the last round, has its own shuffling
             students = federation.train(distil, S, args.rounds, own=[O], shared=[eta_prime],
-                                        epochs=args.distill_epochs)  # l.13-22: [K, 11, d]
+                                        epochs=args.distill_epochs)  # [K, 11, d]
             *chosen, state.A = best_students(federation, students, federation.split.val)  # l.13
         if run.evaluates():
             personal = (measure(federation, state, students, *chosen, args) if e == args.rounds
@@ -230,7 +230,7 @@ def validation_losses(federation, w):
     index = np.concatenate(images)
     user = np.repeat(np.arange(len(images)), list(map(len, images)))
     labels, user = federation.labels[index], torch.from_numpy(user).to(federation.device)
-    return common.score(federation.logits(w, index), labels, user, len(images))["loss"]  # l.5
+    return common.score(federation.logits(w, index), labels, user, len(images))["loss"]
 
 
 def teachers(run, state, args):
@@ -239,7 +239,7 @@ def teachers(run, state, args):
     if args.teacher == "optimal":
         return state.O
     run.sent(up=0, down=state.O.numel())
-    return state.G.expand(len(state.O), -1)  # l.11
+    return state.G.expand(len(state.O), -1)
 
 
 def best_students(federation, students, images):
@@ -247,9 +247,9 @@ def best_students(federation, students, images):
     for a student that diverged. Also returns each user's best student (the first one, if tied): its
     index in GRID [K] and its weights [K, d]."""
     accuracy = accuracies(federation, students, images)
-    best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: the first of the best (D6)
-    mine = torch.from_numpy(best[federation.clients])
-    return accuracy, best, students[torch.arange(len(students)), mine]
+    best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # the first of the best (D6)
+    best_here = torch.from_numpy(best[federation.clients])  # of this process's users
+    return accuracy, best, students[torch.arange(len(students)), best_here]
 
 
 def accuracies(federation, students, images):
@@ -263,7 +263,8 @@ def accuracies(federation, students, images):
 
 def measure(federation, state, students, accuracy, best, args):
     """Returns the last round's personal measures, and others that docs/persfl.md names. `accuracy`
-    [K, 11] is that of the students [K, 11, d] on validation images. `best` [K] are those kept."""
+    [K, 11] is that of the students [K, 11, d] on validation images. `best` [K] are the
+    indices in GRID of those kept."""
     on_test, _, A_by_test = best_students(federation, students, federation.split.test)
     models = {"fedavg": state.G, "lambda=0": students[:, 0], "val": state.A, "test": A_by_test}
     found = {name: federation.evaluate_clients(W) for name, W in models.items()}
@@ -283,7 +284,7 @@ def average(parts):
     deviation over users, and the accuracies of the students."""
     table = {name: np.mean([part["users"][name] for part in parts], 0)  # D10
              for name in parts[0]["users"]}
-    students = np.mean([part["students"]["test"] for part in parts], 0)  # [m, 11]
+    students = np.mean([part["students"]["test"] for part in parts], 0)  # [K, 11]
     return {
         "users": {name: column.tolist() for name, column in table.items()},
         "mean": {name: column.mean() for name, column in table.items()},

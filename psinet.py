@@ -33,10 +33,10 @@ proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node; with --groups 0 two, after each convolution.
     D5  Lines 9, 10 weight node i by its number of images. A group that no node in S has is kept.
-    D6  Line 6 treats all splits as extreme, with --no-prune none. The softmax has G_i's classes.
-    D7  eta, B, momentum (reset each round), decay are FedMA's, T, E Fed2's, flips, crops FedSLR's.
+    D6  Line 6 prunes on every split (--no-prune: on none). The softmax then has only G_i's classes.
+    D7  FedMA's eta, B, decay, momentum (reset each round); Fed2's T, E; FedSLR's flips and crops.
     D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
-    D9  tables/psinet_depth.py suggests the first layer whose total variance is in the upper half.
+    D9  tables/psinet_depth.py suggests the first layer with total variance above half its range.
 """
 
 import argparse
@@ -82,13 +82,13 @@ class PsiNet(nn.Module):
         for name, layer in plain.named_children():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 outputs, inputs = layer.weight.shape[:2]  # channels or neurons, without groups
-                if self.grouped:  # l.3-4: group g sees group g of the layer before
-                    layer = cut(layer, inputs // before * now, s * ceil(outputs / G), s)  # D2
-                elif name == depth:  # l.3: each group sees all inputs (D1)
-                    layer = cut(layer, inputs, s * ceil(outputs / G), 1)  # D2
+                if self.grouped:  # group g sees group g of the layer before
+                    layer = cut(layer, inputs // before * now, s * ceil(outputs / G), s)  # l.3-4
+                elif name == depth:  # each group sees all inputs (D1)
+                    layer = cut(layer, inputs, s * ceil(outputs / G), 1)  # l.3 (D2)
                 self.grouped += [name] if self.grouped or name == depth else []
                 before, now = outputs, len(layer.weight)
-            self.add_module(name, layer)  # l.2: below the depth as in `plain`
+            self.add_module(name, layer)  # l.2: unchanged below the depth
             if isinstance(layer, nn.Conv2d) and norm != "none":
                 of_groups = norm == "gn" and (self.grouped or not G)
                 self.add_module(name + "-norm", nn.GroupNorm(s if G else 2, layer.out_channels)
@@ -104,13 +104,13 @@ class PsiNet(nn.Module):
                 running += [mean, var]
             else:
                 x = layer(x)
-        labels = (self.M if G_i is None else self.M[G_i]).flatten()  # l.4: of the logits in x
+        labels = (self.M if G_i is None else self.M[G_i]).flatten()
         logits = x.new_full((len(x), self.M.numel()), MISSING)
-        return logits.scatter(1, labels.expand(len(x), -1), x), torch.cat(running)
+        return logits.scatter(1, labels.expand(len(x), -1), x), torch.cat(running)  # l.4: M(g)
 
 
 def cut(layer, inputs, outputs, groups):
-    """Returns such a layer in which group g of the outputs sees group g of the inputs."""
+    """Returns a layer like `layer` in which group g of the outputs sees group g of the inputs."""
     bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return GroupedLinear(inputs // groups, outputs, bias)
@@ -126,7 +126,7 @@ class GroupedLinear(nn.Linear):
         if groups == 1:
             return super().forward(x)
         x, W = x.unflatten(1, (groups, -1)), self.weight.unflatten(0, (groups, -1))
-        y = torch.einsum("bgi,goi->bgo", x, W).flatten(1)  # l.4: block g of x, block g of W
+        y = torch.einsum("bgi,goi->bgo", x, W).flatten(1)  # block g of x, block g of W
         return y if self.bias is None else y + self.bias
 
 
@@ -147,8 +147,8 @@ def local_training(net, args):
     def local_update(w, r, G_i, epochs, eta):
         u = torch.zeros_like(w)  # momentum (D7)
         for minibatches in epochs:  # l.11 (D8)
-            for b in minibatches:  # l.11
-                w, u, r = step(w, u, r, G_i, b, eta)  # l.12
+            for b in minibatches:  # l.11: step does line 12
+                w, u, r = step(w, u, r, G_i, b, eta)
         return w, r
 
     return local_update
@@ -173,7 +173,7 @@ def local_updates(federation, update, has, w, r, S, t):
         # Indexing by a mask reads row by row, each from left to right. All rows select equally many
         # entries, so `view` gives each node its own. In the node's smaller network a layer's groups
         # ascend, too, so the order of entries is the same. masked_scatter writes in this order.
-        w_own = w_i[these][has_w].view(len(these), -1)  # l.8: Omega_shared, Omega_g for g in G_i
+        w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
                                         own=[w_own, r_own, G_i], shared=[federation.eta(t)])  # l.8
@@ -183,7 +183,8 @@ def local_updates(federation, update, has, w, r, S, t):
 
 
 def aligned_average(federation, z_i, has_z, n_i, z):
-    """Returns for each entry the mean of z_i [m, d] where has_z [m, d], else z [d] (w or r)."""
+    """Returns the mean of z_i [m, d] (w or r) over the nodes that have an entry, weighted by n_i
+    [m]. has_z [m, d] says who has it. An entry that no node has keeps its value in z [d]."""
     n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of nodes that have it (D5)
     return torch.where(n > 0, federation.sum(z_i * has_z, n_i) / n.clamp(min=1), z)
 
@@ -217,7 +218,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# "10 x 4" (nodes x classes) is from the norms' ablation, "10 x 50" from G's; the rest: D3, D7, D8
+# 10 nodes with 4 classes: the norms' ablation; with 50 of CIFAR-100: that of G; others: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -250,7 +251,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x, mask=None):
         """Returns x [B, C, H, W] normalised, the next running means and the next variances [C]. In
-        training, the images in mask [B] give the statistics; running ones move a tenth to these."""
+        training, the images in mask [B] give the statistics; running ones take a tenth of them."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)
@@ -278,14 +279,14 @@ class GroupedNet(common.Net):
 
     def __init__(self, args, shape, classes, device="cpu", s=None):
         plain = common.Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout)
-        self.G, self.s = args.groups, s or max(args.groups, 1)
+        self.G, self.s = args.groups, s or max(args.groups, 1)  # l.1
         self.depth = (args.depth or DEPTH[args.model]) if args.groups else None
         self.part = lambda s: GroupedNet(args, shape, classes, device, s)
         refuse_what_cannot_be_cut(args.model, plain.module, classes, self.G, self.depth)
         super().__init__(args.model, shape, classes, device, build=lambda: PsiNet(
             plain.build(), classes, self.G, self.depth, args.norm, s))
 
-        def start(name, shape):  # as in models.py, but for groups (D2)
+        def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
             kind, scale = of_plain(name, shape)  # uniform, like PyTorch's: by a group's size
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer

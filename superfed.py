@@ -7,11 +7,12 @@
     model   .4676  (.454)   .8590     .8676          results/superfed-1/superfed-cifar10-mix-model
     layer   .4863  (.471)   .8678     .8684          results/superfed-1/superfed-cifar10-mix-layer
 
-Clients send w^f. The local model w^l_k of the same shape stays with client k, whose personal model
-is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on central images, "personal" W_k
-on client k's own with D12's lambda, "personal@test" with the lambda that is best there, as in the
-paper. Line numbers are the paper's (C8 is ClientUpdate's 8; 3 and C9-C12 end loops or are lost), 7a
-and C8a ours. fedavg.py explains [d], net, l.7, docs/superfed.md "officially" and D1 to D15.
+The server averages w^f, the federated model. The local model w^l_k, of the same shape, stays with
+client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
+central images. "personal" tests W_k on k's own (the mean over k) with D12's lambda, "personal@test"
+with the lambda that is best there, as in the paper. Lines have the paper's numbers (C: those of
+ClientUpdate; missing ones end loops or are lost); 7a and C8a are ours. fedavg.py explains [d], net
+and l.7, docs/superfed.md D1 to D15 and "officially", which refers to the authors' code.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -34,10 +35,10 @@ and C8a ours. fedavg.py explains [d], net, l.7, docs/superfed.md "officially" an
     C13  keep w^l_k, return w^f to the server
 
     D1  Line C8: the official code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
-    D2  Lines C7 and C8: officially biases have no local copy, are not mixed, nor in the cosine.
+    D2  Lines C7, C8: officially biases have no local copy, are neither mixed nor in the cosine.
     D3  Line 2: all w^l_k have one seed, with --own-start each has its own, as in the later code.
     D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1, with eta scaled by .995^(t+1).
-    D5  mu, nu and Model Mixing's L are official. Layer Mixing's L = .8 is inferred from Table 3.
+    D5  Model Mixing's mu, nu, L are official. Layer Mixing's L = .8 is inferred from Table 3.
     D6  In Layer Mixing a bias shares its layer's lambda. The cosine is over the whole model.
     D7  Line C8a: momentum is .9 (the paper's text) and starts at 0 each round; no weight decay.
     D8  A client holds two random shards, officially one of five fixed pairs of classes (CIFAR-10).
@@ -82,7 +83,7 @@ def local_training(net, args):
     layer = net.layer_of if args.mix == "layer" else 0  # [d]: each weight's layer (D6)
 
     @common.step
-    def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is t >= L*R
+    def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is 0 or 1
         lam, nu = phase_two * b.draw[layer], phase_two * args.nu  # l.C6: b.draw ~ U(0,1)
 
         def loss(w_f, w_l):
@@ -121,7 +122,7 @@ def main(argv=None):
         S = federation.sample(t)  # l.5: max(C*K, 1) random clients (D13)
         w_f, w_l = state.w_f.expand(len(S), -1), state.w_l[S]  # [m, d] each
         eta = learning_rate(federation, t)  # D4: the decay
-        phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # 0 or 1
+        phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # t >= L*R?
         w_f_k, w_l_k = federation.train(client_update, S, t, own=[w_f, w_l],
                                         shared=[eta, phase_two], draw=draw)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]
@@ -140,8 +141,8 @@ def main(argv=None):
 # Around it
 
 # The settings of CIFAR-10 in Table 1, and what differs in other columns of Tables 1 and 2. K and R
-# are the paper's. Our copy has lost C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`).
-# These are from the official scripts. eval_every is ours.
+# are the paper's. Our copy has lost the others: C, E, B, eta, and Model Mixing's mu, nu and L (in
+# `arguments`) are from the official scripts. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,  # D8
                 clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01,
                 lr_decay=None, momentum=0.9, eval_every=10)
@@ -166,9 +167,9 @@ def arguments(argv):
     group.add_argument("--nu", type=common.nonnegative, default=2.0,
                        help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, the share of rounds before Phase II. 1 means no Phase II (with "
-                            "--as official it is the last round). Default: .8 with --mix layer, .4 "
-                            "with --mix model (CIFAR-100: .5), .5 on shapes")
+                       help="L, the share of rounds before Phase II. With 1 there is no Phase II "
+                            "(with --as official it is the last round). Default: .5 on shapes; "
+                            "elsewhere .8 with --mix layer, .4 with --mix model (CIFAR-100: .5)")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="follow the paper, or the authors' code for v1, in D1, D2 and D4")
     group.add_argument("--own-start", action="store_true",
@@ -184,7 +185,8 @@ def arguments(argv):
 
 
 def local_start(federation):
-    """Returns w^l_0 [d] of all clients, with --own-start as a function of the client k (D3)."""
+    """Returns w^l_0 [d], the same for all clients; with --own-start a function that returns client
+    k's own (D3)."""
     def initial(k):  # k + 1, since 0 is the stream of w^f_0
         return federation.net.init(common.stream(federation.args.seed, "initialisation", 0, k + 1))
 
@@ -193,8 +195,8 @@ def local_start(federation):
 
 def first_round_of_phase_two(args):
     """Returns Phase II's first t. 1e-9 absorbs floating-point error: .07 * 100 counts as 7."""
-    LR = args.start * args.rounds
-    return max(int(LR) - 1, 0) if args.as_ == "official" else ceil(LR - 1e-9)  # D4
+    start = args.start * args.rounds  # L*R
+    return max(int(start) - 1, 0) if args.as_ == "official" else ceil(start - 1e-9)  # D4
 
 
 def announce(run, first):

@@ -11,7 +11,7 @@
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
 f_k(w_k; b) is client k's loss on minibatch b. "personal" tests the new w, mixed with v_k as in
-line 3. With lambda = 0 the method is FedAvg, with lambda = 1 its personal models are FedPer's. n_k
+line 3. lambda is --mix: with 0 the method is FedAvg, with 1 its personal models are FedPer's. n_k
 counts client k's training images. fedavg.py explains the other symbols.
 """
 
@@ -24,7 +24,8 @@ import fedavg
 
 
 def mixed(w, v, last, lam):
-    """Returns w [..., d] with line 3's last layer. v is the client's own, `last` the slice of w."""
+    """Returns w [..., d] with its last layer mixed as in line 3. v is the client's own last layer,
+    `last` the slice of w."""
     return torch.cat([w[..., : last.start], (1 - lam) * w[..., last] + lam * v], -1)
 
 
@@ -43,8 +44,8 @@ def local_training(net, last, args):
         w = mixed(w, v, last, args.mix)  # l.3
         u = torch.zeros_like(w)
         for minibatches in epochs:  # l.4: --epochs times
-            for b in minibatches:  # l.4
-                w, u = sgd_step(w, u, b, eta)  # l.4
+            for b in minibatches:
+                w, u = sgd_step(w, u, b, eta)
         return w, w[..., last]  # l.5: w_k, v_k
 
     return client_update
@@ -66,8 +67,8 @@ def main(argv=None):
     for t in run.rounds(state, clients=models):  # l.2
         S = federation.sample(t)  # l.2
         w, v, eta = state.w.expand(len(S), -1), state.V[S], federation.eta(t)
-        w_k, v_k = federation.train(client_update, S, t, own=[w, v], shared=[eta])  # l.3-5
-        state.V[S] = v_k  # l.5
+        w_k, v_k = federation.train(client_update, S, t, own=[w, v], shared=[eta])  # l.3
+        state.V[S] = v_k
         state.w = federation.mean(w_k, federation.n[S])  # l.6: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
