@@ -179,14 +179,18 @@ class Kind:
         points = len(RATES) - 2 + (len(self.args.own[name]) - 4 if name in self.args.own else 0)
         return max(points + SPLITS * seeds - 1 - len(self.known[name]["runs"]), 0)
 
+    def seeds(self, names):
+        """Returns how many seeds all these methods have, up to --seeds."""
+        return max((n for n in range(1, self.args.seeds + 1)
+                    if names and all(self.finished(name, n) for name in names)), default=0)
+
     def rows(self):
         """report.table() of all methods that are finished, with as many seeds as all of them have;
         [] if none is."""
         names = [name for name in self.known if self.finished(name, 1)]
         if not names:
             return []
-        seeds = max((seeds for seeds in range(1, self.args.seeds + 1)
-                     if all(self.finished(name, seeds) for name in names)), default=0)
+        seeds = self.seeds(names)
         settings = {name: self.choose(name)[0] for name in names}
         records = {name: [self.known_run(name, settings[name], split, seed)
                           for split in range(SPLITS) for seed in range(seeds)] for name in names}
@@ -264,6 +268,9 @@ def main(argv):
     compare.check_folder(out)
     kinds = [Kind(title, args) for title in KINDS]
     names = [args.mine] if args.file else list(compare.METHODS)
+    if args.file:  # no more seeds than the other methods have
+        others = [k.seeds([name for name in compare.METHODS if k.finished(name, 1)]) for k in kinds]
+        args.seeds = max(others) or args.seeds
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, compare.stop)
     with tqdm(unit="run", disable=None) as bar:

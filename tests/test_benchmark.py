@@ -135,6 +135,8 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|mine|")]
     assert len(rows) == 2 and printed.count("|local|") == 2
+    go(str(mine), "--seeds", "3")  # the others have two
+    assert not go.trained
 
 
 def test_a_run_s_key_names_what_was_chosen(go):
