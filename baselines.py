@@ -15,7 +15,7 @@
     fedrep       As fedper, but a round trains the personal layers first and then the others.
     lg-fedavg    The first layers are personal. The other layers are averaged.
     ditto        FedAvg. Each client also trains a personal model, pulled to the global model.
-    pfedme       Each client trains a personal model near the global one, which moves towards it.
+    pfedme       Clients train personal models near the global one, which moves towards them.
     per-fedavg   The global model is trained to be good after one step on a client's images.
     fedspa       Each client trains only the weights of its mask, which changes every round.
     fedma        Layer by layer, the clients' units are matched before they are averaged.
@@ -36,8 +36,8 @@ of the model's d weights, [m, d] holds one for each of the m sampled clients.
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; most
 authors' code weights this mean by the number of test images (`weighted_mean` in the record). Each
-function says which models these are. A personal model combines the server's newest part with the
-part that the client last trained.
+function says which models these are. If a personal model has two parts, they are the server's
+newest and the client's last.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
 (docs/baselines.md). The momentum buffer u starts at 0 before each loop over epochs. pfedme's
@@ -73,7 +73,7 @@ from splits import whole_numbers
 
 
 def with_decay(g, w, decayed, decay):
-    """Returns the gradient g of f_k with weight decay: g + decay * w where `decayed` is 1."""
+    """Returns f_k's gradient g plus decay * w, where `decayed` [d] is 1 (see models.Net)."""
     return torch.addcmul(g, decayed, w, value=decay) if decay else g
 
 
@@ -149,7 +149,7 @@ def first_linear_layer(net):
 
 def logits_of_parts(net, lower, upper, x):
     """Returns the logits of the model w = (lower, upper) without joining the parts, so that the
-    gradient by one part costs nothing for the other."""
+    gradient w.r.t. one part costs nothing for the other."""
     n = sum(where.stop <= len(lower) for _, where, _ in net.tensors)  # tensors in `lower`
     tensors = [*lower.to(x.dtype).split(net.sizes[:n]), *upper.to(x.dtype).split(net.sizes[n:])]
     return net.apply(tensors, x).to(lower.dtype)
@@ -222,8 +222,7 @@ def centralised(federation, run, args):
      2  for each round t:
      3      for each minibatch b of C*E epochs of P:  w = w - eta * gradient of f(w; b)
 
-    Global and personal: w. No model is sent, and no bytes are counted: the images would be sent
-    once.
+    Global and personal: w. f is the loss on P. No bytes are counted: images would be sent once.
     D1  Line 3: C*E epochs are as much work as a round of FedAvg. C*E is rounded and at
         least 1, which means more work than FedAvg's if C*E is below 1.
     """
@@ -252,8 +251,7 @@ def centralised(federation, run, args):
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
     Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft (with
-    mu = 0) run lines 5 and 6. SuPerFed calls these methods FedProx-LU and FedAvg-LU ("local
-    update"), after Wang et al. 2019.
+    mu = 0) run lines 5 and 6. SuPerFed calls them FedProx-LU and FedAvg-LU.
 
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
@@ -264,8 +262,8 @@ def fedprox(federation, run, args):
      6      for each minibatch b of --finetune-epochs epochs:
                 v_k = v_k - eta * gradient of f_k(v_k; b)
 
-    Global: w_{t+1}. Personal: w_{t+1}, but in the -ft methods after the last round v_k. All clients
-    need w_T for this; it is not counted as bytes.
+    Global: w_{t+1}. Personal: w_{t+1}; in the -ft methods v_k after the last round. Sending w_T to
+    all clients is not counted as bytes.
     D1  Line 3: the distance is squared and halved, as in the paper. SuPerFed's later code does
         neither; the default mu is that code's.
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
@@ -346,8 +344,8 @@ def scaffold(federation, run, args):
     @common.step
     def corrected_step(y, u, reach, pace, c_k, b, eta, c):  # y, u, c_k: [d], u: momentum
         y, u = sgd(y, u, gradient(y, b) - c_k + c, eta)  # l.4
-        pace = args.momentum * pace + 1
-        return y, u, reach + pace, pace  # l.6: without momentum, reach counts steps (D2)
+        pace = args.momentum * pace + 1  # 1+beta+...+beta^(s-1)
+        return y, u, reach + pace, pace  # l.6 (D2)
 
     def client_update(x, c_k, n_k, epochs, eta, c):  # n_k: [1]
         y, u = x, torch.zeros_like(x)  # l.3
@@ -389,8 +387,7 @@ def feddyn(federation, run, args):
      7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
 
-    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k. fedslr.py
-    without its low-rank penalty is FedDyn with alpha = 1/eta_g.
+    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k.
     D1  Line 5: SGD replaces the exact minimum. The authors' code divides alpha by n_k / (mean n),
         clips gradients to the norm 10 and has a weight decay of 1e-3 (here --weight-decay 1e-3).
     D2  Global is w. The authors' code evaluates only means of theta_k. In the record "all" is the
@@ -558,9 +555,9 @@ def fedrep(federation, run, args):
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          for each minibatch b of E epochs:
-                    v_k = v_k - eta * gradient by v_k of f_k(w_k, v_k; b)
+                    v_k = v_k - eta * gradient of f_k(w_k, v_k; b) w.r.t. v_k
      5          for each minibatch b of the body's epochs:
-                    w_k = w_k - eta * gradient by w_k of f_k(w_k, v_k; b)
+                    w_k = w_k - eta * gradient of f_k(w_k, v_k; b) w.r.t. w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
 
     Global: none. Personal: (w, v_k). Only w is sent.
@@ -623,7 +620,7 @@ def lg_fedavg(federation, run, args):
     D2  Line 1 starts from w_0, as all methods here do. The authors' code starts from a model that
         FedAvg has trained.
     D3  The personal model has the current w. The authors' code averages the w of each client's best
-        round so far (on its test images) and reports the best round of this average.
+        round so far (on its test images) and reports this average's best accuracy.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.
@@ -795,8 +792,8 @@ def per_fedavg(federation, run, args):
     D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
         on TEST images instead.
-    D5  Line 6: first-order, as in PersFL's code: the second factor of F_k's gradient, 1 - alpha *
-        (Hessian of f_k at w_k), is left out. The paper's Hessian-free version estimates it.
+    D5  Line 6 is first-order, as in PersFL's code: it leaves out a factor of F_k's gradient,
+        1 - alpha * (Hessian of f_k at w_k). The paper's Hessian-free version estimates it.
     """
     gradient, sgd = local_sgd(federation.net, args)
     total, alpha = sum_of_gradients(gradient), args.per_fedavg_alpha
@@ -907,7 +904,7 @@ def fedspa(federation, run, args):
     for t in run.rounds(state, clients=sparse_models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         share = args.drop / 2 * (1 + cos(pi * t / args.rounds))  # l.6
-        left = counts - np.floor(share * counts + 1e-9).astype(int)  # l.6 (D3): ones in each tensor
+        left = counts - np.floor(share * counts + 1e-9).astype(int)  # l.6 (D3): kept in each tensor
         own = [state.w.expand(len(S), -1), state.M[S].float()]  # [m, d] each
         U_k, M_k = federation.train(client_update, S, t, own=own, shared=[eta, left])  # l.3-7
         n_k = federation.n[S]  # [m]
@@ -928,7 +925,7 @@ def erdos_renyi_kernel(net, density):
     kernel = np.array([len(shape) > 1 for shape in shapes])
     relative = np.array([sum(shape) / np.prod(shape) for shape in shapes])  # not yet scaled
     dense, budget = ~kernel, round(density * net.d)
-    while True:  # kernels that would have more than all of their weights become dense
+    while True:  # a kernel whose density would exceed 1 becomes dense
         scale = (budget - sizes[dense].sum()) / max((relative * sizes)[~dense].sum(), 1e-9)
         over = ~dense & (scale * relative > 1)
         if not over.any():
@@ -1107,8 +1104,8 @@ def units_of_a_chain(net, x):
     """Returns the number of units of every layer. Refuses a model that is no chain of convolutions
     and linear layers with biases.
 
-    It checks the shapes of the tensors. Then it checks that the logits on x stay the same when the
-    hidden units are put in another order.
+    It checks the shapes of the tensors, and with order_is_free that the logits do not depend on the
+    order of the hidden units.
     """
     shapes = [[shape for name, _, shape in net.tensors if name.rpartition(".")[0] == layer]
               for layer, _ in net.layers]
@@ -1205,7 +1202,7 @@ def parser():
     flag("--theta-lr", type=common.positive, default=0.001,
          help="eta_p, the learning rate of theta_k; decays as --lr does")
     flag("--theta-steps", type=common.positive_int, default=5,
-         help="`steps`, how many on theta_k per minibatch")
+         help="`steps` per minibatch on theta_k")
     flag = p.add_argument_group("per-fedavg").add_argument
     flag("--per-fedavg-alpha", type=common.nonnegative, default=0.01, help="alpha, step size to z")
     flag = p.add_argument_group("fedspa").add_argument

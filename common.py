@@ -4,9 +4,9 @@
     2. Training and evaluation    Federation: its clients, their minibatches, all measures
     3. Arguments                  parser, parse
 
-`import common` also gives what stands in models.py (networks, Net), splits.py (who gets which
-images), datasets.py (images, transforms), records.py (Run: the loop over the rounds and the record)
-and engine.py (step, grad). To follow an algorithm, read Run.rounds (records.py), and
+`import common` also gives names of models.py (MODELS, Net), splits.py (who gets which images),
+datasets.py (images, transforms), records.py (Run: the rounds' loop and the record), engine.py
+(step, grad) and plots.py. To follow an algorithm, read Run.rounds (records.py), and
 Federation.sample, train, one_by_one, plan and batch, and Epochs here.
 
 Shapes in comments: d weights in a model, K clients, m of them sampled in a round, B images in a
@@ -43,8 +43,8 @@ STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algor
 
 
 def stream(seed, purpose, round=0, client=0, nth=0):
-    """A numpy Generator for one purpose, so that what a client draws depends on nothing else that
-    is drawn. The same numbers give the same stream on every device and for every --parallel.
+    """Returns a numpy Generator for one purpose, since what a client draws must depend on no other
+    draw. Equal arguments give equal streams on every device and for every --parallel.
 
     purpose: one of STREAMS. nth tells apart several streams of a client in one round.
     """
@@ -62,15 +62,15 @@ def cross_entropy(logits, batch):
 
 
 def sgd(args, decayed=None):
-    """The step of SGD, as a function: sgd(w, u, gradient, eta) -> w, u.
+    """Returns the step of SGD, a function: sgd(w, u, gradient, eta) -> w, u.
 
-    Without --momentum and --weight-decay it is w - eta * gradient. They add momentum * u and decay
-    * w to the gradient. w, u, gradient: [..., d] weights, momentum's buffer, gradient. decayed [d]:
-    1 where the decay acts; None if the gradient includes it already.
+    The new w is w - eta * u, where the new u is the gradient, plus momentum * u with --momentum and
+    decay * w with --weight-decay. w, u, gradient: [..., d]. eta: a tensor of one number. decayed
+    [d]: 1 where the decay acts; None if the gradient includes it.
     """
 
     def descend(w, u, gradient, eta):
-        # one to three passes through memory; written as one formula it has eight
+        # one to three passes through memory; one formula would need eight
         u = torch.add(gradient, u, alpha=args.momentum) if args.momentum else gradient
         if args.weight_decay and decayed is not None:
             u = torch.addcmul(u, decayed, w, value=args.weight_decay)
@@ -80,8 +80,8 @@ def sgd(args, decayed=None):
 
 
 class Batch(NamedTuple):
-    """One client's minibatch: images x [B, C, H, W], labels y [B], mask [B] (0 where a row only
-    fills up), draw [...] (the algorithm's own random numbers; see Federation.train)."""
+    """One client's minibatch: images x [B, C, H, W], labels y [B], mask [B] (0 for padding, else
+    1), draw [...] (the algorithm's own random numbers; see Federation.train)."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -100,8 +100,8 @@ class Plan(NamedTuple):
 class Epochs:
     """The local epochs of one client: `for minibatches in epochs: for b in minibatches: ...`.
 
-    epochs(epochs=2, order=1) are others of the same client: another number of epochs, or another
-    order of the images. clients: (row, numbers of its images), one but in the way "together".
+    epochs(epochs=2, order=1) has another number of epochs, or another order of the images.
+    clients: [(row, numbers of its images)], more than one only in engine.WAYS' "together".
     options: those of Federation.plan.
     """
 
@@ -120,8 +120,8 @@ class Epochs:
                 yield (fed.batch(*b) for b in zip(index.split(size), uniform.split(size), draw))
 
     def by(self, way, few=False, clients=None):
-        """The same in another way, perhaps of other clients. few: two minibatches of each, of which
-        the last has as many images as an epoch's last."""
+        """Returns these epochs, or those of `clients`, in another way. few: two minibatches of
+        each, the second as large as an epoch's last."""
         clients, options, B = clients or self.clients, self.options, self.fed.args.batch_size
         if few:
             options = options | {"epochs": 1 if 0 < B < len(clients[0][1]) else 2}
@@ -141,7 +141,7 @@ class FilledEpochs(Epochs):
         sizes = [min(fed.args.batch_size or math.inf, plan.index.shape[1]) for plan in plans]
         for (index, uniform, draw), size in zip(plans, sizes):
             (epochs, n), steps = index.shape, draw.shape[1]
-            place = np.full((steps, max(fed.B, *sizes)), n)  # which of its n images; n: none
+            place = np.full((steps, max(fed.B, *sizes)), n)  # place in 0..n-1; n: padding
             place[:, :size].flat[:n] = np.arange(n)
             index, uniform = (np.append(z, np.zeros_like(z[:, :1]), 1)[:, place]
                               for z in (index, uniform))
@@ -162,11 +162,10 @@ class Federation:
 
     With one process a client's row is its number, 0 .. K-1: skip the rest of this paragraph. Under
     torchrun the r-th of P processes trains the clients k with k mod P = r, on a device of its own.
-    A client's row is its place among these. S are rows everywhere, `among` are numbers.
+    A client's row is its place among these. S holds rows, a parameter `among` numbers.
 
     clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images
-    each of them has. split: the Split by rows; whole_split: that of all clients, by numbers. net:
-    the model.
+    each of them has. split: the Split of these clients; whole_split: that of all. net: the model.
     """
 
     def __init__(self, args, make_net=None):
@@ -216,7 +215,7 @@ class Federation:
             self.transform = lambda *images: transform(*images).contiguous()
         self.threads = 0 if gpu else args.parallel or engine.cores()
         self.map = engine.pool(self.threads)  # over items; on a CPU several at once
-        # of a GPU: its fastest way, that in use, those proved, why others failed, CUDA graphs
+        # on a GPU: the way to try, the way in use, ways proved, why ways failed, CUDA graphs
         fast = "together" if self.net.d <= engine.SMALL else "graphs"
         self.way = fast if gpu and args.engine == "auto" else "loop"
         self.used, self.proved, self.failed, self.graphs = "loop", set(), [], {}
@@ -225,11 +224,11 @@ class Federation:
         engine.keep_memory()
 
     def describe(self):
-        """Prints three lines on what is trained, images, split and model, and the notes."""
+        """Prints one line each on images, split and model, and then the notes."""
         data, args, K, m = self.data, self.args, self.K, self.m
         train, _, test = ([len(index) for index in part]
                           for part in self.whole_split.measured(args.limit_test))
-        own = args.client_test or (args.split == "natural" and data.test_owner is not None)
+        own = args.client_test or splits.test_owner(data, args) is not None
         kinds = self.whole_split.classes(data.labels)
         say(f"data    {data.name}: {data.n_train} training and {len(data.central)} central test "
             f"images, {data.classes} classes, {'x'.join(map(str, data.images.shape[1:]))}"
@@ -248,8 +247,8 @@ class Federation:
             say(note)
 
     def sample(self, t):
-        """S_t, the clients of round t: max(int(C*K), 1) of K, without replacement. Every process
-        draws the same S_t, and gets the rows of those that are its own."""
+        """Returns this process's rows of S_t, the clients of round t: max(int(C*K), 1) of K, drawn
+        without replacement. Every process draws the same S_t."""
         S_t = stream(self.args.seed, "sampling", t).choice(self.K, self.m, replace=False)
         return np.flatnonzero(np.isin(self.clients, S_t))
 
@@ -271,25 +270,25 @@ class Federation:
         return x
 
     def sum(self, x, n=None):
-        """The sum of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m] of
+        """Sums x_k over the clients of all processes, x [m, ...] -> [...]. With n [m] it sums
         n_k x_k, x [m] or [m, d]."""
         return self.all_reduce(x.sum(0) if n is None else n @ x)
 
     def mean(self, x, n=None):
-        """The mean of x_k over the clients of all processes, x [m, ...] -> [...]; with n [m]
-        weighted by n_k, x [m] or [m, d]."""
+        """Averages x_k over the clients of all processes, x [m, ...] -> [...]. n [m] weights it
+        by n_k, x [m] or [m, d]."""
         total = n.sum() if n is not None else torch.tensor(float(len(x)), device=self.device)
         return self.sum(x, n) / self.all_reduce(total)
 
     def gather(self, x, among=None):
-        """The rows of all clients, or of the clients `among`, in the order of their numbers, from
-        this process's x [rows, ...]; where x lies."""
+        """Returns all clients' rows [K, ...], or those numbered `among`, in ascending order,
+        on x's device. x: this process's [rows, ...]."""
         if self.processes == 1:
             return x
         numbers = np.arange(self.K) if among is None else np.sort(among)
         whole = x.new_zeros((self.K, *x.shape[1:]))
         whole[self.clients[self.rows(numbers)]] = x
-        for part in [whole] if x.device == self.device else whole:  # the host has more room: by row
+        for part in [whole] if x.device == self.device else whole:  # row by row, to fit the device
             part.copy_(self.all_reduce(part.to(self.device)))
         return whole[numbers]
 
@@ -315,7 +314,7 @@ class Federation:
 
         own: tensors [m, ...]: a client gets its row of each. V.of(S) can stand for V[S]: then rows
         are fetched when they are needed.
-        shared: tensors that all clients see alike, as what changes from round to round.
+        shared: tensors that are the same for all clients, such as eta.
         epochs: E, by default --epochs. order: calls with another order shuffle the images anew.
         draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers; a minibatch finds its
         row in b.draw.
@@ -327,7 +326,7 @@ class Federation:
         images = images or [self.split.train[row] for row in S]
         clients = [Epochs(self, [client], t, epochs=epochs, draw=draw, order=order)
                    for client in zip(S, images)]
-        if not clients:  # other processes have them all: tensors without rows, and no epochs
+        if not clients:  # other processes have all of S: tensors without rows, no epochs
             return client_update(*(z[[]] for z in own), Epochs(self, [], t), *shared)
         if self.device.type == "cuda" or self.way != "loop":
             return engine.train(self, client_update, own, clients, shared)
@@ -376,7 +375,7 @@ class Federation:
     # Evaluation
 
     def logits(self, w, index):
-        """The model w [d] on the images numbered index [n], as for testing: [n, classes]."""
+        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented."""
         parts = np.array_split(index, range(500, len(index), 500))
         return torch.cat(list(self.map(functools.partial(self.logits_of_part, w), parts)))
 
@@ -403,7 +402,7 @@ class Federation:
         per_client: the accuracies, one for each client. Of these mean, std (divisor: clients - 1)
         and worst_decile (the mean of the worst tenth) are taken. weighted_mean: by test images.
         top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss on validation
-        images, with --client-val, unless `images` is given.
+        images, if there are any and `images` is None.
         images: for each row the numbers of the images to measure on, instead of the test images.
         """
         own = images or self.split.test  # never empty: a process has at least one client
@@ -500,8 +499,7 @@ fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without
 
 
 def parser(doc, **defaults):
-    """The common flags, with an algorithm's defaults; the file adds its own in a group of its
-    own."""
+    """Returns a parser of the common flags, with an algorithm's defaults. doc: the file's."""
     about, command, *_ = (doc or "").split("\n\n") + [""]
     p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
     flag = p.add_argument_group("data (the same in every file)").add_argument
@@ -519,8 +517,8 @@ def parser(doc, **defaults):
     flag("--limit", type=positive_int,
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
-         help="measure on this many central test images only, equally many of each class, and on "
-              "as many of the clients' own, all together")
+         help="measure on only this many central test images, equally many of each class, and on "
+              "as many of all clients' own together")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")
@@ -531,7 +529,7 @@ def parser(doc, **defaults):
     flag("--alpha", type=nonnegative, default=1.0,
          help="alpha of the Dirichlet splits. dirichlet-classes, fedma: of each class's shares "
               "over the clients; fedslr: of each client's shares over the classes; dirichlet-hsu: "
-              "the same, times p, the classes' shares; other splits refuse it")
+              "alpha * p, where p are the classes' shares; others refuse it")
     flag("--per-client", type=positive_int, default=2,
          help="s, shards (--split shards) or classes (classes, lognormal) of a client; other "
               "splits refuse it")
@@ -551,10 +549,10 @@ def parser(doc, **defaults):
          help=f"the network: {' '.join(MODELS)}, torchvision:NAME, or path/to/file.py:NAME of a "
               "class or function that gives an nn.Module (docs/extend.md)")
     flag("--batchnorm", choices=("group", "frozen"),
-         help="of other networks. group: GroupNorm takes the place of each BatchNorm; frozen: its "
+         help="for networks with BatchNorm. group: GroupNorm replaces each BatchNorm; frozen: its "
               "running statistics are constants, for a pretrained --init")
     flag("--no-dropout", action="store_true",
-         help="of other networks: dropout is inactive, as in eval()")
+         help="makes a network's dropout inactive, as in eval()")
     flag("--init", metavar="FILE", help="w_0: the state dict of a network, as torch.save writes it")
     flag("--fraction", type=fraction, default=0.1,
          help="C, share of the clients in a round; at least one is drawn")
@@ -595,8 +593,8 @@ def parser(doc, **defaults):
     flag("--resume", action="store_true",
          help="continue the run whose state lies in the --out folder")
     flag("--save-clients", action="store_true",
-         help="write the clients' own models to clients.pt, beside the global model.pt (methods "
-              "that have such)")
+         help="write the clients' own models, if there are any, to clients.pt, beside the global "
+              "model.pt")
     flag("--tensorboard", action="store_true",
          help="write the measures for TensorBoard into --out, too (needs the package tensorboard)")
     flag("--plot", action="store_true",
@@ -606,8 +604,8 @@ def parser(doc, **defaults):
 
 
 def parse(p, by_dataset, argv=None):
-    """Parses argv; by_dataset[DATASET] and then by_dataset[DATASET, SPLIT], where there are such,
-    replace the defaults."""
+    """Returns the parsed argv. by_dataset[DATASET], then by_dataset[DATASET, SPLIT], if given,
+    replace defaults."""
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")

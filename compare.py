@@ -6,7 +6,7 @@ clients, rounds, epochs, minibatches and rate. docs/compare.md lists the excepti
     python compare.py --methods fedavg,a=fedprox,b=fedprox --set a.mu=0.01 --set b.mu=1
 
 A method is one of this repository (see --methods), or a file of your own with arguments(argv) and
-main(argv). docs/compare.md has the rest.
+main(argv).
 """
 
 import argparse
@@ -66,19 +66,19 @@ METHODS = {
 
 
 def plain(shared):
-    """SGD without momentum, at 5/2 of the others' rate if they have momentum. 5/2 is our choice,
-    between 1 and 10: with momentum .9 a step can grow to 10 times eta."""
+    """Returns SGD's settings without momentum; if the others have it, at 5/2 of their rate, our
+    choice between 1 and 10: momentum .9 lets a step grow to 10 eta."""
     return {"momentum": 0, "lr": round(shared.lr * (5 / 2 if shared.momentum else 1), 6)}
 
 
 def everybody(shared):
-    """All clients in every round, but fewer rounds, so that as many clients are trained in all."""
+    """Returns settings with all clients in fewer rounds, which train as many clients in all."""
     rounds = max(1, round(shared.rounds * shared.fraction))
     return {"fraction": 1, "rounds": rounds,
             "eval_every": max(1, int(shared.eval_every * shared.fraction))}
 
 
-# What a method has of its own although the others share it: the settings, and why.
+# A method's own values of shared settings, and why it has them.
 NO_MOMENTUM = "the paper's clients have no momentum"
 OWN = {
     "fedslr": (plain, "the authors' clients have no momentum"),
@@ -99,7 +99,7 @@ OWN = {
                "one distillation follows, with two epochs in place of the file's five"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
-OURS = ("seed", "out", "resume", "plot")  # what this program says to each run
+OURS = ("seed", "out", "resume", "plot")  # what this program sets itself
 
 
 class Method(NamedTuple):
@@ -107,8 +107,8 @@ class Method(NamedTuple):
     method: str  # one of METHODS, or a file as it was given
     file: pathlib.Path
     argv: list  # its flags but --seed and --out
-    args: dict  # what the file makes of them
-    own: dict  # what it has in place of the shared settings
+    args: dict  # all arguments, parsed
+    own: dict  # its values of shared settings
     why: str  # and why
 
 
@@ -117,7 +117,7 @@ class Method(NamedTuple):
 
 
 def arguments(argv):
-    """This file's own arguments, and the shared settings."""
+    """Returns this file's arguments and the shared ones."""
     about, examples, *_ = __doc__.split("\n\n")
     equal = (f"Settings that all methods share: {' '.join(flags(SHARED))}; for shapes also "
              f"{' '.join(flags(BY_DATASET['shapes']))}. These are flags, as are the others of the "
@@ -166,13 +166,13 @@ def arguments(argv):
 
 
 def functions(file):
-    """Returns a method's arguments and main."""
+    """Returns a method's arguments(argv)."""
     module = common.load_file(file)
     found = [getattr(module, name, None) for name in ("arguments", "main")]
     if not all(inspect.isfunction(f) and inspect.signature(f).parameters for f in found):
         common.refuse(f"--methods: {file} must have arguments(argv) and main(argv); see "
                       "docs/extend.md")
-    return found
+    return found[0]
 
 
 def parsed(arguments, argv, what, file):
@@ -195,14 +195,14 @@ def parsed(arguments, argv, what, file):
 
 
 def shell(argv):
-    """The command for a shell. A file from elsewhere is told where common.py is."""
+    """Returns argv for a shell. A file elsewhere is told where common.py is."""
     elsewhere = pathlib.Path(argv[0]).resolve().parent != HERE
     path = f"PYTHONPATH={shlex.quote(str(HERE))} " if elsewhere else ""
     return f"{path}python {shlex.join(argv)}"
 
 
 def named(args):
-    """(name, method) for each of --methods: fedprox, strong=fedprox, path/to/mine.py, ..."""
+    """Yields (name, method) of --methods: fedprox, strong=fedprox, path/to/mine.py, ..."""
     for word in filter(None, map(str.strip, args.methods.split(","))):
         if given := re.fullmatch(r"([^\W_][\w-]*)=(.+)", word):  # it names a folder, too
             yield given.groups()
@@ -213,7 +213,7 @@ def named(args):
 
 
 def plan(args, shared, option="--set"):
-    """The Methods that --methods and --set, or --tune, name."""
+    """Returns the Methods of --methods with --set or --tune."""
     sets, found = [], {}
     for word in args.set:
         if not (given := re.fullmatch(r"([^.=]+)\.([^.=]+)(=.*)?", word, re.S)):
@@ -234,7 +234,7 @@ def plan(args, shared, option="--set"):
         if name in found or name in METHODS and name != method:
             common.refuse(f"--methods: the name {name} is taken; give {method} another one: "
                           f"NAME={method}")
-        function, _ = functions(file)
+        function = functions(file)
         own, why = OWN.get(method, (lambda _: {}, ""))
         own = own(shared)
         wanted = settings | own
@@ -297,7 +297,7 @@ def check_folder(out):
 
 
 def record(method, folder):
-    """The record that a folder has of a method, or None. Refuses one of other settings."""
+    """Returns a method's record in a folder, or None. Refuses one with other settings."""
     try:
         found = json.loads((folder / "result.json").read_text())
         then, _, sources = found["args"], found["status"], found["environment"]["sources"]
@@ -307,7 +307,7 @@ def record(method, folder):
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); "
                       "move it elsewhere")
     then, no_part = common.renamed(then), (*FREE, *common.unused(method.args["split"]))
-    earlier = next(iter(sources), "") == method.file.name  # a version that had other flags, perhaps
+    earlier = next(iter(sources), "") == method.file.name  # so flags it has lost don't count
     for name in {**method.args, **({} if earlier else then)}:
         was, now = then.get(name), method.args.get(name)
         unused = name not in then and not now  # a flag that the file got later
@@ -318,8 +318,8 @@ def record(method, folder):
 
 
 def changed(method, record):
-    """What has changed since a record was made, in words: the numbers of a method of this
-    repository, files of a user's own, or any source file of a run that is to be resumed."""
+    """Returns names of what has changed since a record was made: the numbers of a method of this
+    repository, a user's files, or any source file of a run that is to be resumed."""
     then, own = record["environment"], [] if method.method in METHODS else [method.file]
     own += [pathlib.Path(name.rpartition(":")[0])
             for name in (method.args["model"], method.args["split"]) if ".py:" in name]
@@ -356,7 +356,7 @@ class Children:
 
 
 def train(argv, one_thread, children):
-    """A run in a process of its own: its exit code and the last line of what it complained of."""
+    """Runs argv in a process of its own. Returns its exit code and the last line of its error."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     one = {"OMP_NUM_THREADS": "1"} if one_thread else {}
     child = children.start([sys.executable, *argv, *["--parallel=1"] * one_thread],
@@ -380,7 +380,7 @@ class Job(NamedTuple):
 
 
 def job(method, seed, split, args, shared):
-    """The run of a method with a seed on a split."""
+    """Returns the Job of method, seed and split."""
     at, several = shared.split_seed + split, f", split {shared.split_seed + split}"
     folder = pathlib.Path(args.out, method.name, *[f"split{at}"] * (split > 0), str(seed))
     method = method._replace(argv=[*method.argv, f"--split-seed={at}", f"--seed={seed}"],
@@ -393,7 +393,7 @@ def train_all(wanted, args, shared, bar):
     todo, children, prints = [], Children(), {}
     for run in wanted:
         if (at := run.method.args["split_seed"]) not in prints:
-            # once, before several runs would: downloads, and refusals
+            # downloads, or refuses, once, before several runs do
             data = common.images_for(shared, common.stream(at, "split", 1))
             split = common.split_clients(data, shared, common.stream(at, "split"))
             prints[at] = data.fingerprint(), split.fingerprint()
@@ -442,7 +442,7 @@ def train_all(wanted, args, shared, bar):
 
 
 def split_of(record):
-    """The fingerprints of its images and split."""
+    """Returns fingerprints of images and split."""
     return record["data"]["fingerprint"], record["split"]["fingerprint"]
 
 

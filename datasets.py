@@ -258,9 +258,9 @@ def hold_out(labels, owner, share):
 
 
 def limit_images(data, limit=None, limit_test=None, natural=False):
-    """Returns the data set with `limit` training images, equally many of each class while they
-    last, and `limit_test` test images, equally many of each class. natural: test images equally
-    many of each client, where the data set names them; refuses to leave a client without images."""
+    """Returns the data set with `limit` training and `limit_test` test images, equally many of each
+    class while they last. natural: equally many test images of each client, if the data set names
+    their clients; refuses to leave a client without images."""
     def some(flag, n, groups, owner, kind):
         if n and n > len(groups):
             refuse(f"{flag} {n}: {data.name} has only {len(groups)} {kind} images")
@@ -326,7 +326,7 @@ def largest(dtype):
 
 
 def as_tensor(images):
-    """Returns images as a tensor, with int32 for uint16, from which a GPU can't pick."""
+    """Returns images as a tensor; uint16, which a GPU can't index, becomes int32."""
     return torch.from_numpy(images.astype(np.int32) if images.dtype == np.uint16 else images)
 
 
@@ -363,9 +363,9 @@ def augment_once(data, rng, pad=4):
 
 
 def tensorflow(x, u=None, size=24):
-    """The TensorFlow CIFAR tutorial's, used by McMahan et al.: a random 24x24 window, flip,
-    brightness, contrast; then each image gets mean 0 and standard deviation 1. Without u it takes
-    the central window. The ranges are +-63 of 255 and 0.2 to 1.8.
+    """Augments like McMahan et al.'s TensorFlow tutorial: random 24x24 window, flip, brightness
+    (+-63 of 255), contrast (.2 to 1.8); then gives each image mean 0, deviation 1. Without u it
+    takes the central window. Raises ValueError for smaller x.
     """
     height, width = x.shape[1:3]
     if min(height, width) < size:
@@ -403,7 +403,7 @@ def moments(images):
 
 
 def normalize(data):
-    """Channels to mean 0 and standard deviation 1 over the training images, and nothing else."""
+    """Returns a transform to mean 0 and standard deviation 1 a channel, over training images."""
     mean, std = moments(data.images[: data.n_train])
     both = np.stack([mean, std.clip(1e-6)])
     on = functools.cache(lambda device: torch.tensor(both, dtype=torch.float32, device=device))
@@ -416,9 +416,9 @@ def normalize(data):
 
 
 def fedslr(data):
-    """FedSLR's: normalize; a flip with probability 1/2; and with probability 1/2 a random window
-    after padding with 0, 4 pixels wide (8 for Tiny ImageNet). Its code normalises Tiny ImageNet by
-    .5 and .5 instead.
+    """Returns FedSLR's: normalize; a flip with probability 1/2; and with probability 1/2 a shift by
+    up to 4 pixels each way (8 for Tiny ImageNet; 0 fills in). Its code normalises Tiny ImageNet by
+    .5 and .5.
     """
     normalized = normalize(data)
     size, pad = data.images.shape[1:3], 8 if data.images.shape[1] == 64 else 4

@@ -33,8 +33,8 @@ def is_main_process():
 
 
 def refuse(message, alone=False):
-    """Ends the program because of its input: one line on stderr, exit code 2. Of several processes
-    the first says it; alone: this one does, since the others don't come here."""
+    """Ends the program with one line on stderr and exit code 2. Only the first process prints the
+    line; with alone this one does, since the others don't come here."""
     if not (is_main_process() or alone):
         raise SystemExit  # without an error: at the first error torchrun ends all processes
     print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
@@ -45,7 +45,7 @@ def first_line(problem):
     return (str(problem).splitlines() or [type(problem).__name__])[0]
 
 
-def say(text=""):
+def say(text):
     """Prints a line, above a progress bar, by the first process alone. If nobody reads any more
     (`| head`), the run goes on."""
     if is_main_process():
@@ -85,7 +85,7 @@ def before_ampere(name="cuda"):
 
 
 def join_processes(device):
-    """Joins the other processes where torchrun started this one: (rank, number of processes)."""
+    """Joins torchrun's other processes, if any. Returns the rank and the number of processes."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     atexit.unregister(dist.destroy_process_group)  # Run.finish registers it
     if processes > 1 and not dist.is_initialized():
@@ -120,15 +120,15 @@ def keep_memory():
 
 
 def now(device):
-    """Waits until the device has done all that it was asked for. Returns the clock, in seconds."""
+    """Waits until the device has finished its work. Returns the clock, in seconds."""
     getattr(torch, device.type).synchronize(device)  # torch.cpu's does nothing
     return time.perf_counter()
 
 
 @contextlib.contextmanager
 def fast_kernels(precision):
-    """In here cuDNN times its kernels for each convolution, and convolutions and matrix products in
-    fp32 use TF32 if that is the precision; outside neither is so."""
+    """Inside it cuDNN times its kernels for each convolution. With precision "tf32",
+    convolutions and matrix products in fp32 use TF32."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     cudnn.benchmark = True
     cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
@@ -139,14 +139,14 @@ def fast_kernels(precision):
 
 
 def pool(threads):
-    """Returns a map over items by so many threads, Python's own for 0. Torch's own threads wait for
-    each other where another program takes a core, so that a CPU's heavy work is cut into parts."""
+    """Returns a map over items by this many threads; for 0, Python's own. PyTorch's threads wait
+    for each other if another program takes a core, so heavy work is cut into parts instead."""
     if not threads:
         return map
 
     def begin(worker=True):
         torch.set_num_threads(1)
-        STEPS.worker = worker  # in its work map is Python's own: a pool must not wait for itself
+        STEPS.worker = worker  # a worker's map is Python's own: a pool must not wait for itself
 
     begin(worker=False)
     workers = ThreadPoolExecutor(threads, initializer=begin)
@@ -209,8 +209,8 @@ def train(fed, client_update, own, clients, shared):
 
 
 def prove(start, wanted, found):
-    """Raises if `found`, a client's tensors after two minibatches, is off from the plain loop's by
-    more than a quarter of the change since `start`. Rounding does not come near that."""
+    """Raises ValueError if `found`, a client's tensors after two minibatches, differs from the
+    plain loop's by over a quarter of the change since `start`. Rounding is far smaller."""
     for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
         want, got = want.double(), got.double()
         near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
@@ -237,7 +237,7 @@ def step(function):
 
 
 def by_graph(function, place, *args):
-    """A step by its graph. place: that of the minibatch among args."""
+    """Runs a step by its graph. place: the minibatch's among args."""
     b, graphs = args[place], args[place].fed.graphs
     given = *args[:place], *b.inputs, *args[place + 1 :]
     form = ((z.shape, z.dtype) if torch.is_tensor(z) else z for z in given)
@@ -278,8 +278,8 @@ class Graph:
 
 
 def capture(function, device):
-    """A function that does by a CUDA graph what `function` does. The graph has a stream of its own:
-    when one goes, PyTorch frees the cuBLAS workspace of its stream (PyTorch's issue 193402)."""
+    """Returns a function that replays `function` as a CUDA graph. It has a stream of its own: with
+    a graph PyTorch frees the cuBLAS workspace of its stream (PyTorch's issue 193402)."""
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(main)
@@ -301,8 +301,8 @@ def capture(function, device):
 
 
 def grad(function, argnums=0, has_aux=False):
-    """torch.func.grad of a function of tensors, without what that pays for second derivatives:
-    alone (not under vmap) torch.autograd.grad saves a sixth of a small CNN's step."""
+    """Returns torch.func.grad of a function of tensors. Outside vmap it uses torch.autograd.grad,
+    which gives no second derivatives and saves a sixth of a small CNN's step."""
 
     def gradient(*args):
         if getattr(STEPS, "vmapped", False):

@@ -1,10 +1,10 @@
 """FedAvg: Federated Averaging (AISTATS 2017, arXiv 1602.05629). McMahan, Moore, Ramage, Hampson,
 Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized Data".
 
-    python fedavg.py --dataset mnist      Table 2: CNN, E=5, B=10, IID (published: 20 rounds)
+    python fedavg.py --dataset mnist      Table 2: CNN, E=5, B=10, i.i.d. (published: 20)
     python fedavg.py --dataset cifar10    Table 3: 80, 82, 85 % (published: 280, 630, 2000 rounds)
 
-Rounds to a test accuracy of 99 % (CNN) or 97 % (2NN) on MNIST, with i.i.d. clients, C=.1, seed 0:
+Rounds to 99 % (CNN) or 97 % (2NN) test accuracy (top-1) on MNIST, i.i.d. clients, C=.1, seed 0:
 
          E, B    paper here   top-1  record (in results/fedavg-1)
     CNN  5, 10   20    20.0   .9900  fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
@@ -12,9 +12,8 @@ Rounds to a test accuracy of 99 % (CNN) or 97 % (2NN) on MNIST, with i.i.d. clie
     2NN  1, all  1474  2188.8 .9701  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
 There is one model, w. "global" is its accuracy on the central test images, as in the paper, and
-"personal" its mean accuracy on the clients' test images. In comments, [d] is the vector of a
-model's d weights, [m, d] those of m clients, l.7 is line 7, and net(w, b.x) gives the logits of
-minibatch b.
+"personal" its mean accuracy on the clients' test images. Comments give shapes: [d] for a model's
+d weights, [m, d] for m clients' models. l.7 is line 7; net(w, b.x) returns minibatch b's logits.
 
 This is Algorithm 1 in our words, with our line numbers. t counts rounds from 0. Client k of K holds
 the n_k training images P_k. C is the fraction of clients that a round samples, and eta the learning
@@ -38,7 +37,7 @@ rate. The loss is the cross-entropy. docs/fedavg.md explains our choices D1 to D
     D1  Line 7 averages over the sampled clients S_t, as the authors' correction (arXiv v4) does.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  The paper does not give w_0, eta, padding, MNIST's pixel range, or augmentation's ranges."""
+    D4  The paper does not give w_0, eta, padding, MNIST's pixel range, or augmentation ranges."""
 
 from types import SimpleNamespace as State
 
@@ -94,8 +93,8 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The settings of Table 2, row E=5, B=10, and of Table 3, row FedAvg, whose eta decays; its first
-# value, --lr, is our choice (D4)
+# These are the settings of Table 2 (row E=5, B=10) and Table 3 (row FedAvg). The first eta, --lr,
+# is our choice (D4)
 DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200,
                 epochs=5, batch_size=10, lr=0.1, momentum=0.0, target=[])
 BY_DATASET = {

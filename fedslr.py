@@ -5,8 +5,8 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
     --model cnn --rounds 60 reaches .5289 and .8342 here: results/fedslr/cifar10-cnn-lambda-1e-4
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
-with client i; mu makes it sparse. "gkr" tests w, "personal" w + p_i (mixed) on client i's test
-images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
+with client i; mu makes it sparse. On client i's test images (D7) "gkr" tests w, "personal" w + p_i
+(mixed); "global" tests w on all. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -27,17 +27,17 @@ images (D7), "global" w on central ones. docs/fedslr.md explains D1-D8, fedavg.p
     16      gamma_i = gamma_i + (w^t - w_i) / eta_g, the client's copy of line 6             (5)
     17      Phase II: for each fusion epoch:
     18          for each minibatch b:
-    19              g = gradient by p_i of f_i(w^t + p_i; b)
+    19              g = gradient of f_i(w^t + p_i; b) in p_i
     20              p_i = soft(p_i - eta * g, eta*mu)                                        (7)
 
-    D1  Line 1: p_i = 0, but with resnet18 a copy of w^0's kernels and matrices, as officially.
-    D2  Line 3 rounds C*M down; officially clients join with probability C. Line 7 has plain means.
+    D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices (authors' code).
+    D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
     D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices, and kernels as pi of them, but no vectors. Line 20 shrinks all p_i.
-    D6  The server sends min(rows*columns, rank*(rows+columns)) numbers a layer, clients all of w_i.
-    D7  A client's test images are central: of each class floor(100 * the client's proportion).
-    D8  Class proportions follow Dir(.1); used-up classes are dealt again. Images shift and flip."""
+    D5  Line 7 shrinks matrices and pi(kernel), but no vectors. Line 20 shrinks all of p_i.
+    D6  Per layer the server sends min(rows*columns, rank*(rows+columns)) weights; clients send w_i.
+    D7  A client tests on floor(100 * its class proportion) central images of each class.
+    D8  Class proportions follow Dir(.1); empty classes are refilled; images shift and flip."""
 
 from types import SimpleNamespace as State
 
@@ -60,8 +60,7 @@ def pi(kernel):
 
 def prox_nuclear(net, v, tau, map=map):
     """Returns line 7's w [d] and the ranks [L] of its pi(w_l). w is the argmin of tau * sum over
-    layers l of ||pi(w_l)||_* + ||w - v||^2 / 2, where ||.||_* is the sum of the singular values.
-    `map` maps over layers."""
+    layers l of ||pi(w_l)||_* + ||w - v||^2 / 2, where ||.||_* is the sum of the singular values."""
     if not v.isfinite().all():
         return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
     parts, layers = list(v.split(net.sizes)), matrices(net)  # parts: one for each tensor of w
@@ -79,7 +78,7 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def local_training(net, args):
-    """Returns client_update(w, gamma, p, epochs, eta): lines 8 to 20, for one client."""
+    """Returns client_update(w, gamma, p, epochs, eta): lines 8-15, 17-20, one client."""
     decay = args.weight_decay * net.decayed  # [d] (D3)
 
     @common.step
@@ -100,11 +99,11 @@ def local_training(net, args):
         return soft(p - eta * (g + decay * p), eta * args.mu)  # l.20 (D3, D5)
 
     def client_update(w, gamma, p, epochs, eta):  # l.8
-        w_t = w  # l.9: Phase I, w starts at w^t
+        w_t = w  # l.9: Phase I, w = w^t
         for minibatches in epochs:  # l.10
-            for b in minibatches:  # l.11: step_w does lines 12 to 14
+            for b in minibatches:  # l.11: step_w does lines 12-14
                 w = step_w(w, gamma, w_t, b, eta)
-        for minibatches in epochs(epochs=args.fusion_epochs, order=1):  # l.17: Phase II
+        for minibatches in epochs(epochs=args.fusion_epochs, order=1):  # l.17: Phase II, own order
             for b in minibatches:  # l.18: step_p does lines 19 and 20
                 p = step_p(p, w_t, b, eta)
         return w, p  # l.15: w_i goes to the server; p_i stays
@@ -133,10 +132,10 @@ def main(argv=None):
             state.gamma[i] += 1 / args.eta_g * (state.w - w_i[j])  # l.6, l.16: one copy serves both
         gamma_mean = federation.sum(state.gamma) / M  # of all M clients
         v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: not weighted (D2): [d]
-        del w_i  # frees memory
+        del w_i
         tau = args.lambda_ * args.eta_g
         state.w, state.ranks = prox_nuclear(net, v, tau, federation.map)  # l.7
-        state.p[S] = p_i
+        state.p[S] = p_i  # l.20
         del p_i
         run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
         state.numbers = count_factors(net, state.ranks)  # D6
@@ -184,8 +183,8 @@ def arguments(argv):
 
 
 def matrices(net):
-    """Returns for each of a model's L kernels and matrices its place among the model's tensors, and
-    the rows and columns of its pi."""
+    """Returns [L] triples, one for each kernel or matrix: its place among the model's tensors, and
+    its pi's rows and columns."""
     shapes = [(l, (*shape, 1, 1)) for l, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
     return [(l, n * k1, c * k2) for l, (n, c, k1, k2, *_) in shapes]
 
@@ -213,8 +212,8 @@ def pi_inverse(matrix, shape):
 
 
 def count_factors(net, ranks):
-    """Returns how many numbers are sent for a model whose pi(w_l) have these ranks [L]. A matrix is
-    sent whole or as two factors, whichever is less."""
+    """Returns how many weights are sent for a model whose pi(w_l) have these ranks [L]. A matrix is
+    sent whole or as two factors, if that is fewer."""
     sizes = list(net.sizes)
     for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
         sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
@@ -225,7 +224,7 @@ def count_factors(net, ranks):
 
 
 def measures(federation, state):
-    """Returns measures of the GKR and the mixed models on clients' test images, and their sizes."""
+    """Returns the sizes of the GKR and the mixed models, and measures on clients' test images."""
     nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
     mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0

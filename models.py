@@ -28,7 +28,7 @@ from engine import first_line, refuse
 # 1. Networks
 #
 # A network is built for images with `channels` and `size` = (H, W), and registers its parameters in
-# the order in which an image passes them. It has neither BatchNorm nor dropout: weights are all.
+# the order in which an image passes them. It has neither BatchNorm nor dropout.
 # start(name, shape) says how the parameter `name` is initialised, where `shape` is that of its
 # layer's weight: ("uniform", bound) in +-bound, ("normal", deviation), ("truncated", deviation) for
 # a normal distribution without values beyond two deviations, or ("constant", value).
@@ -103,7 +103,7 @@ class LocalResponseNorm(nn.Module):
 class TFCNN(Chain):
     """McMahan et al.'s CNN for CIFAR, from the TensorFlow tutorial: 1,068,298 weights with 24x24
     images and 10 classes. With ceil_mode, pooling pads as TensorFlow's SAME does. The initial
-    weights are the tutorial's since 2016; earlier ones had smaller convolutions.
+    weights are the tutorial's since 2016; earlier, kernels started smaller.
     """
 
     decayed = "fc3.weight", "fc4.weight"  # where weight decay acts, as in the tutorial
@@ -147,8 +147,7 @@ class MnistNet(Chain):
 
 
 class TwoNN(Chain):
-    """2nn, McMahan et al.'s network for MNIST: two hidden layers of 200, 199,210 weights,
-    initialised as PyTorch does."""
+    """2nn, McMahan et al.'s network for MNIST: two hidden layers of 200, 199,210 weights."""
 
     def __init__(self, channels, classes, size):
         super().__init__(
@@ -157,8 +156,7 @@ class TwoNN(Chain):
 
 
 class MnistCNN(Chain):
-    """McMahan et al.'s CNN for MNIST: 1,663,370 weights, which it has only with padding,
-    initialised as PyTorch does."""
+    """McMahan et al.'s CNN for MNIST. Padding gives it the paper's 1,663,370 weights."""
 
     def __init__(self, channels, classes, size):
         super().__init__(
@@ -275,8 +273,8 @@ class Net:
     constants: the tensors beside w: buffers, and parameters with requires_grad = False. batchnorms:
     how many BatchNorm layers --batchnorm has changed. notes: lines for the user.
 
-    build: makes the nn.Module anew. module: one of these; its values are never used or changed.
-    Refuses a network that cannot be built for images [C, H, W].
+    build: makes the nn.Module anew. module: one of these, whose values are never used. Refuses
+    a network that can't be built for images of shape [C, H, W].
     """
 
     def __init__(self, name, shape, classes, device="cpu", batchnorm=None, no_dropout=False,
@@ -561,8 +559,8 @@ def group_norms(module):
 
 
 def check(net, shape):
-    """Raises what is wrong with somebody else's network: its logits must be a function of its
-    weights and of each image alone. Returns notes, a line each."""
+    """Raises ValueError unless the logits of somebody else's network are a function of its weights
+    and of each image alone. Returns notes, a line each."""
     for name, layer in net.module.named_modules():
         for key in (key for key, z in vars(layer).items() if torch.is_tensor(z)):
             raise ValueError(f"{name}{'.' * bool(name)}{key} is a tensor that is neither parameter "

@@ -4,15 +4,15 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
     python persfl.py --runs 5                              DS-1: 4 classes a user, equal amounts
     python persfl.py --runs 5 --split dirichlet-classes    DS-2: classes in Dirichlet(.9) shares
     python persfl.py --runs 5 --split lognormal            DS-3: 2 classes a user, log-normal shares
-    CIFAR-10, means of 5 runs: FedAvg (Table 2, here), fine-tuned (here), PersFL (Table 2, here)
+    CIFAR-10, means of 5 runs: FedAvg published, ours; fine-tuned ours; PersFL published, ours
     DS-1  .450  .5068  .6846  .819  .7186  results/persfl-2/persfl-cifar10-split-classes
     DS-2  .487  .5024  .5068  .596  .5817  results/persfl-2/persfl-cifar10-split-dirichlet-classes
     DS-3  .466  .3791  .8859  .823  .8918  results/persfl-2/persfl-cifar10-split-lognormal
 
-G is FedAvg's model, O_k user k's teacher, A_k user k's student; with lambda = 0 it is "fine-tuned".
-"global" tests G on the central test images, "personal" A_k (before the last round: G) on user k's
-own. This is Algorithm 1 in our words, with the paper's line numbers; "choose G_1", line 13's loop
-and lines 9 to 11 are ours. docs/persfl.md explains D1 to D11, fedavg.py [d], net and l.7.
+G is FedAvg's model, O_k user k's teacher, A_k the student ("fine-tuned" if lambda = 0), T the
+temperature, lambda the soft loss's weight. "global" tests G on central test images, "personal" A_k
+(before the last round: G) on user k's. This is Algorithm 1 in our words, with its line numbers;
+"choose G_1", 9-11, 13's loop are ours. docs/persfl.md explains D1-D11, fedavg.py [d], net, l.7.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -38,15 +38,15 @@ and lines 9 to 11 are ours. docs/persfl.md explains D1 to D11, fedavg.py [d], ne
     22                  w = w - eta' * gradient of loss, for the weights w of A_k
 
     D1  Lines 5 to 8 compare the models that users are sent, G_1 (untrained) to G_{E_G}.
-    D2  Line 10: user k has n_k of n training images. The paper's objective (4) weights all equally.
-    D3  We chose B = 20, line 9's eta = eta' = .05, E_L = 1, E = 10 (the paper: E_L), no momentum.
+    D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
+    D3  We chose B = 20, eta' = .05 (also in line 9), E_L = 1, E = 10 (paper: E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
-    D5  Line 20: KL(teacher || student), so that PersFL-GD has its gradients; (3) has the reverse.
-    D6  Line 13: best on validation images, the first if tied. By loss (3) it would be lambda = 1.
+    D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
+    D6  Line 13: the most accurate on validation images wins, first if tied; by (3) lambda = 1.
     D7  Line 13: T is 1, 5, 25, lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: students start at and learn from G_{E_G+1}. FedAvg's .466 took 100 rounds, not 50.
+    D8  Line 11: students start at and learn from G_{E_G+1}. DS-3's .466 took FedAvg 100 rounds.
     D9  Users are dealt only training images (MNIST's DS-1: 6,000). The paper counts all images.
-    D10  --runs 5 averages each user over 5 seeds and splits. Deviations over users divide by K-1.
+    D10  --runs 5 averages users' accuracies over 5 seeds and splits; deviations divide by K-1.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline."""
 
 import json
@@ -59,7 +59,7 @@ import torch
 
 import common
 
-# T has no effect at lambda 0 and 1, so that 11 students are left (D7)
+# T has no effect at lambda 0 and 1, so 11 students are left (D7)
 GRID = [(T, lam) for T in (1, 5, 25) for lam in (0, 0.25, 0.5, 0.75, 1) if T == 1 or 0 < lam < 1]
 
 
@@ -91,7 +91,7 @@ def distillation(net, args, grid=GRID):
     all_T, all_lam = torch.tensor(grid, dtype=torch.float, device=net.device).unbind(1)  # [11] each
 
     @common.step
-    def students_step(students, u, O, b, eta_prime):  # [11, d] each; O: [d]
+    def students_step(students, u, O, b, eta_prime):  # twice [11, d]; [d]
         O_b = net(O, b.x)  # O_k(b): [B, classes]
 
         def loss(w, T, lam):  # of one student: its weights w [d], and two numbers
@@ -294,8 +294,8 @@ def average(parts):
 
 
 def show(rows, out, args):
-    """Prints the averages over the last rounds of one or several runs, and returns them. With
-    --plot also draws them, like Figs. 2 to 8."""
+    """Prints and returns the averages of `rows`, each run's last round. With --plot also draws
+    them, like Figs. 2 to 8."""
     averages = average(rows)
     titles = ["PersFL-GD" if title == "PersFL" and args.soft == "ce" else title
               for title in averages["users"]]

@@ -1,5 +1,5 @@
-"""Figures: one style for all, and the three of --plot. No number depends on this file, so records
-don't name it among their sources."""
+"""Figures: one style for all, and --plot's three. No result depends on this file, so records don't
+name it among their sources."""
 
 import contextlib
 import pathlib
@@ -10,7 +10,7 @@ from engine import is_main_process, say
 from splits import USED_BY, renamed
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-STYLE = {  # one for all. The colours are Okabe and Ito's, which colour-blind readers tell apart
+STYLE = {  # of all figures. The colours are Okabe and Ito's, which the colour-blind tell apart
     "axes.prop_cycle": f"cycler('color', {COLOURS})", "font.size": 11, "axes.titlesize": 11,
     "figure.titlesize": 12, "mathtext.fontset": "stix", "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E4E4E4",
@@ -21,9 +21,9 @@ STYLE = {  # one for all. The colours are Okabe and Ito's, which colour-blind re
 
 @contextlib.contextmanager
 def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
-    """Gives axes to draw on, as pyplot.subplots does, and then writes the picture to `path` (.png,
-    and beside it .svg). size: in inches. One legend below the axes names what has a label. Axes of
-    rounds, users and clients have whole numbers."""
+    """Yields axes, as pyplot.subplots returns them, then writes the figure to `path` (.png) and
+    beside it as .svg. size: in inches. One legend below the axes shows all labels. Axes of rounds,
+    users and clients have whole numbers."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -19,7 +19,7 @@ proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs
      4  fully connected layers have G blocks; block g sees group g, and the last gives M(g)'s logits
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
-     6  G_i = node i's groups: all, or in extreme non-IID cases those with a class that i holds
+     6  G_i = node i's groups: all, or in extreme cases (D6) those with a class that i holds
      7  for each round t = 0, 1, ..., T-1, with the nodes S:
      8      for each i in S, in parallel: omega^i = LocalUpdate(i, Omega_shared and G_i's Omega_g)
      9      Omega_shared = average of omega^i_shared over i in S, running statistics included
@@ -29,14 +29,14 @@ proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs
     12      omega = omega - eta * gradient of the cross-entropy; running statistics move towards b's
 
     D1  Line 3: the first grouped layer sees all channels and is initialised as if ungrouped.
-    D2  Layers keep their widths, rounded up to multiples of G. Initial weights fit a group's size.
+    D2  Layers keep their widths, rounded up to multiples of G. A group is initialised by its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
-    D4  GroupNorm has as many groups as the node; with --groups 0 two, after each convolution.
+    D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
     D5  Lines 9, 10 weight node i by its number of images. A group that no node in S has is kept.
     D6  Line 6 prunes on every split (--no-prune: on none). The softmax then has only G_i's classes.
-    D7  FedMA's eta, B, decay, momentum (reset each round); Fed2's T, E; FedSLR's flips and crops.
+    D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
-    D9  tables/psinet_depth.py suggests the first layer with total variance above half its range.
+    D9  tables/psinet_depth.py suggests the first layer with total variance above the midrange.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class PsiNet(nn.Module):
         M = torch.arange(classes).view(max(G, 1), -1)  # l.1: M(g) is row g (D3)
         self.register_buffer("M", M, persistent=False)
         self.grouped, s = [], s or len(M)  # grouped: the names of the layers with groups
-        before = now = 1  # outputs of the layer before: without groups, and with s groups
+        before = now = 1  # the previous layer's outputs: in `plain`, and here
         for name, layer in plain.named_children():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 outputs, inputs = layer.weight.shape[:2]  # channels or neurons, without groups
@@ -95,8 +95,8 @@ class PsiNet(nn.Module):
                                 if of_groups else BatchNorm(layer.out_channels))  # l.2-3 (D4)
 
     def forward(self, x, G_i=None, mask=None):
-        """Returns logits [B, classes] and the BatchNorms' next running statistics [d_r]. G_i [s]
-        are its groups (default: all). In training, mask [B] is 1 for images and 0 for padding."""
+        """Returns logits [B, classes] and the BatchNorms' next running statistics [d_r]. G_i [s]:
+        the groups (default: all). In training, mask [B] is 1 for images and 0 for padding."""
         running = [x.new_zeros(0)]
         for layer in self.children():
             if isinstance(layer, BatchNorm):
@@ -170,9 +170,9 @@ def local_updates(federation, update, has, w, r, S, t):
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.numbers_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # Indexing by a mask reads row by row, each from left to right. All rows select equally many
-        # entries, so `view` gives each node its own. In the node's smaller network a layer's groups
-        # ascend, too, so the order of entries is the same. masked_scatter writes in this order.
+        # A mask selects row by row, equally many entries in each, so `view` gives each node its
+        # own, in the order of its smaller network, where groups ascend, too. masked_scatter writes
+        # them back in this order.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
@@ -183,8 +183,8 @@ def local_updates(federation, update, has, w, r, S, t):
 
 
 def aligned_average(federation, z_i, has_z, n_i, z):
-    """Returns the mean of z_i [m, d] (w or r) over the nodes that have an entry, weighted by n_i
-    [m]. has_z [m, d] says who has it. An entry that no node has keeps its value in z [d]."""
+    """Returns the mean of each entry of z_i [m, d] (w or r) over the nodes that have it (has_z
+    [m, d]), weighted by n_i [m]. An entry that no node has keeps its value in z [d]."""
     n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of nodes that have it (D5)
     return torch.where(n > 0, federation.sum(z_i * has_z, n_i) / n.clamp(min=1), z)
 
@@ -218,7 +218,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes with 4 classes: the norms' ablation; with 50 of CIFAR-100: that of G; others: D3, D7, D8
+# The norms' ablation has 10 nodes with 4 classes, that of G 50 (CIFAR-100). Others: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -247,11 +247,11 @@ def arguments(argv):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Returns its next running statistics, since under vmap nothing may change in place."""
+    """BatchNorm that also returns its next statistics: vmap allows no change in place."""
 
     def forward(self, x, mask=None):
         """Returns x [B, C, H, W] normalised, the next running means and the next variances [C]. In
-        training, the images in mask [B] give the statistics; running ones take a tenth of them."""
+        training, statistics are of images in mask [B]; running ones move a tenth of the way."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)
@@ -288,7 +288,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # uniform, like PyTorch's: by a group's size
+            kind, scale = of_plain(name, shape)  # a uniform scale follows the group's size
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
@@ -313,7 +313,7 @@ class GroupedNet(common.Net):
         return torch.cat(groups)
 
     def numbers_of(self, has):
-        """Returns which entries of w [m, d] and r [m, d_r] nodes with groups has [m, G] have."""
+        """Returns masks of w [m, d] and r [m, d_r]: what nodes with groups `has` [m, G] own."""
         return tuple(has[:, z.clamp(min=0)] | (z < 0) for z in (self.group, self.group_r))
 
     @property
@@ -343,7 +343,7 @@ CHAIN = (nn.Conv2d, nn.Linear, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GEL
 
 
 def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
-    """Refuses what is no chain of layers. A shortcut or a norm over all channels joins groups."""
+    """Refuses all but chains of layers: a shortcut or a norm over all channels joins groups."""
     layers = dict(plain.named_children())
     odd = [f" (it has {name}, a {type(layer).__name__})" for name, layer in layers.items()
            if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1] or [""]

@@ -1,9 +1,9 @@
 """Images and labels as arrays: from a .npz, a folder of images, LEAF's JSON or torchvision; and
 `shapes`, which is synthetic and needs no file.
 
-Each function returns a dict with some of ARRAYS, as they are in the files. datasets.make_data
-checks them; only what can't be read is refused here. A record has the images' fingerprint, and so
-needs no hash of this file.
+Each function returns a dict with some of ARRAYS, unchanged. Files that can't be read are refused
+here; datasets.make_data checks the rest. A record has the images' fingerprint, and so needs no hash
+of this file.
 """
 
 import contextlib
@@ -244,9 +244,9 @@ def read_tiny_imagenet(path):
 
 @functools.cache
 def shapes(train=10_000, test=2_000, size=32, seed=0):
-    """Returns synthetic images of ten shapes with random place, size, turn, colours, background and
+    """Returns synthetic images of ten shapes with random place, size, angle, colours, background,
     noise: disc, ring, square, triangle, plus, star, crescent, two discs, bars, half disc. Colour
-    says nothing about the class."""
+    is independent of the class."""
     rng = np.random.default_rng([seed, 2026])
     n = train + test
     label = np.concatenate([rng.permutation(np.arange(m) % 10) for m in (train, test)])

@@ -107,7 +107,7 @@ class Run:
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
         self.begun, self.seconds_writing = time.monotonic(), 0.0
-        self.marks, self.board = {}, None  # for curves.png: round -> what begins; TensorBoard's
+        self.marks, self.board = {}, None  # round -> label in curves.png; TensorBoard's
         if args.tensorboard and not importlib.util.find_spec("tensorboard"):
             refuse("--tensorboard needs the package tensorboard: pip install tensorboard")
 
@@ -151,25 +151,25 @@ class Run:
             raise SystemExit(federation.stop)
 
     def keep(self):
-        """What the state is now is what an interruption or a divergence leaves."""
+        """Makes an interruption or a divergence leave the present state."""
         for rows in self.federation.all_rows:
             rows.replaced.clear()
         self.kept = dict(vars(self.state))
         self.versions = {name: z._version for name, z in self.kept.items() if torch.is_tensor(z)}
 
     def elapsed(self):
-        """Seconds since the round began; once its clock has stopped, since then."""
+        """Returns the seconds since the round began, or since its clock stopped."""
         now = engine.now(self.federation.device)
         return round(now - self.clock - (self.row["seconds"] or 0), 4)
 
     def sent(self, up, down):
-        """Counts what this round sent: 4 bytes for each number, up to the server and down."""
+        """Counts 4 bytes for each number sent: `up` to the server, `down` to clients."""
         self.row["bytes_up"] += 4 * up
         self.row["bytes_down"] += 4 * down
 
     def evaluates(self, w=None):
-        """Stops the round's clock. Says whether this round is evaluated: each --eval-every rounds,
-        and the last one. w [d]: the global model. With --target it is measured here; when it has
+        """Stops the round's clock. Returns whether this round is evaluated: every --eval-every
+        rounds, and the last one. With --target it measures w [d], the global model, and once w has
         reached all targets, this round is the last."""
         row = self.row
         row["seconds"] = row["seconds"] or self.elapsed()
@@ -195,7 +195,6 @@ class Run:
             row["global"] = global_
         if personal:
             row["personal"], row["per_client"] = without_clients(personal), personal["per_client"]
-        # tensors and arrays become lists
         row.update(tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more))
         row["evaluation_seconds"] = self.elapsed()
         words = [f"round {row['round']:>{len(str(self.args.rounds))}}"]
@@ -208,7 +207,7 @@ class Run:
             self.board.flush()
 
     def check_kept(self):
-        """Refuses a method that --resume would not serve."""
+        """Refuses a state that --resume can't restore."""
         if late := self.kept.keys() - self.names:
             refuse(f"the loop adds {', '.join(late)} to `state`; set every name before "
                    "run.rounds(state)")
@@ -236,7 +235,7 @@ class Run:
         self.federation.stop = 128 + number  # the exit code
 
     def finish(self, status):
-        """Writes the record and the models, prints what came out, and draws --plot's figures."""
+        """Writes the record and the models, prints the results, and draws --plot's figures."""
         fed, self.status = self.federation, status
         for rows in fed.all_rows:
             rows.undo()  # what a round that was not completed has changed
@@ -276,10 +275,10 @@ class Run:
     # The record and the state
 
     def save(self, end=False):
-        """Writes the record. Writes the state at the end of the run; before, only while writing
-        states has taken less than a second plus a twentieth of the run's time. Interrupted
-        processes need not be in the same round: the states of several stay as they are. Returns
-        what went wrong, if that ends the run with an error."""
+        """Writes the record and the state. Before the end of the run it skips the state if writing
+        states has taken more than a second plus a twentieth of the run's time. Several processes
+        that are interrupted may be in different rounds, and write no state. Returns what went
+        wrong, if that ends the run with an error."""
         start, problem = time.monotonic(), ""
         if self.complete:
             return problem
@@ -308,7 +307,7 @@ class Run:
             path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with open(part, "wb") as file:
                 put(file)
-        except (OSError, RuntimeError) as problem:  # RuntimeError: torch.save's, in place of it
+        except (OSError, RuntimeError) as problem:  # torch.save raises RuntimeError instead
             causes = problem, problem.__context__
             why = next((z.strerror for z in causes if isinstance(z, OSError)), str(problem))
         if together and self.anywhere(why):
@@ -329,7 +328,7 @@ class Run:
                     "environment": self.environment, **self.identity}, file)
 
     def save_models(self):
-        """model.pt, the global model's state dict, and with --save-clients clients.pt."""
+        """Writes state dicts: model.pt (global) and, with --save-clients, clients.pt."""
         fed, kept, models = self.federation, self.kept, {}
         if self.model:
             given = callable(self.model)
@@ -353,7 +352,7 @@ class Run:
             final["personal"]["per_client"] = self.per_client
         last = next((row for row in reversed(history) if row.keys() & SHOWN), {})
         known = *ROW, "evaluation_seconds", "top1", *SHOWN
-        final.update({name: z for name, z in last.items() if name not in known})  # its own measures
+        final.update({name: z for name, z in last.items() if name not in known})  # the method's own
         history = [*history, *self.failed]
         seconds = [row["seconds"] for row in history]
         self.environment["numbers"] = numbers(self.algorithm)  # baselines.py names its method late
@@ -389,7 +388,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self):
-        """Begins, or goes on after --resume. What can be refused is, before anything is printed."""
+        """Begins or resumes the run. Refuses what it must before anything is printed."""
         self.names, first = set(vars(self.state)), is_main_process()
         lock = filelock.FileLock(self.out / ".lock")
         try:
@@ -494,7 +493,7 @@ class Run:
         self.environment = past
 
     def put_aside(self):
-        """What an earlier run left in the folder is kept under another name."""
+        """Renames the files that an earlier run left in the folder."""
         for name in ("result.json", "state.pt", "state-*[0-9].pt", "model.pt", "clients.pt",
                      "events.out.tfevents.*[0-9]"):
             for path in sorted(self.out.glob(name)):
@@ -504,13 +503,13 @@ class Run:
 
 
 def in_words(part, measures, names=None):
-    """`names` of the measures, or all."""
+    """Returns `names` or all as text."""
     shown = {name: z for name, z in measures.items() if isinstance(z, float)}
     return part + "".join(f" {name} {shown[name]:.4f}" for name in names or shown if name in shown)
 
 
 def facts(saved):
-    """What must be equal in a state and in the run that resumes it, by the words for it."""
+    """Returns {name: value} of what a state and the run that resumes it must share."""
     flags = {"--" + name.strip("_").replace("_", "-"): value
              for name, value in renamed(saved["args"]).items() if name not in FREE}
     made, sources = saved["environment"], saved["environment"]["sources"]
@@ -519,8 +518,8 @@ def facts(saved):
 
 
 def rounds_to(target, history):
-    """After how many rounds the accuracy, best so far, reaches the target: linear between two
-    rounds. None if it does not."""
+    """Returns after how many rounds the best accuracy so far reaches the target, interpolated
+    linearly, or None."""
     measured = [row for row in history if "top1" in row]
     t = [row["round"] for row in measured]
     best = np.maximum.accumulate([row["top1"] for row in measured])
@@ -533,18 +532,18 @@ def rounds_to(target, history):
 
 
 def without_clients(measures):
-    """Those of evaluate_clients without the list of all clients' accuracies."""
+    """Returns evaluate_clients' measures without the clients' accuracies."""
     return {name: value for name, value in measures.items() if name != "per_client"}
 
 
 def without_nan(tree):
-    """JSON has no NaN: null instead."""
+    """Replaces NaN by None for JSON."""
     return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
 
 
 def commit(sources):
-    """The git commit of this checkout, with + if one of the files `sources` is not as it is there;
-    None outside of one."""
+    """Returns the git commit of this checkout, with + if one of the files `sources` differs
+    from it; None without one."""
     here = pathlib.Path(__file__).resolve().parent
 
     def git(*words):
@@ -565,12 +564,12 @@ def commit(sources):
 
 
 class Rows:
-    """What the clients of this process keep between rounds, a row each: rows[S] are copies of those
-    of the clients S (or of one), on the device; rows[S] = x puts others in their place.
+    """What the clients of this process keep between rounds, a row each. rows[S] copies the rows of
+    the clients S (or of one) to the device; rows[S] = x replaces them.
 
-    all: the whole tensor [rows, ...]. It lies on the device while all Rows together take at most a
-    quarter of the memory that is free there, else in the host's memory. Until a round is complete,
-    the rows that it replaced are remembered: `undo` puts them back.
+    all: the whole tensor [rows, ...]. It is made on the device if all Rows together take at most a
+    quarter of its free memory, else in the host's memory. Until a round is complete, the rows that
+    it replaced are remembered: `undo` puts them back.
     """
 
     def __init__(self, fed, first):
@@ -614,7 +613,7 @@ class Rows:
         return Sampled(self, S)
 
     def sum(self, dim=0):
-        """Over this process's clients: [...]. dim: as a tensor's sum, for Federation.sum."""
+        """Returns the sum over this process's clients [...]. dim: 0, from Federation.sum."""
         return self.all.sum(0).to(self.device)
 
     def undo(self):
@@ -642,7 +641,7 @@ def free_memory(device):
 
 
 def is_finite(z):
-    """Whether all numbers of a tensor are, or of what this round has put into Rows; x.isfinite()
+    """Returns whether a tensor is finite, or all that this round has put into Rows. x.isfinite()
     would make tensors as large as x."""
     if isinstance(z, Rows):
         return all(sound for *_, sound in z.replaced)

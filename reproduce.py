@@ -89,7 +89,7 @@ def runs():
 
 
 def short(command):
-    """Returns a run's name: its command without the obvious."""
+    """Returns a run's name: its command without `obvious`."""
     symbols = {"--fraction": "C", "--epochs": "E", "--batch-size": "B"}
     obvious = "baselines.py", "--dataset", "--method", "--no-prune", "@superfed", "--target"
     words = [symbols.get(w, w) for w in command.split() if w not in obvious]
@@ -111,7 +111,7 @@ def written_out(command):
 
 
 def expand(command, **own):
-    """Returns the words behind `python`; own: further flags."""
+    """Returns the words after `python`; own: further flags."""
     more = [(f"--{name.replace('_', '-')}", str(value)) for name, value in own.items()]
     return [*shlex.split(written_out(command)), *itertools.chain(*more)]
 
@@ -139,7 +139,7 @@ def load(path, stamp):
 
 
 class Result(NamedTuple):
-    """One seed of one run, and what its record is worth."""
+    """One seed of one run, its record and its state."""
 
     command: str
     seed: int
@@ -154,7 +154,7 @@ class Result(NamedTuple):
 
     @property
     def ended(self):
-        """How the run itself ended, whatever its record is worth."""
+        """Returns how the run ended, even if its record is stale."""
         how = {"finished": "done", "diverged": "diverged"}
         return how.get(self.record["status"], "interrupted")
 
@@ -185,7 +185,7 @@ def result(command, seed, scale=1.0):
 
 
 def resumable(r):
-    """Whether a run can go on where it was: by today's source files, on this device."""
+    """Returns whether a run can be resumed with today's sources, on this device."""
     if r.state != "interrupted":
         return r.state == "missing"  # its record was never written, but its state may have been
     then, precision = r.record["environment"], arguments(r.command).get("precision")
@@ -211,7 +211,7 @@ def scales():
 
 
 def argv(r):
-    """Returns the words behind `python` for this run."""
+    """Returns the words after `python` for this run."""
     rounds = {"rounds": r.wanted} if r.scale != 1 else {}
     return expand(r.command, **rounds, seed=r.seed, split_seed=r.seed,
                   out=os.path.relpath(r.path, HERE))
@@ -264,7 +264,7 @@ def reproduce(found, budget):
 
 
 def show(found, verbose):
-    """--list: a line for each table. Verbose: also every run with its command, and the cells that
+    """Prints a line for each table; verbose: also every run with its command, and the cells that
     are read from it."""
     here = {name: [r for r in found if any(cell.table == name for cell in runs()[r.command])]
             for name in TABLES}
@@ -303,7 +303,7 @@ class Shown(NamedTuple):
 
 
 def view(command, measure, scale):
-    """Shows the finished seeds; without one, those interrupted; else those that diverged."""
+    """Returns a Shown of the finished seeds, else the interrupted, else the diverged."""
     found = [r for r in results(command, scale) if r.state != "other arguments"]
     use = next((some for how in ("done", "interrupted", "diverged")
                 if (some := [r for r in found if r.ended == how])), None)
@@ -322,8 +322,8 @@ def view(command, measure, scale):
 
 @functools.cache
 def shown(cell):
-    """What a cell shows, or None. Of several commands it is the best one. Of several scales it is
-    the largest; interrupted runs come last."""
+    """Returns what a cell shows, or None: the best of several commands, at the largest of several
+    scales. Interrupted runs come last."""
     options = []
     for scale in scales():
         found = [s for command in cell.commands if (s := view(command, cell.measure, scale))]
@@ -352,8 +352,8 @@ def ours(cell, s):
 
 
 def differs(cell, s):
-    """Whether ours is further from the paper's number than the spread over seeds. Only runs of full
-    length and several seeds are judged."""
+    """Returns whether ours is further from the paper's number than its standard deviation. Only
+    full runs with several seeds are judged."""
     published = reading.number(cell.published)
     user = cell.row.startswith("User")  # a user k here isn't the paper's user k
     known = published is not None and s.std is not None
@@ -421,7 +421,7 @@ def pages(paper):
 
 
 def speed_up(t, found, cell, s):
-    """How many times fewer rounds than the cell of t.base: the paper's and ours."""
+    """Returns the speed-up in rounds over t.base's cell: the paper's / ours."""
     of, base = found.get(t.base and t.base(cell.row, cell.column), (None, None))
     if not (base and base.mean and s.mean):
         return ""

@@ -79,7 +79,7 @@ def deal(data, args, rng):
 
 
 def cut(data, args, rng, k, index):
-    """Returns the training, validation and test images of client k, whom the scheme gave `index`.
+    """Returns the training, validation and test images of client k, from its images `index`.
     Without --client-test its test images are central ones, without --client-val its validation
     images are the data set's, if it has some (see matched)."""
     index, n, labels = rng.permutation(index), len(index), data.labels[index]
@@ -108,8 +108,8 @@ def cut(data, args, rng, k, index):
 
 
 def matched(labels, data, numbers, rng, size=100):
-    """Returns images among `numbers` in the class proportions of `labels`: floor(share * size) of
-    each class, or all (FedSLR, B.1). Two clients' may overlap. Shares below 1/size add nothing."""
+    """Returns some of `numbers`, in the class proportions of `labels`: floor(share * size) of each
+    class, or all (FedSLR, B.1). Two clients' may overlap. Shares below 1/size add nothing."""
     pools = by_class(data.labels[numbers], data.classes, rng)
     counts = np.bincount(labels, minlength=data.classes)
     return numbers[np.concatenate([pool[: int(n / len(labels) * size + 1e-9)]
@@ -194,12 +194,12 @@ def split_shards(labels, classes, rng, args):
 
 def split_dirichlet_hsu(labels, classes, rng, args):
     """Gives clients equally many images, in class proportions q ~ Dir(alpha * p), where p are those
-    of all images (Hsu et al. 2019, section 3); alpha = 0 gives each one random class. When a class
-    is used up, its share goes to the client's other classes; if q is 0 for all of these, q is drawn
-    again over them (the paper does not say this). `remarks` says from which client on."""
+    of all images (Hsu et al. 2019, section 3); alpha = 0 gives each one random class. The share of
+    a used-up class goes to the client's other classes; if q is 0 for all of them, q is drawn again
+    over these (the paper does not say this). `remarks` says when."""
     pools, sizes = by_class(labels, classes, rng), np.bincount(labels, minlength=classes)
     n, equal = len(labels) // args.clients, len(set(sizes)) == 1
-    a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p, in bits alpha / classes
+    a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p, exact for equal classes
     there, owned = sizes > 0, []
     for k in range(args.clients):
         left = np.array([len(pool) for pool in pools])
@@ -227,8 +227,8 @@ def split_dirichlet_hsu(labels, classes, rng, args):
 
 
 def whole_numbers(values, rng=None):
-    """Rounds values [n] up or down, keeping their (whole) sum. The largest fractions go up, or with
-    rng random ones (of unequal classes, the same would otherwise go up for every client)."""
+    """Returns values [n] rounded up or down, with the same (whole) sum. The largest fractions go
+    up; with rng random ones do, or the same class would go up for every client."""
     if rng:
         return np.diff(np.floor(values.cumsum().round(9) + rng.random()), prepend=0).astype(int)
     low = np.floor(values).astype(int)
@@ -286,8 +286,8 @@ def split_classes(labels, classes, rng, args):
 
 
 def split_lognormal(labels, classes, rng, args):
-    """Gives client k the s labels k, k+1, ... (mod classes), as PersFL's DS-3. Of a class, each
-    holder gets 10 images, and a part of the others in proportion to log-normal draws (mu = 0,
+    """Gives client k the s labels k, k+1, ... (mod classes), as PersFL's DS-3. Each holder of a
+    class gets 10 of its images, and of the others a share given by log-normal draws (mu = 0,
     sigma = 2). pFedMe's generator is far more even: docs/persfl.md."""
     least, owned = 10, [[] for _ in range(args.clients)]
     for c, pool in enumerate(by_class(labels, classes, rng)):
@@ -307,8 +307,8 @@ def split_semantic(labels, classes, rng, args):
     """Puts each class into one cluster, and makes clients of random size within each cluster
     (SuPerFed, A). EMNIST's 62 classes make 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small
     letters, with sizes uniform in [100, 800). Others make 10 clusters of equally many random
-    classes (the last gets the remainder), with sizes in [100, 400). When the next client doesn't
-    fit, or at most 100 images are left, they are not used."""
+    classes (the last gets the remainder), with sizes in [100, 400). A cluster's last images are
+    unused: at most 100, or too few for the next client."""
     groups, clusters, largest = [range(classes)], min(10, classes), 400
     if classes == 62:
         groups, clusters, largest = [range(10), range(10, 36), range(36, 62)], 5, 800
@@ -369,7 +369,7 @@ def scheme(name):
     if name in NAMES_BEFORE:
         refuse(f"--split {name} can mean two: dirichlet-classes deals each class to the clients in "
                "Dir(alpha) shares, as most papers and libraries do; dirichlet-hsu draws a client's "
-               "class shares from Dir(alpha * p), p the classes' shares (Hsu et al.; so far here)")
+               "class shares from Dir(alpha * p), p the classes' shares (Hsu et al.; as before)")
     return find("split", name, SPLITS)
 
 

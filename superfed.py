@@ -9,10 +9,10 @@
 
 The server averages w^f, the federated model. The local model w^l_k, of the same shape, stays with
 client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
-central images. "personal" tests W_k on k's own (the mean over k) with D12's lambda, "personal@test"
-with the lambda that is best there, as in the paper. Lines have the paper's numbers (C: those of
-ClientUpdate; missing ones end loops or are lost); 7a and C8a are ours. fedavg.py explains [d], net
-and l.7, docs/superfed.md D1 to D15 and "officially", which refers to the authors' code.
+central images. "personal" tests W_k on k's images with D12's lambda, "personal@test" with
+the lambda that is best on these, as in the paper. Line numbers are the paper's (missing ones end
+loops, return or are lost); 7a and C8a are ours. L is the share of rounds before Phase II. fedavg.py
+explains [d], net and l.7, docs/superfed.md D1 to D15. "Officially" means in the authors' code.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -35,8 +35,8 @@ and l.7, docs/superfed.md D1 to D15 and "officially", which refers to the author
     C13  keep w^l_k, return w^f to the server
 
     D1  Line C8: the official code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
-    D2  Lines C7, C8: officially biases have no local copy, are neither mixed nor in the cosine.
-    D3  Line 2: all w^l_k have one seed, with --own-start each has its own, as in the later code.
+    D2  Lines C7, C8: officially biases have no local copy; neither line uses them.
+    D3  Line 2: all w^l_k have one seed; with --own-start each has its own (KDD 2022's code).
     D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1, with eta scaled by .995^(t+1).
     D5  Model Mixing's mu, nu, L are official. Layer Mixing's L = .8 is inferred from Table 3.
     D6  In Layer Mixing a bias shares its layer's lambda. The cosine is over the whole model.
@@ -94,7 +94,7 @@ def local_training(net, args):
         w_l, u_l = sgd(w_l, u_l, gradient_l, eta)  # l.C8a: w^l_k
         return w_f, w_l, u_f, u_l
 
-    def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: w_f; w_l: the w^l_k kept by k
+    def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: w_f; w_l: k's own w^l_k
         w_g = w_f  # l.C2
         u_f, u_l = torch.zeros_like(w_f), torch.zeros_like(w_l)  # momentum (D7)
         for minibatches in epochs:  # l.C3-C4 (D9)
@@ -140,9 +140,9 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The settings of CIFAR-10 in Table 1, and what differs in other columns of Tables 1 and 2. K and R
-# are the paper's. Our copy has lost the others: C, E, B, eta, and Model Mixing's mu, nu and L (in
-# `arguments`) are from the official scripts. eval_every is ours.
+# These are CIFAR-10's settings in Table 1; below, what differs in other columns. K, R and momentum
+# are the paper's. C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`), which our copy
+# has lost, are from the official scripts. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,  # D8
                 clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01,
                 lr_decay=None, momentum=0.9, eval_every=10)
@@ -167,8 +167,8 @@ def arguments(argv):
     group.add_argument("--nu", type=common.nonnegative, default=2.0,
                        help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, the share of rounds before Phase II. With 1 there is no Phase II "
-                            "(with --as official it is the last round). Default: .5 on shapes; "
+                       help="L, the share of rounds before Phase II. With 1 Phase II is empty "
+                            "(the last round with --as official). Default: .5 on shapes; "
                             "elsewhere .8 with --mix layer, .4 with --mix model (CIFAR-100: .5)")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="follow the paper, or the authors' code for v1, in D1, D2 and D4")
@@ -240,7 +240,7 @@ def personal_measures(federation, state, phase_two):
     """Returns the measures of the personal models, which in Phase I are the global model."""
     if phase_two:
         return measure_mixtures(federation, state.w_f, state.w_l)  # D11
-    return {"personal": federation.evaluate_clients(state.w_f)}  # D12
+    return {"personal": federation.evaluate_clients(state.w_f)}
 
 
 def measure_mixtures(federation, w_f, w_l):
@@ -248,14 +248,14 @@ def measure_mixtures(federation, w_f, w_l):
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
-    # of each client as many training images as test images
+    # each client uses as many training as test images
     images = [train[: len(test)] for train, test in zip(split.train, split.test)]
     found = []  # the measures at each lambda
     for lam in LAMBDAS:
         def mixtures(S, lam=lam):
             return mix(w_f, w_l[S], lam * in_w_l)  # [m, d]
 
-        measures = federation.evaluate_clients(mixtures)  # D10; val_loss, too, with --client-val
+        measures = federation.evaluate_clients(mixtures)  # D10; --client-val adds val_loss
         if not args.client_val:
             on_train = federation.evaluate_clients(mixtures, images)
             measures.update(train_mean=on_train["mean"], train_loss=on_train["loss"])
@@ -265,7 +265,7 @@ def measure_mixtures(federation, w_f, w_l):
     if args.client_val:
         chosen, other, other_rule = by_accuracy, by_loss, "loss"
     else:
-        chosen, other, other_rule = by_loss, by_accuracy, "accuracy"
+        chosen, other, other_rule = by_loss, by_accuracy, "accuracy"  # D12
     by_test = max(found, key=lambda measures: measures["mean"])
     short = common.without_clients
     half, zero = found[LAMBDAS.index(0.5)], found[0]

@@ -67,7 +67,7 @@ def main(argv=None):
     for t in run.rounds(state, clients=models):  # l.2
         S = federation.sample(t)  # l.2
         w, v, eta = state.w.expand(len(S), -1), state.V[S], federation.eta(t)
-        w_k, v_k = federation.train(client_update, S, t, own=[w, v], shared=[eta])  # l.3
+        w_k, v_k = federation.train(client_update, S, t, own=[w, v], shared=[eta])  # l.3-5
         state.V[S] = v_k
         state.w = federation.mean(w_k, federation.n[S])  # l.6: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())

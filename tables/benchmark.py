@@ -33,9 +33,9 @@ SPLITS = 3  # of each kind
 RESULTS = compare.HERE / "results" / "benchmark"  # what is known of all runs: KIND.json
 TO = "local", "fedavg-ft"  # the methods of the paired differences
 
-# In ascending order; the outer two are tried only if the value beside them is the best.
+# Ascending. The outer two are tried if the value beside them is best; None is no value.
 RATES = 0.003, 0.01, 0.03, 0.1, 0.3, 1
-OWN = {  # a method's own parameter; the rate is chosen with the value in the middle
+OWN = {  # a method's own parameter, whose middle value the choice of the rate uses
     "fedavgm": ("beta", 0.5, 0.7, 0.9, 0.97, 0.99),
     "superfed-mm": ("start", None, 0.2, 0.4, 0.6, 0.8),
     "superfed-lm": ("start", None, 0.2, 0.4, 0.6, 0.8),
@@ -114,7 +114,7 @@ class Kind:
                       for name in (*compare.METHODS, *[args.mine] * bool(args.file))}
 
     def methods(self, settings):
-        """compare.py's Methods with settings {method: {parameter: value}}."""
+        """Returns the Methods of settings {method: {parameter: value}}."""
         files = {name: f"{name}={self.args.file}" if name == self.args.mine else name
                  for name in settings}
         self.options.methods = ",".join(files.values())
@@ -122,7 +122,7 @@ class Kind:
         return compare.plan(self.options, self.shared)
 
     def known_run(self, name, settings, split=0, seed=0):
-        """What is known of a run; None before it was trained."""
+        """Returns what is known of a run, None if nothing."""
         return self.known[name]["runs"].get(key(settings, split, seed))
 
     def train(self, wanted, bar):
@@ -145,8 +145,8 @@ class Kind:
             self.committed.write_text(text + "\n", encoding="utf-8")
 
     def choose(self, name):
-        """Returns a method's settings as far as they are chosen, and [settings] that must be
-        trained before more can be."""
+        """Returns a method's settings chosen so far, and a list of those to be trained before
+        the next choice."""
         own = self.args.own.get(name)
         settings = {own[0]: own[len(own) // 2]} if own else {}
         rate = "theta-lr" if name == "pfedme" else "lr"  # of its two rates that of SGD
@@ -175,7 +175,7 @@ class Kind:
                                    for split in range(SPLITS) for seed in range(seeds))
 
     def left(self, name, seeds):
-        """About how many runs of a method are not known."""
+        """Estimates how many runs of a method are left."""
         points = len(RATES) - 2 + (len(self.args.own[name]) - 4 if name in self.args.own else 0)
         return max(points + SPLITS * seeds - 1 - len(self.known[name]["runs"]), 0)
 
@@ -218,7 +218,7 @@ def key(settings, split, seed):
 
 
 def brief(r):
-    """What report.py needs of a record."""
+    """Returns all report.py needs of r."""
     parts = {"global": ("top1",), "personal": ("mean", "worst_decile", "val_mean", "per_client")}
     final = {part: {name: np.round(measures[name], 5).tolist() for name in parts[part]
                     if name in measures}
@@ -231,7 +231,7 @@ def brief(r):
 
 
 def table(rows):
-    """A kind's table in Markdown: the lines."""
+    """Returns a kind's table in Markdown. Differences whose interval excludes 0 are bold."""
     (titles, body), (others, differences) = report.main_table(rows), report.paired_table(rows)
     to = {name: dict(zip(others[1:], cells)) for name, *cells in differences}
     order = ["method", "personal", *others[1:], "worst tenth", "global", "MB sent", "minutes",
@@ -241,12 +241,16 @@ def table(rows):
         at = dict(zip(titles, cells)) | to.get(row["method"], {})
         for title in ("worst tenth", "global"):
             at[title] = at.get(title, "").partition(" ±")[0]
+        for title in others[1:]:
+            interval, end, word = at.get(title, "").partition("]")
+            decided = word in (" ahead", " behind")
+            at[title] = f"**{interval}]**" if decided else interval + end
         found.append([at.get(title, "") for title in order])
     return [f"|{'|'.join(line)}|" for line in found]
 
 
 def draw(kinds, path):
-    """The methods by their difference to Local, with intervals, one panel for each kind."""
+    """Draws the methods' differences from Local and their intervals, one panel per kind."""
     tallest = max(len(rows) for rows in kinds.values())
     with common.drawing(path, 1, len(kinds), (4.6 * len(kinds), 1.2 + 0.27 * tallest)) as axes:
         for axis, (title, rows) in zip(np.atleast_1d(axes), kinds.items()):

@@ -14,7 +14,7 @@ import numpy as np
 import common
 from records import FREE
 
-MEASURES = {  # title: of a finished run's record
+MEASURES = {  # title: its value in a record
     "global": lambda r: r["final"].get("global", {}).get("top1"),
     "personal": lambda r: r["final"].get("personal", {}).get("mean"),
     "worst tenth": lambda r: r["final"].get("personal", {}).get("worst_decile"),
@@ -44,7 +44,7 @@ def flag(name):
 
 
 def own_settings(method, args, shared):
-    """A method's settings that are not the shared ones, and those chosen for it alone."""
+    """Returns a method's settings that are not shared, and those set for it alone."""
     all_share = json.loads(json.dumps(vars(shared), default=str))
     no_part = (*FREE, *common.unused(shared.split), "seed", "split_seed", "device", "eval_every")
     own = [word.partition("=")[0].partition(".") for word in args.set]
@@ -68,12 +68,12 @@ def spreads(values, splits):
 
 def paired(runs, others):
     """Returns the mean difference of the personal accuracy over equal splits, seeds and clients,
-    its 95 % interval (None for a single pair of runs), and in words whether the runs are ahead;
-    None if there is no pair.
+    its 95 % interval, and "ahead", "behind" or "not decided" (None and "" for one pair of runs);
+    None without a pair.
 
     The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
-    split, clients, since both vary; the seeds of a split get the same clients, since a client's
-    differences are alike with every seed.
+    split, clients, because both vary. A split's seeds get the same clients, because a client's
+    difference is similar with every seed.
     """
     by_split = {}
     for pair in zip(runs, others):
@@ -125,7 +125,7 @@ def table(records, methods, args, shared):
 
 
 def main_table(rows):
-    """Its titles and cells, without columns that are empty."""
+    """Returns titles and cells, without empty columns."""
     def cell(row, title):
         value, digits = row[title], DIGITS.get(title, 3)
         if not value or title in ("own", "rounds"):
@@ -143,7 +143,7 @@ def main_table(rows):
 
 
 def paired_table(rows):
-    """The same of the paired differences; no cells if there are none."""
+    """Returns the titles and cells of the paired differences, if any."""
     def words(z):
         return "" if not z else f"{z[0]:+.3f}" + (
             f" [{z[1][0]:+.3f}, {z[1][1]:+.3f}] {z[2]}" if z[1] else "")
@@ -160,7 +160,7 @@ def lines(titles, body):
 
 
 def about_split(record):
-    """Its clients, images, classes and fingerprint, in words."""
+    """Returns a split's clients, images, classes as words."""
     split = record["split"]
     classes = f" of {common.spread(split['classes'])} classes" if "classes" in split else ""
     return (f"{split['clients']} clients with {common.spread(split['sizes'])} training images"
@@ -168,7 +168,7 @@ def about_split(record):
 
 
 def about_runs(args):
-    """What the means are over, what ± is, and what --tune chose, in words."""
+    """Returns words on the means, on ± and on what --tune chose."""
     counts = (args.seeds, "seed", "seeds"), (args.split_seeds, "split", "splits' means")
     many = " on ".join(f"{n} {word}{'s' * (n > 1)}" for n, word, _ in counts)
     between = " ± that between ".join(what for n, _, what in counts if n > 1)
@@ -186,7 +186,7 @@ def about_differences(rows):
 
 
 def write_table(rows, records, methods, shared, args, out):
-    """compare.md, compare.tex, compare.csv and runs.csv."""
+    """Writes compare.md, .tex, .csv and runs.csv."""
     some = records[methods[0].name][0]
     no_part = (*FREE, *common.unused(shared.split), "seed", "device")
     settings = {name: value for name, value in vars(shared).items() if name not in no_part}
@@ -228,7 +228,7 @@ docs/compare.md explains the columns. Times are those on {some['environment']['d
 
 
 def tex(text):
-    """Text for LaTeX; what stands between dollars is mathematics already."""
+    """Returns text for LaTeX. Between dollars it is mathematics already."""
     parts = text.replace("`", "").replace("--", "").split("$")
     parts[::2] = [re.sub(r"[_&%#{}]", r"\\\g<0>", part) for part in parts[::2]]
     text = "$".join(parts).replace("±", r"$\pm$")
@@ -236,7 +236,7 @@ def tex(text):
 
 
 def latex(rows, some, args):
-    """The table, the paired differences and the figure."""
+    """Returns both tables and the figure in LaTeX."""
     def floating(kind, label, caption, *body):
         return "\n".join([rf"\begin{{{kind}*}}[t]", r"\centering\small",
                           rf"\caption{{{tex(caption)}}}", rf"\label{{{label}}}", *body,
@@ -288,7 +288,7 @@ def curve(runs, part, key):
 
 
 def draw(rows, records, shared, out):
-    """curves and clients, as .png, .svg and, without a title, .pdf."""
+    """Draws curves and clients: .png, .svg and, untitled, .pdf."""
     rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
     some, names, n = records[rows[0]["method"]][0], [row["method"] for row in rows], rows[0]["runs"]
     styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods

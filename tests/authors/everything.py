@@ -28,14 +28,13 @@ RECORD = check.ROOT / "results" / "authors.json"
 PAGE = check.ROOT / "docs" / "authors.md"
 ABOUT = {
     "superfed": """
-The former, for version 1 of the paper, implements Model Mixing, the latter, the newest, Layer
+The former (for version 1 of the paper) implements Model Mixing, the latter (the newest) Layer
 Mixing. Ours runs with `--as official` unless a line says otherwise. Clients have different
 sizes.""",
     "fedslr": """
 FedSLR runs with clients of different sizes. Its factors are compared by their number of parameters.
 The other methods are those of its `train.py`. Where it averages clients equally and we weight by
-n_k, clients have equal sizes. Its coin flips are set to choose our sampled clients (fedslr D2).
-With lambda 0 Ditto has no proximal term.""",
+n_k, clients have equal sizes. Its coin flips are set to choose our sampled clients (fedslr D2).""",
     "pfedme": """
 All its users take equally many minibatches in a round, and so do our clients, though their sizes
 differ (pfedme D2).""",
@@ -52,13 +51,13 @@ The whole script main_lg.py runs, starting from our initial weights (lg-fedavg D
 different sizes.""",
     "fedrep": """
 The whole script main_fedrep.py runs, up to its last round, which we leave out (fedrep D2). In its
-code a client's first head shares memory with the global model, and changes with it (fedrep D4). If
-that line makes a copy, both programs agree. For MNIST it averages clients equally, so clients have
+code a client's first head shares memory with the global model, and changes with it (fedrep D4).
+With a copy instead, both programs agree. For MNIST it averages clients equally, so clients have
 equal sizes. For LEAF it weights by n_k, and clients have different sizes.""",
     "fedma": """
 This compares the matching of units, not the training. A case has 4 clients with 12 units of 20
 weights each. Agreement is the sum of the inner products of all matched units. With more noise than
-signal, the two programs end in different local optima.""",
+signal the programs can end in different local optima.""",
     "torch_sgd": """
 The authors of FedAvg and FedAvgM have published no code. So we compare with PyTorch's optimiser
 `torch.optim.SGD`, for the clients' steps and, with Nesterov momentum, for the server's step.
@@ -101,7 +100,7 @@ same weights, minibatches, random draws and sampled clients, and compared the nu
 
 **Result.** In {len(equal)} comparisons ({len(with_pytorch)} with PyTorch's SGD) the two programs
 agree up to rounding: they differ by at most {largest:.0e}. In the other {len(lines) - len(equal)}
-they differ on purpose. These lines name the choice (D1, D2, ...) that explains the difference; the
+they differ on purpose. There the table names the choice (D1, D2, ...) that explains it; the
 docstring of our file or method describes it.
 
 **Not compared.** We found no authors' code for PersFL's two stages, Psi-Net and FedSpa. We did not
@@ -115,12 +114,12 @@ data. `.venv/bin/python tests/authors/superfed.py folder/SuPerFed` compares one 
 its random draws are recorded. Then their program, at the commit that this page names, runs with
 these draws. None of their code is in our repository.
 
-**The tables.** *Difference* is the largest difference between two numbers. Below
-epsilon * steps * n * size it counts as rounding: epsilon is 2^-52, n the number of terms in the
-longest sum of a step, and size the largest number compared, at least 1. Dividing a result by a
-small number enlarges the bound by that factor. It ignores that later steps can enlarge errors.
-[The record](../results/authors.json) lists all rounds, steps and bounds. *Changed there* names what
-we replaced to make their program run; "float32 reads float64" means that this word is replaced in
+**The tables.** *Difference* is the largest difference between two numbers. Below epsilon * steps *
+n * size it counts as rounding: epsilon is 2^-52, n the number of terms in the longest sum of a
+step, and size the largest number compared, at least 1. Dividing a result by a small number enlarges
+the bound by that factor. The bound ignores later steps' amplification of errors. [The
+record](../results/authors.json) lists all rounds, steps and bounds. *Changed there* names what we
+replaced to make their program run; "float32 reads float64" means that this word is replaced in
 their files.
 
 We computed in float64, with Python {record["python"]} and PyTorch {record["torch"]}.
