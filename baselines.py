@@ -36,7 +36,7 @@ of the model's d weights, [m, d] holds one for each of the m sampled clients.
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; most
 authors' code weights this mean by the number of test images (`weighted_mean` in the record). Each
-function says which models these are. If a personal model has two parts, they are the server's
+function says which models these are. A personal model of two parts joins the server's
 newest and the client's last.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
@@ -73,7 +73,7 @@ from splits import whole_numbers
 
 
 def with_decay(g, w, decayed, decay):
-    """Returns f_k's gradient g plus decay * w, where `decayed` [d] is 1 (see models.Net)."""
+    """Returns f_k's gradient g, plus decay * w where `decayed` [d] is 1 (see models.Net)."""
     return torch.addcmul(g, decayed, w, value=decay) if decay else g
 
 
@@ -619,8 +619,8 @@ def lg_fedavg(federation, run, args):
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
     D2  Line 1 starts from w_0, as all methods here do. The authors' code starts from a model that
         FedAvg has trained.
-    D3  The personal model has the current w. The authors' code averages the w of each client's best
-        round so far (on its test images) and reports this average's best accuracy.
+    D3  The personal model has the current w. The authors' code averages the w of the clients' best
+        models (on their test images) and reports this average's best accuracy.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.
@@ -877,7 +877,7 @@ def fedspa(federation, run, args):
     active = int(counts.sum())
 
     @common.step
-    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; the g given is the last one
+    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; the given g is not used
         g = gradient(w, b)  # l.4 (D4)
         return *sgd(w, u, M * g, eta), g  # l.4 (D2)
 
@@ -968,7 +968,7 @@ def fedma(federation, run, args):
     Global and personal: w. One round is FedMA, more are FedMA "with communication". The authors'
     script has --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
     --batch-size 64 --epochs 20 --rounds 11. In a round a client sends each layer once. It receives
-    w at the start (in the first round only with --common-start), then each averaged layer but the
+    w at the start (except in round 0 without --common-start), then each averaged layer but the
     last, and Pi_k.
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP)
         a global layer can grow.

@@ -5,8 +5,8 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
     --model cnn --rounds 60 reaches .5289 and .8342 here: results/fedslr/cifar10-cnn-lambda-1e-4
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
-with client i; mu makes it sparse. On client i's test images (D7) "gkr" tests w, "personal" w + p_i
-(mixed); "global" tests w on all. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
+with client i; mu makes it sparse. "gkr" tests w on client i's images (D7), "personal" w + p_i
+(mixed), "global" w on the test set. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -224,7 +224,7 @@ def count_factors(net, ranks):
 
 
 def measures(federation, state):
-    """Returns the sizes of the GKR and the mixed models, and measures on clients' test images."""
+    """Returns the GKR's and the mixed models' sizes, ranks, and results on clients' images."""
     nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
     mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0

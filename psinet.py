@@ -16,7 +16,7 @@ proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
      3  convolutions from the depth on are cut into G groups, each followed by GroupNorm
-     4  fully connected layers have G blocks; block g sees group g, and the last gives M(g)'s logits
+     4  fully connected layers have G blocks; block g sees group g, and finally gives M(g)'s logits
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
      6  G_i = node i's groups: all, or in extreme cases (D6) those with a class that i holds
@@ -29,10 +29,10 @@ proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs
     12      omega = omega - eta * gradient of the cross-entropy; running statistics move towards b's
 
     D1  Line 3: the first grouped layer sees all channels and is initialised as if ungrouped.
-    D2  Layers keep their widths, rounded up to multiples of G. A group is initialised by its size.
+    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group that no node in S has is kept.
+    D5  Lines 9, 10 weight node i by its number of images. A group stays if no node in S has it.
     D6  Line 6 prunes on every split (--no-prune: on none). The softmax then has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
@@ -170,9 +170,9 @@ def local_updates(federation, update, has, w, r, S, t):
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.numbers_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # A mask selects row by row, equally many entries in each, so `view` gives each node its
-        # own, in the order of its smaller network, where groups ascend, too. masked_scatter writes
-        # them back in this order.
+        # The mask selects equally many entries in each row, so `view` gives each node its own. They
+        # have the order of its smaller network (groups ascend in both). masked_scatter writes them
+        # back in this order.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
@@ -218,7 +218,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The norms' ablation has 10 nodes with 4 classes, that of G 50 (CIFAR-100). Others: D3, D7, D8
+# 10 nodes have 4 classes in the norms' ablation, 50 in G's (CIFAR-100). Others: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -250,8 +250,8 @@ class BatchNorm(nn.BatchNorm2d):
     """BatchNorm that also returns its next statistics: vmap allows no change in place."""
 
     def forward(self, x, mask=None):
-        """Returns x [B, C, H, W] normalised, the next running means and the next variances [C]. In
-        training, statistics are of images in mask [B]; running ones move a tenth of the way."""
+        """Returns x [B, C, H, W] normalised, the next running means and variances [C]. In training,
+        statistics are of images in mask [B]; running ones move a tenth of the way (l.12)."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)

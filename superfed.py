@@ -9,9 +9,9 @@
 
 The server averages w^f, the federated model. The local model w^l_k, of the same shape, stays with
 client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
-central images. "personal" tests W_k on k's images with D12's lambda, "personal@test" with
-the lambda that is best on these, as in the paper. Line numbers are the paper's (missing ones end
-loops, return or are lost); 7a and C8a are ours. L is the share of rounds before Phase II. fedavg.py
+central images. "personal" tests W_k on k's test images with D12's lambda, "personal@test"
+with the lambda best on these, as in the paper. Line numbers are the paper's (omitted: loop
+ends, returns, lost lines); 7a and C8a are ours. L is the share of rounds before Phase II. fedavg.py
 explains [d], net and l.7, docs/superfed.md D1 to D15. "Officially" means in the authors' code.
 
     Server
@@ -35,7 +35,7 @@ explains [d], net and l.7, docs/superfed.md D1 to D15. "Officially" means in the
     C13  keep w^l_k, return w^f to the server
 
     D1  Line C8: the official code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
-    D2  Lines C7, C8: officially biases have no local copy; neither line uses them.
+    D2  Lines C7, C8: officially biases are neither mixed nor part of the cosine.
     D3  Line 2: all w^l_k have one seed; with --own-start each has its own (KDD 2022's code).
     D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1, with eta scaled by .995^(t+1).
     D5  Model Mixing's mu, nu, L are official. Layer Mixing's L = .8 is inferred from Table 3.
@@ -140,7 +140,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# These are CIFAR-10's settings in Table 1; below, what differs in other columns. K, R and momentum
+# These are CIFAR-10's settings in Table 1; BY_DATASET has what differs for others. K, R, momentum
 # are the paper's. C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`), which our copy
 # has lost, are from the official scripts. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,  # D8
@@ -167,8 +167,8 @@ def arguments(argv):
     group.add_argument("--nu", type=common.nonnegative, default=2.0,
                        help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, the share of rounds before Phase II. With 1 Phase II is empty "
-                            "(the last round with --as official). Default: .5 on shapes; "
+                       help="L, the share of rounds before Phase II. 1 leaves Phase II empty "
+                            "(--as official: one round). Default: .5 on shapes; "
                             "elsewhere .8 with --mix layer, .4 with --mix model (CIFAR-100: .5)")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
                        help="follow the paper, or the authors' code for v1, in D1, D2 and D4")
