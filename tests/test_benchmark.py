@@ -192,3 +192,17 @@ def test_the_page_has_the_tables_of_the_committed_runs(tmp_path):
             assert line in page
     numbers = re.findall(r"^\|[a-z-]+\|0\.\d+ ±", page, re.M)
     assert len(numbers) == len(kinds) * len(compare.METHODS)  # no row of a method that left
+
+
+def test_the_page_has_the_order_of_the_claims():
+    """Each word of its first table is that of the paired difference."""
+    page = (compare.HERE / "docs" / "benchmark.md").read_text()
+    kinds = [benchmark.Kind(title, benchmark.arguments([])) for title in benchmark.KINDS]
+    claims = re.findall(r"^\|\w.*`(.*)` is ahead of `(.*)`\|(.*)\|(.*)\|(.*)\|$", page, re.M)
+    assert len(claims) == 7
+    for *names, a, b, c in claims:
+        for k, word in zip(kinds, (a, b, c)):
+            runs = [[k.known_run(name, k.choose(name)[0], split, seed)
+                     for split in range(benchmark.SPLITS)
+                     for seed in range(k.seeds(compare.METHODS))] for name in names]
+            assert benchmark.report.paired(*runs)[2] == word, (names, k.title)
