@@ -11,7 +11,7 @@ with --beta 0 --lr .03. At the default alpha=.1 they reach .402 (FedAvgM) and .3
     FedAvg   .301   .5413  .6974  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
 This is FedAvg's algorithm with section 4.2's server momentum v, whose factor is beta. fedavg.py
-explains the other lines and symbols, "global", "personal", [d], net and l.7. Lines 7a and 7b are
+explains other symbols, "global", "personal", [d], net and l.7. Lines 1, 7, 11 differ; 7a, 7b are
 new. docs/fedavgm.md explains our choices D1 to D7.
 
     Server
@@ -36,7 +36,7 @@ new. docs/fedavgm.md explains our choices D1 to D7.
     D3  Line 3: C*K is rounded down.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; others use alpha for each class.
-    D6  Our copy has lost E, B, alpha, eta, beta. We use Flower's (eta, beta: for alpha 0, 1).
+    D6  Our copy lost E, B, alpha, eta, beta. We use Flower's (eta, beta tuned at alpha 0, 1).
     D7  Our copy has lost the formulas of 7-7b. We use PyTorch's Nesterov form at server rate 1."""
 
 from types import SimpleNamespace as State

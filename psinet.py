@@ -10,7 +10,7 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     FedAvg, GroupNorm  .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
-proportions. The listing restates sections 3 and 4. fedavg.py explains [d], docs/psinet.md D1-D9.
+proportions. The listing restates the notes. fedavg.py explains [d], docs/psinet.md D1-D9.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -170,9 +170,9 @@ def local_updates(federation, update, has, w, r, S, t):
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.numbers_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # The mask selects equally many entries in each row, so `view` gives each node its own. They
-        # have the order of its smaller network (groups ascend in both). masked_scatter writes them
-        # back in this order.
+        # Each row of the mask selects equally many entries, so `view` gives one row per node, in
+        # the order of the node's smaller network (groups ascend in both). masked_scatter puts
+        # rows back.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
@@ -218,7 +218,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes have 4 classes in the norms' ablation, 50 in G's (CIFAR-100). Others: D3, D7, D8
+# 10 nodes: 4 classes each (ablation of norms), 50 (of G, CIFAR-100). Others: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -251,7 +251,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x, mask=None):
         """Returns x [B, C, H, W] normalised, the next running means and variances [C]. In training,
-        statistics are of images in mask [B]; running ones move a tenth of the way (l.12)."""
+        mask [B] selects images; running statistics move a tenth of the way there (l.12)."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)
