@@ -239,7 +239,7 @@ def table(rows):
     found = [order, ["---"] * len(order)]
     for row, cells in zip(rows, body):
         at = dict(zip(titles, cells)) | to.get(row["method"], {})
-        for title in ("worst tenth", "global"):
+        for title in ("personal", "worst tenth", "global"):
             at[title] = at.get(title, "").partition(" ±")[0]
         for title in others[1:]:
             interval, end, word = at.get(title, "").partition("]")

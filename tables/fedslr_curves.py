@@ -1,4 +1,4 @@
-"""FedSLR beside other methods over 60 rounds, with the small CNN.
+"""FedSLR beside other methods, with the small CNN, over 60 and 1,000 rounds.
 
     python -m tables.fedslr_curves       draws results/fedslr-curves.png from results/fedslr
 """
@@ -9,7 +9,11 @@ import pathlib
 import common
 
 RESULTS = pathlib.Path(__file__).parent.parent / "results"
-DATA = {"CIFAR-10": "cifar10-cnn", "CIFAR-100": "cifar100-cnn"}
+DATA = {  # FedSLR's record, and what the others' names begin with
+    "CIFAR-10": ("cifar10-cnn-lambda-1e-4", "cifar10-cnn"),
+    "CIFAR-100": ("cifar100-cnn-lambda-1e-4", "cifar100-cnn"),
+    "CIFAR-10, 1,000 rounds": ("cifar10-cnn-1000-rounds", "cifar10-cnn-1000-rounds"),
+}
 ONE_MODEL = {"FedAvg": "fedavg", "FedDyn": "feddyn", "SCAFFOLD": "scaffold"}
 OWN_MODELS = {"FedPer": "fedper", "Ditto": "ditto", "training alone": "local"}
 
@@ -23,14 +27,15 @@ def curve(name, part):
 def main():
     title = (r"small CNN, 100 clients, $\alpha$ = .1, $\lambda$ = 1e-4, seed 0: accuracy, "
              "mean over the clients")
-    with common.drawing(RESULTS / "fedslr-curves.png", 2, 2, (11, 8), title) as axes:
-        for (one, own), (data, prefix) in zip(axes, DATA.items()):
-            ours = f"{prefix}-lambda-1e-4"
+    with common.drawing(RESULTS / "fedslr-curves.png", 3, 2, (11, 12), title) as axes:
+        for (one, own), (data, (ours, prefix)) in zip(axes, DATA.items()):
             one.plot(*curve(ours, "gkr"), color="black", label="FedSLR: GKR, mixed")
             own.plot(*curve(ours, "personal"), color="black")
             for axis, methods, first in ((one, ONE_MODEL, 0), (own, OWN_MODELS, 3)):
                 for i, (method, name) in enumerate(methods.items(), first):
-                    axis.plot(*curve(f"{prefix}-{name}", "personal"), color=f"C{i}", label=method)
+                    if (RESULTS / "fedslr" / f"{prefix}-{name}").exists():
+                        axis.plot(*curve(f"{prefix}-{name}", "personal"), color=f"C{i}",
+                                  label=method)
             one.set(title=f"{data}: one model for all", ylabel="accuracy")
             own.set(title=f"{data}: a model for each client")
         for axis in axes.flat:
