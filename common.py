@@ -213,6 +213,8 @@ class Federation:
         if gpu and engine.before_ampere(self.device):
             transform = self.transform
             self.transform = lambda *images: transform(*images).contiguous()
+        # images evaluated at once; of a large model fewer, since a CPU's cache is small
+        self.part = 500 if gpu or self.net.d <= engine.SMALL else 100
         self.threads = 0 if gpu else args.parallel or engine.cores()
         self.map = engine.pool(self.threads)  # over items; on a CPU several at once
         # on a GPU: the way to try, the way in use, ways proved, why ways failed, CUDA graphs
@@ -375,15 +377,17 @@ class Federation:
     # Evaluation
 
     def logits(self, w, index):
-        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented."""
-        parts = np.array_split(index, range(500, len(index), 500))
+        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts are
+        nearly equal: one with three images or fewer would have other bits."""
+        parts = np.array_split(index, max(1, math.ceil(len(index) / self.part)))
         return torch.cat(list(self.map(functools.partial(self.logits_of_part, w), parts)))
 
     @torch.no_grad()
     def logits_of_part(self, w, index):
         if self.stop:
             raise SystemExit(self.stop)
-        parts = torch.as_tensor(index, device=self.device).split(500)
+        index = torch.as_tensor(index, device=self.device)
+        parts = index.tensor_split(max(1, math.ceil(len(index) / self.part)))
         return torch.cat([self.net(w, self.transform(self.images[part])) for part in parts])
 
     def evaluate(self, w):

@@ -225,8 +225,9 @@ def count_factors(net, ranks):
 
 def measures(federation, state):
     """Returns the GKR's and the mixed models' sizes, ranks, and results on clients' images."""
-    nonzeros = torch.stack([(state.p[i] != 0).sum() for i in federation.rows()])
-    mixed = state.numbers + federation.gather(nonzeros.double())  # [M]
+    nonzeros = [float(state.p[i].count_nonzero()) for i in federation.rows()]
+    mixed = torch.tensor(nonzeros, dtype=torch.double, device=state.w.device)
+    mixed = state.numbers + federation.gather(mixed)  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0
     net = federation.net
     names = [net.names[l].removesuffix(".weight") for l, _, _ in matrices(net)]
