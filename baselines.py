@@ -36,8 +36,8 @@ of the model's d weights, [m, d] holds one for each of the m sampled clients.
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; most
 authors' code weights this mean by the number of test images (`weighted_mean` in the record). Each
-function says which models these are. A personal model of two parts joins the server's
-newest and the client's last.
+function says which models these are. A personal model of two parts joins the server's newest and
+the client's last.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
 (docs/baselines.md). The momentum buffer u starts at 0 before each loop over epochs. pfedme's

@@ -387,8 +387,7 @@ class Federation:
         if self.stop:
             raise SystemExit(self.stop)
         index = torch.as_tensor(index, device=self.device)
-        parts = index.tensor_split(max(1, math.ceil(len(index) / self.part)))
-        return torch.cat([self.net(w, self.transform(self.images[part])) for part in parts])
+        return self.net(w, self.transform(self.images[index]))
 
     def evaluate(self, w):
         """Global measures of the model w [d] on the central test images: top1, top5, loss, ece,
@@ -419,7 +418,7 @@ class Federation:
             models = W if callable(W) else W.__getitem__
 
             def alone(i):
-                return self.logits_of_part(models([i])[0], own[i])
+                return self.logits(models([i])[0], own[i])
 
             logits = torch.cat(list(self.map(alone, range(len(own)))))
         labels = self.labels[torch.as_tensor(index, device=self.device)]

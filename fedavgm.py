@@ -4,7 +4,7 @@ Non-Identical Data Distribution for Federated Visual Classification", 2019, arXi
     python fedavgm.py --dataset cifar10    Figure 5: C=.05, E=1, alpha=.1 (D6), 10,000 rounds
 
 Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. FedAvg runs
-with --beta 0 --lr .03. At the default alpha=.1 they reach .402 (FedAvgM) and .353 after 500 rounds.
+with --beta 0 --lr .03. At the default alpha=.1 FedAvgM reaches .402, FedAvg .353 after 500 rounds.
 
              paper  last   best   record (in results/fedavgm-headline)
     FedAvgM  .769   .7993  .8015  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
@@ -37,7 +37,7 @@ new. docs/fedavgm.md explains our choices D1 to D7.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; others use alpha for each class.
     D6  Our copy lost E, B, alpha, eta, beta. We use Flower's (eta, beta tuned at alpha 0, 1).
-    D7  Our copy has lost the formulas of 7-7b. We use PyTorch's Nesterov form at server rate 1."""
+    D7  Our copy lost 7-7b's formulas. It names Nesterov, server rate 1. The form is PyTorch's."""
 
 from types import SimpleNamespace as State
 

@@ -5,7 +5,7 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
     with --model cnn .7449 and .9130 here: results/fedslr/cifar10-cnn-1000-rounds
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
-with client i; mu makes it sparse. "gkr" tests w on client i's images (D7), "personal" w + p_i
+with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i
 (mixed), "global" w on the test set. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
@@ -27,17 +27,17 @@ with client i; mu makes it sparse. "gkr" tests w on client i's images (D7), "per
     16      gamma_i = gamma_i + (w^t - w_i) / eta_g, the client's copy of line 6             (5)
     17      Phase II: for each fusion epoch:
     18          for each minibatch b:
-    19              g = gradient of f_i(w^t + p_i; b) in p_i
+    19              g = gradient of f_i(w^t + p_i; b) with respect to p_i
     20              p_i = soft(p_i - eta * g, eta*mu)                                        (7)
 
     D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices (authors' code).
     D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
     D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices and pi(kernel), but no vectors. Line 20 shrinks all of p_i.
+    D5  Line 7 shrinks matrices, and kernels as matrices (by pi), no vectors; line 20 all of p_i.
     D6  Per layer the server sends min(rows*columns, rank*(rows+columns)) weights; clients send w_i.
     D7  A client tests on floor(100 * its class proportion) central images of each class.
-    D8  Class proportions follow Dir(.1); empty classes are refilled; images shift and flip."""
+    D8  Class proportions follow Dir(.1); used-up classes are dealt again; images shift and flip."""
 
 from types import SimpleNamespace as State
 
@@ -78,7 +78,7 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def local_training(net, args):
-    """Returns client_update(w, gamma, p, epochs, eta): lines 8-15, 17-20, one client."""
+    """Returns client_update(w, gamma, p, epochs, eta): lines 8-15 and 17-20 for one client."""
     decay = args.weight_decay * net.decayed  # [d] (D3)
 
     @common.step
@@ -213,7 +213,7 @@ def pi_inverse(matrix, shape):
 
 def count_factors(net, ranks):
     """Returns how many weights are sent for a model whose pi(w_l) have these ranks [L]. A matrix is
-    sent whole or as two factors, if that is fewer."""
+    sent whole or as two factors, whichever takes fewer."""
     sizes = list(net.sizes)
     for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
         sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
@@ -224,7 +224,7 @@ def count_factors(net, ranks):
 
 
 def measures(federation, state):
-    """Returns the GKR's and the mixed models' sizes, ranks, and results on clients' images."""
+    """Returns the GKR's and the mixed models' sizes and results on test images, and w's ranks."""
     nonzeros = [float(state.p[i].count_nonzero()) for i in federation.rows()]
     mixed = torch.tensor(nonzeros, dtype=torch.double, device=state.w.device)
     mixed = state.numbers + federation.gather(mixed)  # [M]

@@ -10,13 +10,13 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     FedAvg, GroupNorm  .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
-proportions. The listing restates the notes. fedavg.py explains [d], docs/psinet.md D1-D9.
+proportions. The listing restates the notes. fedavg.py explains [d] and l.7, docs/psinet.md D1-D9.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
      2  layers below the depth are shared by all classes: convolutions, each with BatchNorm
      3  convolutions from the depth on are cut into G groups, each followed by GroupNorm
-     4  fully connected layers have G blocks; block g sees group g, and finally gives M(g)'s logits
+     4  linear layers have G blocks: block g sees group g; in the last layer it gives M(g)'s logits
     Server
      5  choose Omega = {Omega_shared, Omega_1, ..., Omega_G}
      6  G_i = node i's groups: all, or in extreme cases (D6) those with a class that i holds
@@ -32,11 +32,11 @@ proportions. The listing restates the notes. fedavg.py explains [d], docs/psinet
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group stays if no node in S has it.
-    D6  Line 6 prunes on every split (--no-prune: on none). The softmax then has only G_i's classes.
+    D5  Lines 9, 10 weight node i by its number of images. A group that no node in S has is kept.
+    D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
-    D9  tables/psinet_depth.py suggests the first layer with total variance above the midrange.
+    D9  tables/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def local_updates(federation, update, has, w, r, S, t):
     for s in s_i.unique().tolist():  # nodes with s groups train together
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
-        has_w, has_r = federation.net.numbers_of(has_S[these])  # [nodes, d], [nodes, d_r]
+        has_w, has_r = federation.net.masks_of(has_S[these])  # [nodes, d], [nodes, d_r]
         # Each row of the mask selects equally many entries, so `view` gives one row per node, in
         # the order of the node's smaller network (groups ascend in both). masked_scatter puts
         # rows back.
@@ -202,7 +202,7 @@ def main(argv=None):
     for t in run.rounds(state, model=lambda state: torch.cat([state.w, state.r])):  # l.7
         S = federation.sample(t)  # l.7 (D8)
         w_i, r_i = local_updates(federation, update, has, state.w, state.r, S, t)  # l.8
-        has_w, has_r = federation.net.numbers_of(has[S])  # [m, d], [m, d_r]
+        has_w, has_r = federation.net.masks_of(has[S])  # [m, d], [m, d_r]
         n_i = federation.n[S]  # [m]
         state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]
         state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_r]
@@ -251,7 +251,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x, mask=None):
         """Returns x [B, C, H, W] normalised, the next running means and variances [C]. In training,
-        mask [B] selects images; running statistics move a tenth of the way there (l.12)."""
+        mask [B] selects images; running statistics move a tenth of the way to theirs (l.12)."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)
@@ -312,7 +312,7 @@ class GroupedNet(common.Net):
             groups.append(torch.tensor(own, device=self.device).repeat_interleave(size // len(own)))
         return torch.cat(groups)
 
-    def numbers_of(self, has):
+    def masks_of(self, has):
         """Returns masks of w [m, d] and r [m, d_r]: what nodes with groups `has` [m, G] own."""
         return tuple(has[:, z.clamp(min=0)] | (z < 0) for z in (self.group, self.group_r))
 

@@ -9,10 +9,9 @@
 
 The server averages w^f, the federated model. The local model w^l_k, of the same shape, stays with
 client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
-central images. "personal" tests W_k on k's test images with D12's lambda, "personal@test"
-with the lambda best on these, as in the paper. Line numbers are the paper's (omitted: loop
-ends, returns, lost lines); 7a and C8a are ours. L is the share of rounds before Phase II. fedavg.py
-explains [d], net and l.7, docs/superfed.md D1 to D15. "Officially" means in the authors' code.
+central images, "personal" W_k on k's test images with D12's lambda, "personal@test" with the lambda
+whose test mean is best, as in the paper. Lines have the paper's numbers; 7a, C8a are ours. L is the
+share of rounds before Phase II. docs/superfed.md explains D1 to D15, fedavg.py [d], net and l.7.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -34,13 +33,13 @@ explains [d], net and l.7, docs/superfed.md D1 to D15. "Officially" means in the
     C8a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
     C13  keep w^l_k, return w^f to the server
 
-    D1  Line C8: the official code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
-    D2  Lines C7, C8: officially biases are neither mixed nor part of the cosine.
+    D1  Line C8: the authors' code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
+    D2  Lines C7, C8: officially (in that code) biases are neither mixed nor part of the cosine.
     D3  Line 2: all w^l_k have one seed; with --own-start each has its own (KDD 2022's code).
-    D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1, with eta scaled by .995^(t+1).
+    D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1. Their eta: lr * .995^(t+1).
     D5  Model Mixing's mu, nu, L are official. Layer Mixing's L = .8 is inferred from Table 3.
     D6  In Layer Mixing a bias shares its layer's lambda. The cosine is over the whole model.
-    D7  Line C8a: momentum is .9 (the paper's text) and starts at 0 each round; no weight decay.
+    D7  Line C8a: momentum is .9 (paper's text), its buffer is 0 each round; no weight decay.
     D8  A client holds two random shards, officially one of five fixed pairs of classes (CIFAR-10).
     D9  Line C4: the last, smaller minibatch is used, also in tests. Officially it is dropped.
     D10  ECE (calibration error) uses a client's whole test set, officially minibatches of 20.

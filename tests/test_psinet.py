@@ -428,7 +428,7 @@ def test_a_node_with_permuted_groups_leaves_the_global_model_as_it_would_be(norm
         update = {s: psinet.local_training(with_order(psi(norm=norm, s=s), net.M), args)
                   for s in (3, 5)}
         w_i, r_i = psinet.local_updates(fed, update, has, w, r, np.arange(3), 0)
-        return w_i, r_i, *net.numbers_of(has)
+        return w_i, r_i, *net.masks_of(has)
 
     w_i, r_i, own_w, own_r = updates(net, w, r, has)
     back_w, back_r, back_own_w, back_own_r = updates(
