@@ -36,8 +36,8 @@ of the model's d weights, [m, d] holds one for each of the m sampled clients.
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; most
 authors' code weights this mean by the number of test images (`weighted_mean` in the record). Each
-function says which models these are. A personal model of two parts joins the server's newest and
-the client's last.
+function says which models these are. A personal model of two parts has the newest shared part and
+the client's own.
 
 Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
 (docs/baselines.md). The momentum buffer u starts at 0 before each loop over epochs. pfedme's
@@ -446,7 +446,7 @@ def apfl(federation, run, args):
     mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
         acts on the mixture.
-    D2  Line 4 moves alpha_k once a round, as in FedTorch. It does so before the steps on w_k and
+    D2  Line 4 moves alpha_k once a round, as FedTorch does, but before the steps on w_k and
         v_k, with line 5's first b. How often the paper moves alpha_k is unclear. By default it is
         fixed at FedSLR's .5.
     D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
@@ -617,7 +617,7 @@ def lg_fedavg(federation, run, args):
     Global: none. Personal: (v_k, w). Only w is sent.
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1.
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
-    D2  Line 1 starts from w_0, as all methods here do. The authors' code starts from a model that
+    D2  Line 1 starts from w_0. The authors' code starts from a model that
         FedAvg has trained.
     D3  The personal model has the current w. The authors' code averages the w of the clients' best
         models (on their test images) and reports this average's best accuracy.
@@ -877,7 +877,7 @@ def fedspa(federation, run, args):
     active = int(counts.sum())
 
     @common.step
-    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; the given g is not used
+    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; g is only returned
         g = gradient(w, b)  # l.4 (D4)
         return *sgd(w, u, M * g, eta), g  # l.4 (D2)
 

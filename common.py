@@ -120,8 +120,8 @@ class Epochs:
                 yield (fed.batch(*b) for b in zip(index.split(size), uniform.split(size), draw))
 
     def by(self, way, few=False, clients=None):
-        """Returns these epochs, or those of `clients`, in another way. few: two minibatches of
-        each, the second as large as an epoch's last."""
+        """Returns these epochs, or those of `clients`, in another way (of
+        engine.WAYS). few: two minibatches of each client, the second as large as its last."""
         clients, options, B = clients or self.clients, self.options, self.fed.args.batch_size
         if few:
             options = options | {"epochs": 1 if 0 < B < len(clients[0][1]) else 2}
@@ -162,7 +162,7 @@ class Federation:
 
     With one process a client's row is its number, 0 .. K-1: skip the rest of this paragraph. Under
     torchrun the r-th of P processes trains the clients k with k mod P = r, on a device of its own.
-    A client's row is its place among these. S holds rows, a parameter `among` numbers.
+    A client's row is its place among these. S holds rows, `among` holds numbers.
 
     clients [rows]: the numbers of this process's clients. n [rows]: n_k, how many training images
     each of them has. split: the Split of these clients; whole_split: that of all. net: the model.
@@ -300,8 +300,8 @@ class Federation:
         return np.flatnonzero(np.isin(self.clients, known))
 
     def per_client(self, x):
-        """What every client keeps between rounds (see Rows): a row each, x [...] for all, or x(k)
-        for client number k."""
+        """Returns Rows: what every client keeps between rounds, a row each. At first it is x [...],
+        or x(k) for client number k."""
         return Rows(self, x if callable(x) else lambda k: x)
 
     # Training
@@ -314,8 +314,8 @@ class Federation:
         client_update is written for ONE client. It goes through its epochs and their minibatches
         (see Epochs), and does its work on each by a function with @common.step.
 
-        own: tensors [m, ...]: a client gets its row of each. V.of(S) can stand for V[S]: then rows
-        are fetched when they are needed.
+        own: tensors [m, ...]: a client gets its row of each. For Rows V, V.of(S) can stand for
+        V[S]: then rows are fetched when they are needed.
         shared: tensors that are the same for all clients, such as eta.
         epochs: E, by default --epochs. order: calls with another order shuffle the images anew.
         draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers; a minibatch finds its
@@ -521,7 +521,7 @@ def parser(doc, **defaults):
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
          help="measure on only this many central test images, equally many of each class, and on "
-              "as many of all clients' own together")
+              "as many of the clients' own in all")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")
@@ -581,7 +581,7 @@ def parser(doc, **defaults):
     flag("--parallel", type=positive_int,
          help="on a CPU: threads, one for each client that trains (default: its cores)")
     flag("--precision", choices=("fp32", "tf32", "bf16"),
-         help="of the models' products in training; weights, sums and evaluation are always fp32 "
+         help="of a network's matrix products and convolutions in training; all else is fp32 "
               "(default: tf32 on a GPU from Ampere on, else fp32)")
     flag("--engine", choices=("auto", "loop"), default="auto",
          help="on a GPU. auto: all clients at once, or CUDA graphs, where they give what the loop "

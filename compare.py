@@ -66,8 +66,8 @@ METHODS = {
 
 
 def plain(shared):
-    """Returns SGD's settings without momentum; if the others have it, at 5/2 of their rate, our
-    choice between 1 and 10: momentum .9 lets a step grow to 10 eta."""
+    """Returns SGD's settings without momentum. If other methods have momentum, the rate is 5/2 of
+    theirs, our choice: momentum .9 lets a step grow to 10 eta."""
     return {"momentum": 0, "lr": round(shared.lr * (5 / 2 if shared.momentum else 1), 6)}
 
 
@@ -204,7 +204,7 @@ def shell(argv):
 def named(args):
     """Yields (name, method) of --methods: fedprox, strong=fedprox, path/to/mine.py, ..."""
     for word in filter(None, map(str.strip, args.methods.split(","))):
-        if given := re.fullmatch(r"([^\W_][\w-]*)=(.+)", word):  # it names a folder, too
+        if given := re.fullmatch(r"([^\W_][\w-]*)=(.+)", word):  # NAME is a folder, too
             yield given.groups()
         elif word == "all":
             yield from ((method, method) for method in METHODS)
@@ -246,7 +246,7 @@ def plan(args, shared, option="--set"):
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
         what = f"--methods: {name}" + f", {option} {name}.{', '.join(mine)}" * bool(mine)
         made = parsed(function, argv, what, file)
-        # of the shared settings --set changes RATES alone: refuse_foreign
+        # --set changes, of the shared settings, RATES alone (refuse_foreign)
         given = {word.partition("=")[0].replace("-", "_") for word in mine}
         for key in settings:
             if key not in given and made.get(key) != wanted[key]:
@@ -307,7 +307,7 @@ def record(method, folder):
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); "
                       "move it elsewhere")
     then, no_part = common.renamed(then), (*FREE, *common.unused(method.args["split"]))
-    earlier = next(iter(sources), "") == method.file.name  # so flags it has lost don't count
+    earlier = next(iter(sources), "") == method.file.name  # flags it has lost don't count
     for name in {**method.args, **({} if earlier else then)}:
         was, now = then.get(name), method.args.get(name)
         unused = name not in then and not now  # a flag that the file got later
@@ -318,8 +318,8 @@ def record(method, folder):
 
 
 def changed(method, record):
-    """Returns names of what has changed since a record was made: the numbers of a method of this
-    repository, a user's files, or any source file of a run that is to be resumed."""
+    """Returns what has changed since a record was made: a method's results (records.NUMBERS), a
+    user's files, or any source file of a run that is to be resumed."""
     then, own = record["environment"], [] if method.method in METHODS else [method.file]
     own += [pathlib.Path(name.rpartition(":")[0])
             for name in (method.args["model"], method.args["split"]) if ".py:" in name]
@@ -451,7 +451,7 @@ def tuning(methods, args, shared):
     grids, points = {method.name: {} for method in methods}, []
     if args.tune and not shared.client_val:
         common.refuse("--tune chooses on validation images: --client-val must be above 0")
-    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME's last
+    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME. wins
         given = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.+)", word)
         if not given or given[1] not in (None, *grids):
             common.refuse(f"--tune {word}: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...; the "

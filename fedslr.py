@@ -6,7 +6,7 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
 with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i
-(mixed), "global" w on the test set. docs/fedslr.md explains D1-D8, fedavg.py [d], net, l.7.
+(mixed), "global" w on the test set. docs/fedslr.md explains D1-D8; see fedavg.py for [d], net, l.7.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -189,11 +189,6 @@ def matrices(net):
     return [(l, n * k1, c * k2) for l, (n, c, k1, k2, *_) in shapes]
 
 
-def in_matrices(net):
-    """Returns [d]: 1 for each weight of a kernel or a matrix, else 0."""
-    return net.per_weight([float(len(shape) > 1) for _, _, shape in net.tensors])
-
-
 def full_ranks(net):
     """Returns [L]: the largest ranks that the pi(w_l) can have."""
     ranks = [min(rows, columns) for _, rows, columns in matrices(net)]
@@ -202,7 +197,8 @@ def full_ranks(net):
 
 def first_p(net, args, w):
     """Returns p_i of line 1: 0, or the kernels and matrices of w^0 and 0 for the rest (D1)."""
-    return in_matrices(net) * w if args.p_start == "copy" else torch.zeros_like(w)
+    in_matrices = net.per_weight([float(len(shape) > 1) for _, _, shape in net.tensors])
+    return in_matrices * w if args.p_start == "copy" else torch.zeros_like(w)
 
 
 def pi_inverse(matrix, shape):

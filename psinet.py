@@ -218,7 +218,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes: 4 classes each (ablation of norms), 50 (of G, CIFAR-100). Others: D3, D7, D8
+# 10 nodes with 4 classes (ablation of norms) or 50 (ablation of G). Others: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
