@@ -176,7 +176,7 @@ def check_images(source, key, x):
 
 
 def check_labels(source, part, n, y, anew):
-    """Returns the labels of n images as [n] int64. anew: code that numbers all labels."""
+    """Returns the labels of n images as [n] int64. anew: advice for the refusals."""
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if y.ndim == 2 and len(y) == n:
         refuse(f"{source}: y_{part} has the shape {y.shape}; multi-label is not supported (one-hot "
@@ -354,7 +354,7 @@ def window(x, top, left, size, flip):
 
 def augment_once(data, rng, pad=4):
     """Returns the data set with every image, training and test, moved by up to `pad` pixels each
-    way (0 comes in) and mirrored with probability 1/2, once and for all."""
+    way (0 fills in) and mirrored with probability 1/2, once and for all."""
     n, height, width, _ = data.images.shape
     top, left = torch.from_numpy(rng.integers(0, 2 * pad + 1, (2, n)))
     wide = F.pad(torch.from_numpy(data.images), (0, 0, pad, pad, pad, pad))

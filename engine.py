@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 def is_main_process():
     """Returns whether this is the only process, or the one of torchrun's that prints and writes."""
-    # RANK alone is another program's
+    # no WORLD_SIZE: not torchrun's
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
@@ -70,7 +70,7 @@ def find_device(name):
             raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as problem:
         refuse(f"--device {name} can't be used: {first_line(problem)}; use --device cpu",
-               alone=name == "cuda" and torch.cuda.is_available())  # one, but not for this process
+               alone=name == "cuda" and torch.cuda.is_available())  # a GPU, not for this process
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -139,7 +139,7 @@ def fast_kernels(precision):
 
 
 def pool(threads):
-    """Returns a map over items by this many threads; for 0, Python's own. PyTorch's threads wait
+    """Returns a map over items by this many threads; for 0, Python's map. PyTorch's threads wait
     for each other if another program takes a core, so heavy work is cut into parts instead."""
     if not threads:
         return map
@@ -159,7 +159,7 @@ def pool(threads):
 STEPS = threading.local()  # .vmapped: this thread is in a step of all clients; .worker: of pool
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
 SMALL = 500_000  # weights; above it clients gain nothing from going together (a guess)
-MOST = 32  # graphs, since PyTorch has so many streams, and each graph needs one of its own
+MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
 
 
 class Filled(NamedTuple):  # a minibatch that a Graph makes: fed.batch(*inputs)
@@ -278,8 +278,8 @@ class Graph:
 
 
 def capture(function, device):
-    """Returns a function that replays `function` as a CUDA graph. It has a stream of its own: with
-    a graph PyTorch frees the cuBLAS workspace of its stream (PyTorch's issue 193402)."""
+    """Returns a function that replays `function` as a CUDA graph. It has its own stream, since
+    freeing a graph frees its stream's cuBLAS workspace (PyTorch's issue 193402)."""
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(main)

@@ -414,7 +414,7 @@ class Net:
         found |= {name: z.cpu().clone().expand(w.shape[:-1] + z.shape)
                   for name, z in self.constants.items()}
         first = {id(z): name for name, z in (*self.module.named_parameters(),
-                                             *self.module.named_buffers())}  # of tied weights
+                                             *self.module.named_buffers())}  # tied ones once
         own = self.module.state_dict(keep_vars=True)
         return {name: found[first[id(z)]] for name, z in own.items()}
 
@@ -500,7 +500,7 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
             module = group_norms(module)
         batchnorms = [z for z in module.modules() if isinstance(z, BATCHNORM) and z.training]
         if no_dropout:
-            module.eval()  # all layers, since F.dropout has none of its own
+            module.eval()  # all layers: F.dropout obeys its module
         for layer in batchnorms:
             layer.train(batchnorm != "frozen")
         return module

@@ -1,7 +1,7 @@
 """Images and labels as arrays: from a .npz, a folder of images, LEAF's JSON or torchvision; and
 `shapes`, which is synthetic and needs no file.
 
-Each function returns a dict with some of ARRAYS, unchanged. Files that can't be read are refused
+Readers return a dict with some of ARRAYS, `shapes` a tuple. Files that can't be read are refused
 here; datasets.make_data checks the rest. A record has the images' fingerprint, and so needs no hash
 of this file.
 """

@@ -151,7 +151,7 @@ class Run:
             raise SystemExit(federation.stop)
 
     def keep(self):
-        """Makes an interruption or a divergence leave the present state."""
+        """Has an interruption or a divergence save the present state."""
         for rows in self.federation.all_rows:
             rows.replaced.clear()
         self.kept = dict(vars(self.state))
@@ -503,7 +503,7 @@ class Run:
 
 
 def in_words(part, measures, names=None):
-    """Returns `names` or all as text."""
+    """Returns the measures called `names`, or all of them, as text."""
     shown = {name: z for name, z in measures.items() if isinstance(z, float)}
     return part + "".join(f" {name} {shown[name]:.4f}" for name in names or shown if name in shown)
 
@@ -641,7 +641,7 @@ def free_memory(device):
 
 
 def is_finite(z):
-    """Returns whether a tensor is finite, or all that this round has put into Rows. x.isfinite()
+    """Returns whether a tensor, or all that a round has put into Rows, is finite. x.isfinite()
     would make tensors as large as x."""
     if isinstance(z, Rows):
         return all(sound for *_, sound in z.replaced)

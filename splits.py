@@ -228,7 +228,7 @@ def split_dirichlet_hsu(labels, classes, rng, args):
 
 def whole_numbers(values, rng=None):
     """Returns values [n] rounded up or down, with the same (whole) sum. The largest fractions go
-    up; with rng random ones do, or the same class would go up for every client."""
+    up; with rng random ones do, so that it is not one class for all clients."""
     if rng:
         return np.diff(np.floor(values.cumsum().round(9) + rng.random()), prepend=0).astype(int)
     low = np.floor(values).astype(int)
@@ -287,7 +287,7 @@ def split_classes(labels, classes, rng, args):
 
 def split_lognormal(labels, classes, rng, args):
     """Gives client k the s labels k, k+1, ... (mod classes), as PersFL's DS-3. Each holder of a
-    class gets 10 of its images, and of the others a share given by log-normal draws (mu = 0,
+    class gets 10 of its images and a share of the rest, given by log-normal draws (mu = 0,
     sigma = 2). pFedMe's generator is far more even: docs/persfl.md."""
     least, owned = 10, [[] for _ in range(args.clients)]
     for c, pool in enumerate(by_class(labels, classes, rng)):
