@@ -258,7 +258,7 @@ def draw(kinds, path):
             for y, row in enumerate(shown):
                 mean, interval, word = row["against"][TO[0]]
                 colour = {"ahead": "C2", "behind": "C1"}.get(word, "C6")
-                axis.plot(mean, y, "o", color=colour)
+                axis.plot(mean, y, "o", color=colour, label=word)
                 if interval:
                     axis.plot(interval, [y, y], color=colour)
             axis.axvline(0, color="C6", linewidth=1)
