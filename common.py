@@ -184,7 +184,7 @@ class Federation:
             refuse(f"{self.processes} processes for {self.K} clients; start at most one per client")
         if "clients" in unused(args.split):
             args.clients = self.K  # for the record
-        self.images = datasets.as_tensor(self.data.images).to(self.device)
+        self.images = torch.from_numpy(self.data.images).to(self.device)
         self.labels = torch.from_numpy(self.data.labels).to(self.device)
         self.clients = np.arange(self.rank, self.K, self.processes)
         parts = self.whole_split.measured(args.limit_test)

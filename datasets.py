@@ -16,7 +16,7 @@ from readers import ARRAYS, shapes
 
 
 class Data(NamedTuple):
-    """images [N,H,W,C] (uint8, uint16 or float32) and labels [N] int64. The first n_train are for
+    """images [N,H,W,C] (uint8 or float32) and labels [N] int64. The first n_train are for
     training, the last n_val for validation; those between are the central test images.
 
     owner [n_train]: the client of each training image, where the data set says so; test_owner: the
@@ -157,10 +157,12 @@ def make_data(name, source, arrays, test_share=None, classes=None):
 
 
 def check_images(source, key, x):
-    """Returns the images as [n,H,W,C] of uint8, uint16 or float32."""
+    """Returns the images as [n,H,W,C] of uint8, or of float32, where 65535 of uint16 is 1."""
+    if x.dtype == np.uint16:
+        x = x / np.float32(65535)
     if x.dtype.kind == "f":
         x = x.astype(np.float32, copy=False)
-    if x.dtype not in (np.uint8, np.uint16, np.float32):
+    if x.dtype not in (np.uint8, np.float32):
         refuse(f"{source}: {key} holds {x.dtype}; save the images as uint8 (0 to 255), uint16 or "
                "float32")
     if x.ndim not in (3, 4) or x.ndim == 4 and x.shape[3] not in (1, 3):
@@ -289,8 +291,8 @@ def limit_images(data, limit=None, limit_test=None, natural=False):
 
 def remarks(data):
     """Returns what a user should know of the images, a line each."""
-    notes, train, test = [*data.notes], data.images[: data.n_train], data.images[data.central]
-    if all(np.array_equal(x, train[0]) for x in data.images):
+    notes = [*data.notes]
+    if all(np.array_equal(x, data.images[0]) for x in data.images):
         return [*notes, "warning all images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
@@ -301,14 +303,6 @@ def remarks(data):
         if which:
             notes.append(f"note    no {kind} image is of class {', '.join(which[:10])}"
                          + f" and {len(which) - 10} more" * (len(which) > 10))
-    for c in range(train.shape[3]):
-        value = train[0, 0, 0, c]
-        if (train[0, ..., c] == value).all() and (train[..., c] == value).all():
-            ends = test[..., c].min(), test[..., c].max()
-            if far := max(abs(float(z) - float(value)) for z in ends):
-                notes.append(f"note    channel {c} is the same in all training images, and not in "
-                             f"the test images: --transform normalize makes numbers up to "
-                             f"{far / largest(test.dtype) / 1e-6:,.0f} of it")
     return notes
 
 
@@ -320,22 +314,9 @@ def remarks(data):
 # fastest on CPUs and tensor cores.
 
 
-def largest(dtype):
-    """Returns the largest pixel of a type; floats are taken as they are."""
-    return np.iinfo(dtype).max if np.dtype(dtype).kind == "u" else 1
-
-
-def as_tensor(images):
-    """Returns images as a tensor; uint16, which a GPU can't index, becomes int32."""
-    return torch.from_numpy(images.astype(np.int32) if images.dtype == np.uint16 else images)
-
-
 def unit(x):
-    """Returns pixels as floats: integers from 0 to 1 by the range of their type, floats as they
-    are."""
-    if x.is_floating_point():
-        return x
-    return x.float() / (255 if x.dtype == torch.uint8 else 65535)
+    """Returns pixels as floats: uint8 from 0 to 1, floats as they are."""
+    return x if x.is_floating_point() else x.float() / 255
 
 
 def scale(x, u=None):
@@ -394,10 +375,9 @@ def moments(images):
         mean = sum(part.sum((0, 1, 2), dtype=np.float64) for part in parts) / n
         square = sum(((part - mean) ** 2).sum((0, 1, 2)) for part in parts) / n
         return mean, np.sqrt(square)
-    top = largest(images.dtype)
-    counts = np.stack([np.bincount(images[..., c].ravel(), minlength=top + 1)
+    counts = np.stack([np.bincount(images[..., c].ravel(), minlength=256)
                        for c in range(images.shape[3])], 1)
-    values, share = np.arange(top + 1)[:, None] / top, counts / counts.sum(0)
+    values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
     return mean, np.sqrt((share * (values - mean) ** 2).sum(0))
 
@@ -405,7 +385,7 @@ def moments(images):
 def normalize(data):
     """Returns a transform to mean 0 and standard deviation 1 a channel, over training images."""
     mean, std = moments(data.images[: data.n_train])
-    both = np.stack([mean, std.clip(1e-6)])
+    both = np.stack([mean, np.where(std > 1e-6, std, 1)])  # 1: of a channel that is constant
     on = functools.cache(lambda device: torch.tensor(both, dtype=torch.float32, device=device))
 
     def transform(x, u=None):

@@ -166,56 +166,23 @@ class MnistCNN(Chain):
             relu3=nn.ReLU(), fc2=nn.Linear(512, classes))
 
 
-class Block(nn.Module):
-    """A residual block of ResNet18."""
-
-    def __init__(self, inputs, width, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(2, width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(2, width)
-        if stride != 1:
-            self.shortcut = nn.Conv2d(inputs, width, 1, stride, bias=False)
-            self.norm3 = nn.GroupNorm(2, width)
-
-    def forward(self, x):
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        if hasattr(self, "shortcut"):
-            x = self.norm3(self.shortcut(x))
-        return F.relu(x + y)
-
-
-class ResNet18(nn.Module):
+def resnet18(channels, classes, size):
     """ResNet-18 with GroupNorm(2), as in FedSLR.
 
     For images up to 32x32 it has a 3x3 stem and no bias in the last layer: 11,173,952 weights for
     10 classes, 11,220,032 for 100. For larger ones it is torchvision's, with a 7x7 stem, pooling,
     torchvision's initialisation and a bias: 11,279,112 weights for 200 classes.
     """
+    import torchvision  # not above: it takes as long as all other imports
 
-    def __init__(self, channels, classes, size):
-        super().__init__()
-        self.small = size[0] <= 32
-        kernel, stride, padding = (3, 1, 1) if self.small else (7, 2, 3)
-        self.conv1 = nn.Conv2d(channels, 64, kernel, stride, padding, bias=False)
-        self.norm1 = nn.GroupNorm(2, 64)
-        inputs = 64
-        for i, width in enumerate((64, 128, 256, 512)):
-            blocks = {"1": Block(inputs, width, 2 if i else 1), "2": Block(width, width, 1)}
-            self.add_module(f"stage{i + 1}", Chain(**blocks))
-            inputs = width
-        self.fc = nn.Linear(512, classes, bias=not self.small)
-
-    def start(self, name, shape):
-        linear = len(shape) == 2
-        return pytorch_default(name, shape) if self.small or linear else he_normal(name, shape)
-
-    def forward(self, x):
-        x = F.relu(self.norm1(self.conv1(x)))
-        x = x if self.small else F.max_pool2d(x, 3, 2, 1)
-        x = self.stage4(self.stage3(self.stage2(self.stage1(x))))
-        return self.fc(x.mean((2, 3)))
+    small, norm = size[0] <= 32, functools.partial(nn.GroupNorm, 2)
+    net = torchvision.models.resnet18(num_classes=classes, norm_layer=norm)
+    net.conv1 = nn.Conv2d(channels, 64, *((3, 1, 1) if small else (7, 2, 3)), bias=False)
+    if small:
+        net.maxpool, net.fc = nn.Identity(), nn.Linear(512, classes, bias=False)
+    net.start = lambda name, shape: (
+        pytorch_default if small or len(shape) == 2 else he_normal)(name, shape)
+    return net
 
 
 def vgg(channels, classes, size, plan):
@@ -257,7 +224,7 @@ class VGG16(Chain):
 
 
 MODELS = {"cnn": CNN, "tfcnn": TFCNN, "cifarnet": CifarNet, "mnistnet": MnistNet,
-          "mnistcnn": MnistCNN, "resnet18": ResNet18, "vgg9": VGG9, "vgg16": VGG16,
+          "mnistcnn": MnistCNN, "resnet18": resnet18, "vgg9": VGG9, "vgg16": VGG16,
           "2nn": TwoNN}
 
 # --------------------------------------------------------------------------------------------------

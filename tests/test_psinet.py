@@ -743,7 +743,7 @@ def test_the_settings_are_the_papers():
     (["--groups", "4"], "divisor of 10"), (["--depth", "conv9"], "it has conv1, conv2"),
     (["--groups", "-1"], "at least 0"), (["--model", "cifarnet"], "give --depth LAYER"),
     (["--model", "tfcnn", "--depth", "fc3"], "it has lrn1, a LocalResponseNorm"),
-    (["--model", "resnet18", "--depth", "stage3"], "can't be cut into groups"),
+    (["--model", "resnet18", "--depth", "layer3"], "can't be cut into groups"),
     (["--model", "tfcnn", "--groups", "0"], "can't be cut into groups"),
 ])
 def test_what_makes_no_sense_is_refused(argv, words, tmp_path, capsys):
