@@ -179,7 +179,6 @@ class Federation:
             dist.barrier()
         self.whole_split = split_clients(self.data, args, stream(args.split_seed, "split"))
         self.K = len(self.whole_split.train)
-        self.m = max(int(args.fraction * self.K + 1e-9), 1)  # .29 * 100 is 28.999999999999996
         if self.K < self.processes:
             refuse(f"{self.processes} processes for {self.K} clients; start at most one per client")
         if "clients" in unused(args.split):
@@ -248,9 +247,14 @@ class Federation:
         for note in self.notes:
             say(note)
 
+    @property
+    def m(self):
+        """How many clients a round has: max(C*K, 1), where C*K is rounded down."""
+        return max(int(self.args.fraction * self.K + 1e-9), 1)  # .29 * 100 is 28.999999999999996
+
     def sample(self, t):
-        """Returns this process's rows of S_t, the clients of round t: max(int(C*K), 1) of K, drawn
-        without replacement. Every process draws the same S_t."""
+        """Returns this process's rows of S_t, the clients of round t: m of K, drawn without
+        replacement. Every process draws the same S_t."""
         S_t = stream(self.args.seed, "sampling", t).choice(self.K, self.m, replace=False)
         return np.flatnonzero(np.isin(self.clients, S_t))
 
@@ -340,9 +344,8 @@ class Federation:
         def alone(i):
             return client_update(*(z[i] for z in own), clients[i], *shared)
 
-        results = None
         for i, found in enumerate(self.map(alone, range(len(clients)))):
-            if results is None:  # filled row by row: torch.stack would hold all of it twice
+            if not i:  # filled row by row: torch.stack would hold all of it twice
                 results = tree_map(lambda z: z.new_empty((len(clients), *z.shape)), found)
             for rows, row in zip(tree_leaves(results), tree_leaves(found)):
                 rows[i].copy_(row)

@@ -123,7 +123,7 @@ class Run:
         self.state, self.model, self.models = state, model, clients
         with self.open():  # after --resume `state` is as it was saved
             while len(self.history) < self.last:
-                self.row = dict(zip(ROW, (len(self.history) + 1, None, 0, 0)))
+                self.row = dict(zip(ROW, (len(self.history) + 1, 0, 0, 0)))
                 self.clock = engine.now(self.federation.device)
                 yield len(self.history)
                 self.end_round()
@@ -159,8 +159,7 @@ class Run:
 
     def elapsed(self):
         """Returns the seconds since the round began, or since its clock stopped."""
-        now = engine.now(self.federation.device)
-        return round(now - self.clock - (self.row["seconds"] or 0), 4)
+        return round(engine.now(self.federation.device) - self.clock - self.row["seconds"], 4)
 
     def sent(self, up, down):
         """Counts 4 bytes for each number sent: `up` to the server, `down` to clients."""
