@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 class Epochs:
     """The local epochs of one client: `for minibatches in epochs: for b in minibatches: ...`.
 
-    epochs(epochs=2, order=1) has another number of epochs, or another order of the images.
+    epochs(epochs=2, order=1) returns the same with another number, or other orders of the images.
     clients: [(row, numbers of its images)], more than one only in engine.WAYS' "together".
     options: those of Federation.plan.
     """
@@ -120,8 +120,8 @@ class Epochs:
                 yield (fed.batch(*b) for b in zip(index.split(size), uniform.split(size), draw))
 
     def by(self, way, few=False, clients=None):
-        """Returns these epochs, or those of `clients`, in another way (of
-        engine.WAYS). few: two minibatches of each client, the second as large as its last."""
+        """Returns these epochs, or those of `clients`, in another of engine.WAYS. few: two
+        minibatches a client, one as large as an epoch's last."""
         clients, options, B = clients or self.clients, self.options, self.fed.args.batch_size
         if few:
             options = options | {"epochs": 1 if 0 < B < len(clients[0][1]) else 2}
@@ -381,7 +381,7 @@ class Federation:
 
     def logits(self, w, index):
         """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts are
-        nearly equal: one with three images or fewer would have other bits."""
+        equally large up to one image: a part of one to three images would have other bits."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.part)))
         return torch.cat(list(self.map(functools.partial(self.logits_of_part, w), parts)))
 
@@ -524,7 +524,7 @@ def parser(doc, **defaults):
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
          help="measure on only this many central test images, equally many of each class, and on "
-              "as many of the clients' own in all")
+              "as many of all clients' together")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")

@@ -6,7 +6,7 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
 with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i
-(mixed), "global" w on the test set. docs/fedslr.md explains D1-D8; see fedavg.py for [d], net, l.7.
+(mixed), "global" w on the test set. docs/fedslr.md explains D1-D8; see fedavg.py for the notation.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -103,7 +103,7 @@ def local_training(net, args):
         for minibatches in epochs:  # l.10
             for b in minibatches:  # l.11: step_w does lines 12-14
                 w = step_w(w, gamma, w_t, b, eta)
-        for minibatches in epochs(epochs=args.fusion_epochs, order=1):  # l.17: Phase II, own order
+        for minibatches in epochs(epochs=args.fusion_epochs, order=1):  # l.17: Phase II, reshuffled
             for b in minibatches:  # l.18: step_p does lines 19 and 20
                 p = step_p(p, w_t, b, eta)
         return w, p  # l.15: w_i goes to the server; p_i stays

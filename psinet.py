@@ -170,8 +170,8 @@ def local_updates(federation, update, has, w, r, S, t):
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.masks_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # Each row of the mask selects equally many entries, so `view` gives one row per node, in
-        # the order of the node's smaller network (groups ascend in both). masked_scatter puts
+        # Each row of the mask selects equally many entries, so `view` gives one row per node, its
+        # entries ordered as in its network (groups ascend in both). masked_scatter puts
         # rows back.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
@@ -218,14 +218,14 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes with 4 classes (ablation of norms) or 50 (ablation of G). Others: D3, D7, D8
+# 10 nodes with 4 (ablation of norms) or 50 classes (ablation of G). Others: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
 # ours, for a quick look
 QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
 BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
-DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # D3; see D9. cnn's is ours
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # ours (D3; see D9)
 MISSING = -1e9  # the logit of a class that a pruned node lacks, so that its probability is 0 (D6)
 
 
@@ -288,7 +288,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # a uniform scale follows the group's size
+            kind, scale = of_plain(name, shape)  # uniform: it follows the group's size
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1

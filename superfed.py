@@ -11,7 +11,7 @@ The server averages w^f, the federated model. The local model w^l_k, of the same
 client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
 central images, "personal" W_k on k's test images with D12's lambda, "personal@test" with the lambda
 whose test mean is best, as in the paper. Lines have the paper's numbers; 7a, C8a are ours. L is the
-share of rounds before Phase II. See docs/superfed.md for D1 to D15, fedavg.py for [d], net and l.7.
+share of rounds before Phase II. See docs/superfed.md for D1 to D15, fedavg.py for the notation.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
