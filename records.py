@@ -23,7 +23,7 @@ import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 import engine
@@ -35,6 +35,7 @@ from splits import renamed
 SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "records.py"
 # what a run may change when it is resumed
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
+PLAIN = "int", "float", "bool", "str", "NoneType"  # types that a state and a record can hold
 ROW = "round", "seconds", "bytes_up", "bytes_down"  # what the record has of every round
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
          "personal": ("mean", "std", "worst_decile", "val_mean")}
@@ -130,8 +131,7 @@ class Run:
             self.finish("finished")
 
     def end_round(self):
-        """Completes the round's row, keeps what the round left, and writes it if the round was
-        evaluated. May end the program."""
+        """Completes the round's row, and writes the state if it was evaluated. May end the run."""
         row, federation = self.row, self.federation
         row["seconds"] = row["seconds"] or self.elapsed()
         losses = [row[part]["loss"] for part in SHOWN if part in row]
@@ -168,8 +168,7 @@ class Run:
 
     def evaluates(self, w=None):
         """Stops the round's clock. Returns whether this round is evaluated: every --eval-every
-        rounds, and the last one. With --target it measures w [d], the global model, and once w has
-        reached all targets, this round is the last."""
+        rounds, and the last, which is also the one in which w [d] reaches every --target."""
         row = self.row
         row["seconds"] = row["seconds"] or self.elapsed()
         if self.targets:
@@ -186,18 +185,24 @@ class Run:
             self.last = self.row["round"]
 
     def log(self, global_=None, personal=None, **more):
-        """Records this round's measures (evaluate's, evaluate_clients', others) and prints them."""
+        """Records this round's measures: evaluate's, evaluate_clients', and others (tensors, Rows,
+        numbers, texts). Prints the first two, and of others single numbers."""
         self.check_kept()
         row = self.row
+        more = tree_map(lambda z: self.federation.gather(z.all) if isinstance(z, Rows) else z, more)
+        more = tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more)
+        if strange := {type(z).__name__ for z in tree_leaves(more)} - {*PLAIN}:
+            refuse(f"run.log can't record a {strange.pop()}; give it tensors, numbers and texts")
         row["seconds"] = row["seconds"] or self.elapsed()
         if global_:
             row["global"] = global_
         if personal:
             row["personal"], row["per_client"] = without_clients(personal), personal["per_client"]
-        row.update(tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more))
+        row.update(more)
         row["evaluation_seconds"] = self.elapsed()
         words = [f"round {row['round']:>{len(str(self.args.rounds))}}"]
         words += [in_words(part, row[part], SHOWN[part]) for part in SHOWN if part in row]
+        words += [f"{name} {z:.4g}" for name, z in more.items() if isinstance(z, float)]
         say("  |  ".join([*words, f"{row['seconds']:.2f} s"]))
         if self.board:
             for part in SHOWN:
@@ -215,7 +220,7 @@ class Run:
                 if z._version != self.versions[name]:
                     refuse(f"state.{name} was changed in place; write state.{name} = "
                            f"state.{name} + ... instead of +=, and begin anew")
-            elif type(z) not in (Rows, int, float, bool, str, type(None)):
+            elif type(z).__name__ not in ("Rows", *PLAIN):
                 refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own "
                        "numbers")  # others could change unseen, or would not be loaded
 
@@ -229,8 +234,7 @@ class Run:
         raise SystemExit(3)
 
     def interrupt(self, number, frame):
-        """Ctrl-C or SIGTERM: the program ends at its next minibatch, or when the round is complete.
-        `open` then writes what the last complete round left."""
+        """Has Ctrl-C and SIGTERM end the program at a minibatch, or when the round is complete."""
         self.federation.stop = 128 + number  # the exit code
 
     def finish(self, status):
@@ -332,6 +336,8 @@ class Run:
         if self.model:
             given = callable(self.model)
             models["model.pt"] = self.model(SimpleNamespace(**kept)) if given else kept[self.model]
+        if self.args.save_clients and not self.models:
+            say(f"note    {self.algorithm} keeps no clients' models, so there is no clients.pt")
         if self.args.save_clients and self.models and self.status == "finished":
             of = self.models if callable(self.models) else kept[self.models].__getitem__
             # in the host's memory, since the device may lack the room
@@ -440,8 +446,7 @@ class Run:
             federation.notes.append(f"resume  nothing to resume in {self.out}; starting at round 1")
         done = torch.tensor([float(len(self.history))], device=federation.device)
         if federation.mean(done) != done:
-            refuse(f"{path} has another number of rounds than the other processes' states; start "
-                   "anew")
+            refuse(f"{path} has other rounds than the other processes' states; start anew")
         self.complete = done == self.last and self.anywhere(finished)
         if is_main_process() and found and not self.complete:
             for name in ("model.pt", "clients.pt"):  # of an earlier round
@@ -523,11 +528,8 @@ def rounds_to(target, history):
     t = [row["round"] for row in measured]
     best = np.maximum.accumulate([row["top1"] for row in measured])
     i = int(np.searchsorted(best, target))  # the first that is at least the target
-    if i == len(t):
-        return None
-    if not i:
-        return float(t[0])
-    return float(t[i] - (best[i] - target) / (best[i] - best[i - 1]) * (t[i] - t[i - 1]))
+    near = slice(max(i - 1, 0), i + 1)
+    return float(np.interp(target, best[near], t[near])) if i < len(t) else None
 
 
 def without_clients(measures):
