@@ -244,6 +244,8 @@ class Federation:
             f"{engine.device_name(self.device)}"
             + f", {self.processes} processes" * (self.processes > 1)
             + f", {self.threads} thread{'s' * (self.threads > 1)}" * (self.threads > 0))
+        say(f"train   --transform {args.transform} --epochs {args.epochs} --batch-size "
+            f"{args.batch_size} --lr {args.lr:g} --momentum {args.momentum:g}")
         for note in self.notes:
             say(note)
 

@@ -1,5 +1,6 @@
 """Compares methods on the same images and split, with the same model, initial weights, sampled
-clients, rounds, epochs, minibatches and rate. docs/compare.md lists the exceptions.
+clients, rounds, epochs, minibatches and rate. docs/compare.md lists exceptions. --benchmark FILE
+(or --benchmark --help) tunes one on CIFAR-10 and shows it beside all others: docs/benchmark.md.
 
     python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
     python compare.py --methods all --jobs 2                 (make compare: the embedded images)
@@ -134,7 +135,7 @@ def arguments(argv):
     p.add_argument("--split-seeds", type=common.positive_int, default=1, metavar="N",
                    help="train every seed on N splits, from --split-seed on (default: 1)")
     p.add_argument("--against", type=lambda word: word.split(","), default=[], metavar="A,B,...",
-                   help="methods for the paired differences (default: the best one, and local)")
+                   help="for paired differences (default: best, and local)")
     p.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE",
                    help="as fedprox.mu=0.1")
     p.add_argument("--tune", action="append", default=[], metavar="[NAME.]PARAMETER=A,B,...",
@@ -432,8 +433,10 @@ def train_all(wanted, args, shared, bar):
                 if split_of(found) != prints[run.method.args["split_seed"]]:
                     common.refuse(f"{run.label}: {run.method.file} has not kept the images or the "
                                   "split that all share: it can't be compared")
-                common.say(f"{run.label}: {'diverged' if code else 'done'}")
                 bar.update()
+                bar.n += bar.disable  # without a terminal, `update` counts nothing
+                left = f"{bar.total - bar.n} to go"
+                common.say(f"{run.label}: {'diverged' if code else 'done'}, {left}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             children.stop()

@@ -296,6 +296,9 @@ def remarks(data):
         return [*notes, "warning all images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
+    if data.images.dtype == np.float32 and (top := data.images.max()) > 50:
+        notes.append(f"note    images are floats up to {top:g}, and only --transform normalize "
+                     "scales floats; divide them by 255, or use it")
     has, tested = (np.bincount(data.labels[part], minlength=data.classes)
                    for part in (slice(data.n_train), data.central))
     for lacking, kind in ((has == 0, "training"), ((has > 0) & (tested == 0), "test")):

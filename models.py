@@ -559,8 +559,10 @@ def check(net, shape):
         return not (a - b).norm() <= 1e-4 * a.norm()
 
     if differ(first, again):
+        also = any(isinstance(z, BATCHNORM) and z.training for z in net.module.modules())
         raise ValueError("two calls on one batch differ: it draws at random, or changes x in "
-                         "place; for dropout use --no-dropout, which makes it inactive")
+                         "place; for dropout use --no-dropout, which makes it inactive"
+                         + ", and for BatchNorm --batchnorm group" * also)
     if differ(first[:2], two):
         raise ValueError("an image's logits depend on the others of its minibatch; for BatchNorm "
                          "use --batchnorm group (GroupNorm instead), or --batchnorm frozen "

@@ -73,6 +73,7 @@ def plot(record, setting, data, split, out, marks):
     folder out. setting: words for the titles. split: of all clients. marks: a round -> what begins
     with it."""
     title = f"{record['algorithm']}, {setting}, seed {record['args']['seed']}"
+    title += "\n" + "/".join(out.parts[-2:])
     with drawing(out / "curves.png", 1, 2, (10, 4), title) as axes:
         for part, key, where in (("global", "top1", "central test images"),
                                  ("personal", "mean", "mean and std over clients")):
@@ -93,11 +94,11 @@ def plot(record, setting, data, split, out, marks):
 
     if personal := record["final"].get("personal"):
         accuracies = np.sort(personal["per_client"])
-        with drawing(out / "clients.png", title=f"{record['algorithm']}, {setting}") as axis:
-            axis.bar(range(1, len(accuracies) + 1), accuracies, width=1)
+        with drawing(out / "clients.png", title=title) as axis:
+            axis.plot(range(1, len(accuracies) + 1), accuracies, "o")
             axis.axhline(accuracies.mean(), color="black", linestyle="--",
-                         label=f"mean {accuracies.mean():.3f}")
-            axis.set(xlabel="client, in the order of accuracy", ylim=(0, 1),
+                         label=f"mean {accuracies.mean():.4f}")
+            axis.set(xlabel="client, in the order of accuracy", ylim=(None, 1.01),
                      ylabel="accuracy on the client's\nown test images")
 
     from matplotlib import colormaps

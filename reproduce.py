@@ -481,7 +481,7 @@ def rebuild():
         found = [(cell, s, f" [{s.note}]" * bool(s.note)) for cell in cells(t.name)
                  if (s := shown(cell)) and s.mean is not None]
         if found:
-            title = f"{PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}"
+            title = f"Our runs of {PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}"
             figures.draw(t.draw, RESULTS / f"{t.name}.png", title, found)
     (RESULTS / "README.md").write_text(overview(), encoding="utf-8")
     for paper in PAPERS:

@@ -286,7 +286,7 @@ def show(run):
         choices = [("personal", "best validation accuracy"),
                    ("personal@val-loss", "smallest validation loss")]
     choices += [("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
-                ("personal@lambda=0", "0: the global model")]
+                ("personal@lambda=0", "0: global, own images")]
     for choice, how in choices:
         values = "".join(f"{row[choice][name]:>10.4f}" for name in columns)
         common.say(f"{how:<28}{row[choice]['lambda']:>8}{values}")

@@ -189,6 +189,7 @@ def scripts(text):
 def symbol(match):
     name, primes, after = match.groups()
     unit = name in "sx" and re.search(r"\d $", match.string[: match.start()])  # 62.6 s, 32 x 32
+    unit = unit or name == "s" and match.string.startswith(" a round", match.end())
     if not primes and not after and (unit or name in ("a", "A", "I")):
         return match[0]
     base = name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>"
@@ -405,6 +406,9 @@ HINT = (
 
 
 def page(name, title, body):
+    # a flag that begins or ends a printed line stays whole
+    body = re.sub(r"<pre.*?</pre>", lambda pre: re.sub(
+        r"(?<=\s)--[a-z][a-z-]+", r'<span class="word">\g<0></span>', pre[0]), body, flags=re.S)
     links = "".join(f'<a href="{key}.html"{" aria-current=page" * (key == name)}>{text}</a>'
                     for key, text in {"index": "Start", **PAPERS, **TEXTS}.items())
     return ('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -428,7 +432,7 @@ def figures(name):
     ]:
         if (HERE / "results" / f"{picture}.svg").exists():
             out.append(
-                f'<figure><img src="../results/{picture}.svg" alt="{words}" loading="lazy">'
+                f'<figure><img src="../results/{picture}.svg" alt="{words}">'
                 f"<figcaption>{mathematics(words)}. "
                 f"<code>{html.escape(command)}</code></figcaption></figure>"
             )

@@ -13,7 +13,8 @@ import numpy as np
 import common
 from tables import reading
 
-WORDS = {"MM": "Model Mixing", "LM": "Layer Mixing", **{name: f"${name}$" for name in "BCEGL"},
+WORDS = {"MM": "Model Mixing", "LM": "Layer Mixing", "LU": "fine-tuned",
+         **{name: f"${name}$" for name in "BCEGL"},
          **{name: rf"$\{name}$" for name in ("alpha", "beta", "eta", "lambda", "mu", "nu")}}
 
 
@@ -78,15 +79,15 @@ def rounds(path, title, found):
                 x, y = zip(*[(row["round"], row["global"][key]) for row in record["rounds"]
                              if "global" in row])
                 column = "" if "top-1" in cell.column else f" {words(cell.column)}"
-                label = cell.row + column + note
+                method = words(cell.row.replace("-", " "))
                 if y in known:
-                    known[y].set_label(f"{cell.row}, {known[y].get_label()}")
+                    known[y].set_label(f"{method}, {known[y].get_label()}")
                     continue
-                curve = known[y] = axis.plot(x, y, label=label)[0]
+                curve = known[y] = axis.plot(x, y, label=method + column + note)[0]
                 if record["args"].get("start"):
                     begins = record["args"]["start"] * record["args"]["rounds"] + 0.5
                     axis.axvline(begins, color=curve.get_color(), linestyle=":",
-                                 label=f"{cell.row}: Phase II begins")
+                                 label=f"{method}: Phase II begins")
                 if key == "top1" and (published := reading.number(cell.published)):
                     axis.axhline(published / 100, color=curve.get_color(), linestyle="--",
                                  linewidth=1.2)

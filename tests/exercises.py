@@ -210,8 +210,8 @@ def superfed_3(run):
     up = [row["bytes_up"] / 1e6 for row in run.record["rounds"]]
     numbers = {
         "unchanged w^l of 20": str(untouched),
-        "MB up in Phase I": f"{up[0]:.2f}",
-        "in Phase II": f"{up[-1]:.2f}",
+        "MB up a round, Phase I": f"{up[0]:.2f}",
+        "Phase II": f"{up[-1]:.2f}",
     }
     return numbers, 10 <= untouched <= 15 and len(set(up)) == 1
 
