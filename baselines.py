@@ -1247,6 +1247,8 @@ def main(argv=None):
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
     run = common.Run(__file__, federation, FIXED_ROUNDS.get(args.method, ""))
     run.algorithm = args.method
+    if args.momentum and args.method in ("scaffold", "per-fedavg", "pfedme"):
+        federation.notes.append("note    its paper has no momentum: --momentum 0, and its own --lr")
     METHODS[args.method](federation, run, args)
     return run.record()
 

@@ -249,6 +249,10 @@ def plan(args, shared, option="--set"):
         made = parsed(function, argv, what, file)
         # --set changes, of the shared settings, RATES alone (refuse_foreign)
         given = {word.partition("=")[0].replace("-", "_") for word in mine}
+        if method == "pfedme" and "pfedme_lambda" in given and "lr" not in given:
+            argv.append(f"--lr={1 / made['pfedme_lambda']:.3g}")  # OWN says why
+            made = parsed(function, argv, what, file)
+            given.add("lr")
         for key in settings:
             if key not in given and made.get(key) != wanted[key]:
                 way_out = f"; to give it to all: {flag(key)} {made.get(key)}"

@@ -231,7 +231,8 @@ def brief(r):
 
 
 def table(rows):
-    """Returns a kind's table in Markdown. Differences whose interval excludes 0 are bold."""
+    """Returns a kind's table in Markdown. Differences whose interval excludes 0 are bold. * marks a
+    parameter that is the last of those tried."""
     (titles, body), (others, differences) = report.main_table(rows), report.paired_table(rows)
     to = {name: dict(zip(others[1:], cells)) for name, *cells in differences}
     order = ["method", "personal", *others[1:], "worst tenth", "global", "MB sent", "minutes",
@@ -245,6 +246,11 @@ def table(rows):
             interval, end, word = at.get(title, "").partition("]")
             decided = word in (" ahead", " behind")
             at[title] = f"**{interval}]**" if decided else interval + end
+        parameter, *values = OWN.get(row["method"], ("",))
+        values = [z for z in values if z is not None]
+        ends = {f"--{parameter}={z}" for z in values[:1] + values[-1:]}
+        if ends & {*at.get("own settings", "").strip("`").split()}:
+            at["own settings"] += "*"
         found.append([at.get(title, "") for title in order])
     return [f"|{'|'.join(line)}|" for line in found]
 
