@@ -524,7 +524,10 @@ def test_a_grid_is_crossed_and_a_method_s_own_one_counts():
         "a.theta-lr=2", "a.theta-lr=3", "fedprox.lr=1 fedprox.mu=4", "fedprox.lr=1 fedprox.mu=5",
         "local.lr=2", "local.lr=3"]
     run = points[1][1]
-    assert (run.method.args["theta_lr"], run.method.args["lr"]) == (3, 0.067)
+    assert (run.method.args["theta_lr"], run.method.args["lr"]) == (3, 0.0333)  # lr: 1 / lambda
+    method, = compare.plan(*compare.arguments(["--methods", "pfedme", "--set", "pfedme.lr=0.5",
+                                               "--set", "pfedme.pfedme-lambda=30"]))
+    assert method.args["lr"] == 0.5  # but not if it is given
     assert run.method.args["pfedme_lambda"] == 30 and run.method.argv[-1] == "--seed=0"
     assert str(run.folder) == "runs/compare/tune/a/theta-lr=3/0"
 
