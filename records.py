@@ -446,7 +446,7 @@ class Run:
             federation.notes.append(f"resume  nothing to resume in {self.out}; starting at round 1")
         done = torch.tensor([float(len(self.history))], device=federation.device)
         if federation.mean(done) != done:
-            refuse(f"{path} has other rounds than the other processes' states; start anew")
+            refuse(f"{path} has another number of rounds than other processes; start anew")
         self.complete = done == self.last and self.anywhere(finished)
         if is_main_process() and found and not self.complete:
             for name in ("model.pt", "clients.pt"):  # of an earlier round
