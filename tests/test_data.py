@@ -1002,6 +1002,14 @@ def test_pixels_of_all_types(dtype, top, tmp_path):
     assert once.data.images.dtype == kept
 
 
+@pytest.mark.parametrize("top, noted", [(255.0, True), (1.0, False), (9.0, False)])
+def test_floats_far_above_1_are_noted(top, noted):
+    x = np.full((4, 2, 2, 1), top, np.float32)
+    x[0] = 0
+    notes = datasets.remarks(datasets.Data("x", x, np.arange(4) % 2, 2, 2))
+    assert any("images are floats up to 255" in note for note in notes) == noted
+
+
 def test_normalize_has_the_bits_that_it_always_had():
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (50, 9, 9, 3), dtype=np.uint8)

@@ -321,7 +321,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     argv = [*TINY, "--model", path(tmp_path, "Residual"), "--out", str(tmp_path / "out")]
     for flags, words in (
             ([], "two calls on one batch differ: it draws at random, or changes x in place; for "
-             "dropout use --no-dropout"),
+             "dropout use --no-dropout, which makes it inactive, and for BatchNorm --batchnorm "
+             "group"),
             (["--no-dropout"], "an image's logits depend on the others of its minibatch; for "
              "BatchNorm use --batchnorm group (GroupNorm instead), or --batchnorm frozen"),
             (["--batchnorm", "group"], "for dropout use --no-dropout")):

@@ -698,6 +698,36 @@ def test_what_clients_keep_takes_a_row_for_each_client_or_one_for_all():
     assert not V.all.any()
 
 
+def test_a_loop_may_record_what_every_client_keeps(tmp_path, capsys):
+    """Rows become a list over all clients; single numbers are printed; other objects refused."""
+    def main(out, **more):
+        fed = federation([*QUICK, "--limit", "80", "--clients", "4", "--out", str(tmp_path / out)])
+        run = common.Run("fedavg.py", fed)
+        state = SimpleNamespace(w=fed.initial_weights(), s=fed.per_client(torch.tensor(1.0)))
+        for _ in run.rounds(state):
+            state.s[[1]] = torch.tensor(0.5)
+            if run.evaluates():
+                run.log(s=state.s, sum=float(state.s.sum()), **more)
+        return run.record()
+
+    assert main("a")["rounds"][-1]["s"] == [1.0, 0.5, 1.0, 1.0]
+    assert "sum 3.5" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main("b", strange={1})
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "run.log can't record a set; give it tensors" in said
+    assert said.count("\n") == 1
+
+
+def test_a_method_that_keeps_no_clients_models_says_so(tmp_path, capsys):
+    argv = [*QUICK, "--limit", "80", "--clients", "4", "--save-clients"]
+    run(fedavg, argv, tmp_path)
+    said = "keeps no clients' models, so there is no clients.pt"
+    assert said in capsys.readouterr().out
+    run(baselines, [*argv, "--method", "ditto"], tmp_path / "ditto")
+    assert said not in capsys.readouterr().out and (tmp_path / "ditto" / "clients.pt").exists()
+
+
 def test_a_folder_that_is_removed_during_the_run_is_made_again(tmp_path, monkeypatch):
     evaluate = common.Federation.evaluate
 
