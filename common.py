@@ -64,8 +64,8 @@ def cross_entropy(logits, batch):
 def sgd(args, decayed=None):
     """Returns the step of SGD, a function: sgd(w, u, gradient, eta) -> w, u.
 
-    The new w is w - eta * u, where the new u is the gradient, plus momentum * u with --momentum and
-    decay * w with --weight-decay. w, u, gradient: [..., d]. eta: a tensor of one number. decayed
+    The new u is the gradient, plus momentum * u with --momentum and decay * w with --weight-decay.
+    Then w becomes w - eta * u. w, u, gradient: [..., d]. eta: a tensor of one number. decayed
     [d]: 1 where the decay acts; None if the gradient includes it.
     """
 
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 class Epochs:
     """The local epochs of one client: `for minibatches in epochs: for b in minibatches: ...`.
 
-    epochs(epochs=2, order=1) returns the same with another number, or other orders of the images.
+    epochs(epochs=2, order=1) returns the same, with two epochs and a new order of the images.
     clients: [(row, numbers of its images)], more than one only in engine.WAYS' "together".
     options: those of Federation.plan.
     """
@@ -382,8 +382,8 @@ class Federation:
     # Evaluation
 
     def logits(self, w, index):
-        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts are
-        equally large up to one image: a part of one to three images would have other bits."""
+        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
+        differ by one image at most: in a part of 1 to 3 images the last bits would differ."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.part)))
         return torch.cat(list(self.map(functools.partial(self.logits_of_part, w), parts)))
 
@@ -526,7 +526,7 @@ def parser(doc, **defaults):
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
          help="measure on only this many central test images, equally many of each class, and on "
-              "as many of all clients' together")
+              "as many clients' images in all")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")
@@ -584,7 +584,7 @@ def parser(doc, **defaults):
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",
          help="cpu, cuda, cuda:1, ...")
     flag("--parallel", type=positive_int,
-         help="on a CPU: threads, one for each client that trains (default: its cores)")
+         help="on a CPU: clients trained at once, a thread each (default: its cores)")
     flag("--precision", choices=("fp32", "tf32", "bf16"),
          help="of a network's matrix products and convolutions in training; all else is fp32 "
               "(default: tf32 on a GPU from Ampere on, else fp32)")

@@ -39,12 +39,12 @@ added "choose G_1", 9-11, 13's loop. See docs/persfl.md for D1-D11, fedavg.py fo
 
     D1  Lines 5 to 8 compare the models that users are sent, G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
-    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (Alg. 1: E_L), no momentum.
+    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (in Alg. 1 E_L, too), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: students start at teacher G_{E_G+1}. DS-3's .466 took 100 rounds, ours 50.
+    D8  Line 11: teacher and start are G_{E_G+1}. FedAvg's .466 took 100 rounds, ours 50.
     D9  Users are dealt only training images (MNIST's DS-1: 6,000). The paper counts all images.
     D10  --runs 5 averages each user over 5 seeds and splits. Deviations over users divide by K-1.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline."""

@@ -237,7 +237,7 @@ def arguments(argv):
     flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
                        help="after convolutions; gn is BatchNorm below the depth, then GroupNorm")
     flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
-                       help="node i has only the groups with a class of its images, or all groups")
+                       help="node i has only groups with a class of its images (--no-prune: all)")
     args = common.parse(parser, BY_DATASET, argv)
     args.prune = args.prune and args.groups > 0
     if args.groups and not args.depth and args.model not in DEPTH:
@@ -288,7 +288,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # uniform: it follows the group's size
+            kind, scale = of_plain(name, shape)  # if uniform, by the group's size
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
