@@ -35,7 +35,7 @@ from splits import renamed
 SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "records.py"
 # what a run may change when it is resumed
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
-PLAIN = "int", "float", "bool", "str", "NoneType"  # types that a state and a record can hold
+PLAIN = int, float, bool, str, type(None)  # types that a state and a record can hold
 ROW = "round", "seconds", "bytes_up", "bytes_down"  # what the record has of every round
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
          "personal": ("mean", "std", "worst_decile", "val_mean")}
@@ -191,8 +191,8 @@ class Run:
         row = self.row
         more = tree_map(lambda z: self.federation.gather(z.all) if isinstance(z, Rows) else z, more)
         more = tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more)
-        if strange := {type(z).__name__ for z in tree_leaves(more)} - {*PLAIN}:
-            refuse(f"run.log can't record a {strange.pop()}; give it tensors, numbers and texts")
+        if strange := [type(z).__name__ for z in tree_leaves(more) if type(z) not in PLAIN]:
+            refuse(f"run.log can't record a {strange[0]}; give it tensors, numbers and texts")
         row["seconds"] = row["seconds"] or self.elapsed()
         if global_:
             row["global"] = global_
@@ -220,7 +220,7 @@ class Run:
                 if z._version != self.versions[name]:
                     refuse(f"state.{name} was changed in place; write state.{name} = "
                            f"state.{name} + ... instead of +=, and begin anew")
-            elif type(z).__name__ not in ("Rows", *PLAIN):
+            elif type(z) not in (Rows, *PLAIN):
                 refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own "
                        "numbers")  # others could change unseen, or would not be loaded
 

@@ -205,12 +205,9 @@ def algorithm(name):
 
 
 def words(settings):
-    """{"pfedme-lambda": 15, "theta-lr": .1} -> ["pfedme-lambda=15", "theta-lr=0.1", "lr=0.0667"]"""
-    found = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
-             for name, value in settings.items()]
-    if "pfedme-lambda" in settings:  # compare.OWN says why
-        found.append(f"lr={1 / settings['pfedme-lambda']:.3g}")
-    return found
+    """{"pfedme-lambda": 15, "theta-lr": .1} -> ["pfedme-lambda=15", "theta-lr=0.1"]"""
+    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in settings.items()]
 
 
 def key(settings, split, seed):
