@@ -446,8 +446,8 @@ def apfl(federation, run, args):
     mean of all alpha_k.
     D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
         acts on the mixture.
-    D2  Line 4 moves alpha_k once a round, as FedTorch does, but before the steps on w_k and
-        v_k, with line 5's first b. How often the paper moves alpha_k is unclear. By default it is
+    D2  Line 4 moves alpha_k once a round, with line 5's first b, as FedTorch does, but before the
+        steps on w_k and v_k. How often the paper moves alpha_k is unclear. By default it is
         fixed at FedSLR's .5.
     D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
         any step.
@@ -617,8 +617,8 @@ def lg_fedavg(federation, run, args):
     Global: none. Personal: (v_k, w). Only w is sent.
     D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1.
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
-    D2  Line 1 starts from w_0. The authors' code starts from a model that
-        FedAvg has trained.
+    D2  Line 1 starts from w_0. The authors' code starts from a model that FedAvg
+        has trained.
     D3  The personal model has the current w. The authors' code averages the w of the clients' best
         models (on their test images) and reports this average's best accuracy.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
@@ -877,7 +877,7 @@ def fedspa(federation, run, args):
     active = int(counts.sum())
 
     @common.step
-    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; g is only returned
+    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; the given g is not used
         g = gradient(w, b)  # l.4 (D4)
         return *sgd(w, u, M * g, eta), g  # l.4 (D2)
 
@@ -1248,7 +1248,8 @@ def main(argv=None):
     run = common.Run(__file__, federation, FIXED_ROUNDS.get(args.method, ""))
     run.algorithm = args.method
     if args.momentum and args.method in ("scaffold", "per-fedavg", "pfedme"):
-        federation.notes.append("note    its paper has no momentum: --momentum 0, and its own --lr")
+        federation.notes.append(
+            "note    its paper has no momentum: use --momentum 0, and choose --lr anew")
     METHODS[args.method](federation, run, args)
     return run.record()
 

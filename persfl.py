@@ -39,7 +39,7 @@ added "choose G_1", 9-11, 13's loop. See docs/persfl.md for D1-D11, fedavg.py fo
 
     D1  Lines 5 to 8 compare the models that users are sent, G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
-    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (in Alg. 1 E_L, too), no momentum.
+    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (line 16 has E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would win.

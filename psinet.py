@@ -32,7 +32,7 @@ proportions. The listing restates the notes. fedavg.py explains [d] and l.7, doc
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group that no node in S has is kept.
+    D5  Lines 9, 10 weight node i by its number of images. A group no node in S has is unchanged.
     D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
@@ -172,7 +172,7 @@ def local_updates(federation, update, has, w, r, S, t):
         has_w, has_r = federation.net.masks_of(has_S[these])  # [nodes, d], [nodes, d_r]
         # Each row of the mask selects equally many entries, so `view` gives one row per node, its
         # entries ordered as in its network (groups ascend in both). masked_scatter puts
-        # rows back.
+        # the rows back.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,

@@ -227,9 +227,9 @@ def brief(r):
             "seconds_per_round": r["seconds_per_round"], "rounds": [{"seconds": round(seconds, 2)}]}
 
 
-def table(rows):
+def table(rows, grids=OWN):
     """Returns a kind's table in Markdown. Differences whose interval excludes 0 are bold. * marks a
-    parameter that is the last of those tried."""
+    parameter at an end of its grid."""
     (titles, body), (others, differences) = report.main_table(rows), report.paired_table(rows)
     to = {name: dict(zip(others[1:], cells)) for name, *cells in differences}
     order = ["method", "personal", *others[1:], "worst tenth", "global", "MB sent", "minutes",
@@ -243,7 +243,7 @@ def table(rows):
             interval, end, word = at.get(title, "").partition("]")
             decided = word in (" ahead", " behind")
             at[title] = f"**{interval}]**" if decided else interval + end
-        parameter, *values = OWN.get(row["method"], ("",))
+        parameter, *values = grids.get(row["method"], ("",))
         values = [z for z in values if z is not None]
         ends = {f"--{parameter}={z}" for z in values[:1] + values[-1:]}
         if ends & {*at.get("own settings", "").strip("`").split()}:
@@ -294,7 +294,7 @@ def main(argv):
             if missing := [run for run in runs if not kind.known_run(*run)]:
                 train(kind, missing)
     rows = {kind.title: found for kind in kinds if (found := kind.rows())}
-    text = "\n\n".join("\n".join([f"## {title}", "", *table(found)])
+    text = "\n\n".join("\n".join([f"## {title}", "", *table(found, args.own)])
                        for title, found in rows.items())
     folder = out if args.file else RESULTS
     (folder / "benchmark.md").write_text(text + "\n", encoding="utf-8")
