@@ -213,7 +213,7 @@ class Federation:
             transform = self.transform
             self.transform = lambda *images: transform(*images).contiguous()
         # images evaluated at once; of a large model fewer, since a CPU's cache is small
-        self.part = 500 if gpu or self.net.d <= engine.SMALL else 100
+        self.part = 500 if gpu or self.net.d <= 500_000 else 100
         self.threads = 0 if gpu else args.parallel or engine.cores()
         self.map = engine.pool(self.threads)  # over items; on a CPU several at once
         # on a GPU: the way to try, the way in use, ways proved, why ways failed, CUDA graphs

@@ -19,7 +19,7 @@ import pretend
 import superfed
 from conftest import QUICK, eager, federation, killed, refused, run
 
-SMALL = ["--limit", "80", "--clients", "4", "--batch-size", "10", "--device", "cpu"]
+SMALL = [*gpu_check.FEW[2:], "--device", "cpu"]
 FED = [*QUICK, "--split", "iid", "--model", "mnistnet"]
 
 
@@ -224,6 +224,7 @@ def test_what_a_gpu_does_the_pretended_one_does():
 def test_the_check_of_a_gpu(tmp_path, capsys, monkeypatch):
     """A table and a record, row by row; a row that fails says why."""
     monkeypatch.setitem(bench.WORKLOADS, "fedavg", (bench.LEAF, 5, (2, 10), None))
+    monkeypatch.setattr(engine, "SMALL", 500_000)
     rows = ["fedavg", "fedspa", "fedavg, tfcnn", "10 x fedavg", "none"]
     with pretend.gpu():
         gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)
