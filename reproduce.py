@@ -456,12 +456,14 @@ def run_line(found):
     first, where = found[0], found[0].path.parent.relative_to(RESULTS)
     command = written_out(first.command) + f" --rounds {first.wanted}" * (first.scale != 1)
     command += " --precision bf16" * bf16(first)
-    rows = [r.record["rounds"] for r in found]
-    minutes = sum(row["seconds"] + row.get("evaluation_seconds", 0)
-                  for row in itertools.chain(*rows)) / len(found) / 60
-    on, stale = first.record["environment"]["device"], any(r.state == "stale" for r in found)
+    rows, minutes = [r.record["rounds"] for r in found], {}  # minutes: on each device
+    for r in found:
+        spent = sum(row["seconds"] + row.get("evaluation_seconds", 0) for row in r.record["rounds"])
+        minutes.setdefault(r.record["environment"]["device"], []).append(spent / 60)
+    means = (f"{sum(spent) / len(spent):.1f}" for spent in minutes.values())
     return line(f"[`{command}`]({where})", " ".join(str(r.seed) for r in found),
-                min(map(len, rows)), on, f"{minutes:.1f}", "stale" * stale)
+                min(map(len, rows)), ", ".join(minutes), ", ".join(means),
+                "stale" * any(r.state == "stale" for r in found))
 
 
 def overview():

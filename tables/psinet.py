@@ -57,10 +57,11 @@ TABLES = [
     """, norm, 1,
           "10x4 is 10 nodes with 4 classes each. A node has only the groups of its classes, with "
           "--no-prune all groups. Which of the two the paper's 88.26 is is lost (D6).", {
-        "All": "Psi-Net and FedAvg + GN have all 100 rounds, the others 8 to 25. With --no-prune a "
-               "node has all groups, and its softmax all classes: the two rows of Psi-Net are far "
-               "apart. At equal rounds FedAvg without normalisation is last. In the paper it is "
-               "not ([its page](../docs/psinet.md)).",
+        "All": "Psi-Net and FedAvg + GN have all 100 rounds, the others 8 to 25. [Its "
+               "page](../docs/psinet.md#what-was-measured) has 65 of FedAvg + BN. With "
+               "--no-prune a node has all groups, and its softmax all classes: the two rows of "
+               "Psi-Net are far apart. At equal rounds FedAvg without normalisation is last. In "
+               "the paper it is not.",
     }, figures.rounds),
     table("psinet-groups", "Number of groups (VGG-16, CIFAR-100, 10x50)", "top-1", """
     FedAvg | 65.32
