@@ -18,6 +18,7 @@ import argparse
 import functools
 import math
 import os
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -626,6 +627,7 @@ def parse(p, by_dataset, argv=None):
     split = given.split or p.get_default("split")
     p.set_defaults(**by_dataset.get((given.dataset, split), {}))
     args = p.parse_args(argv)
+    args.argv = [*(sys.argv[1:] if argv is None else argv)]
     if not args.model.startswith("torchvision:"):
         find("model", args.model, MODELS)  # refuses a name that nothing has
     splits.scheme(args.split)

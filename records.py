@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,7 +35,8 @@ from splits import renamed
 # the files, beside the algorithm's, on which a result depends
 SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "records.py"
 # what a run may change when it is resumed
-FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
+FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard",
+        "argv")
 PLAIN = int, float, bool, str, type(None)  # types that a state and a record can hold
 ROW = "round", "seconds", "bytes_up", "bytes_down"  # what the record has of every round
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -91,9 +93,12 @@ class Run:
                        "their names; rename yours")
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**{name: str(z) if isinstance(z, os.PathLike) else z
-                        for name, z in vars(args).items()}, "device": str(federation.device)},
+                        for name, z in vars(args).items() if name != "argv"},
+                     "device": str(federation.device)},
             "data": data.fingerprint(), "split": federation.whole_split.fingerprint(),
         }
+        words = [word for word in getattr(args, "argv", ()) if word != "--resume"]
+        self.command = shlex.join([pathlib.Path(file).name, *words])
         self.environment = {
             "python": platform.python_version(), "torch": str(torch.__version__),
             "numpy": np.__version__, "cuda": torch.version.cuda,
@@ -373,7 +378,7 @@ class Run:
             self.environment["slower"] = federation.failed
         reached = {f"{target:g}": rounds_to(target, history) for target in self.targets or ()}
         return {
-            "algorithm": self.algorithm, "status": self.status,
+            "algorithm": self.algorithm, "command": self.command, "status": self.status,
             "diverged": self.status == "diverged", "args": self.identity["args"],
             "environment": self.environment,
             "data": {"name": data.name, "fingerprint": self.identity["data"],

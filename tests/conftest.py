@@ -130,7 +130,7 @@ def same(a, b):
     for record in (a, b):
         for row in record["rounds"]:
             row.update(seconds=0, evaluation_seconds=0)
-        for name in ("seconds_per_round", "peak_memory_mb", "environment"):
+        for name in ("seconds_per_round", "peak_memory_mb", "environment", "command"):
             record.pop(name)
         for name in records.FREE:
             record["args"].pop(name, None)

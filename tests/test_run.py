@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,19 @@ def test_the_record(tmp_path):
     assert set(environment["sources"]) == {"fedavg.py", *records.SHARED}
     assert all(re.fullmatch("[0-9a-f]{64}", z) for z in environment["sources"].values())
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("module, more", [(baselines, ["--method", "ditto"]), (fedavg, [])])
+def test_the_records_command_makes_the_run_again(module, more, tmp_path):
+    out = tmp_path / "a folder"
+    argv = [*more, *QUICK, "--split", "iid", "--rounds", "3", "--eval-every", "1"]
+    killed(module, argv, out, lambda t, _: t == 2)
+    first, _ = run(module, [*argv, "--resume"], out)
+    file, *words = shlex.split(first["command"])
+    assert file == pathlib.Path(module.__file__).name and "argv" not in first["args"]
+    again = module.main(words)
+    assert again["command"] == first["command"] and again["final"] == first["final"]
+    assert {**again["args"], "resume": True} == first["args"]
 
 
 def test_main_returns_the_record(tmp_path):
