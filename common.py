@@ -507,6 +507,10 @@ positive, nonnegative = between(float, 0, without_low=True), between(float, 0)
 fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without_low=True)
 
 
+class Arguments(argparse.Namespace):
+    __slots__ = "argv",  # the command line, which vars(args) lacks
+
+
 def parser(doc, **defaults):
     """Returns a parser of the common flags, with an algorithm's defaults. doc: the file's."""
     about, command, *_ = (doc or "").split("\n\n") + [""]
@@ -626,8 +630,8 @@ def parse(p, by_dataset, argv=None):
         p.set_defaults(split="natural")
     split = given.split or p.get_default("split")
     p.set_defaults(**by_dataset.get((given.dataset, split), {}))
-    args = p.parse_args(argv)
-    args.argv = [*(sys.argv[1:] if argv is None else argv)]
+    args = p.parse_args(argv, Arguments())
+    args.argv = sys.argv[1:] if argv is None else argv
     if not args.model.startswith("torchvision:"):
         find("model", args.model, MODELS)  # refuses a name that nothing has
     splits.scheme(args.split)

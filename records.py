@@ -35,8 +35,7 @@ from splits import renamed
 # the files, beside the algorithm's, on which a result depends
 SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "records.py"
 # what a run may change when it is resumed
-FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard",
-        "argv")
+FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
 PLAIN = int, float, bool, str, type(None)  # types that a state and a record can hold
 ROW = "round", "seconds", "bytes_up", "bytes_down"  # what the record has of every round
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -93,8 +92,7 @@ class Run:
                        "their names; rename yours")
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**{name: str(z) if isinstance(z, os.PathLike) else z
-                        for name, z in vars(args).items() if name != "argv"},
-                     "device": str(federation.device)},
+                        for name, z in vars(args).items()}, "device": str(federation.device)},
             "data": data.fingerprint(), "split": federation.whole_split.fingerprint(),
         }
         words = [word for word in getattr(args, "argv", ()) if word != "--resume"]
