@@ -384,7 +384,7 @@ class Federation:
 
     def logits(self, w, index):
         """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
-        differ by one image at most: in a part of 1 to 3 images the last bits would differ."""
+        are about equally large: in one of 1 to 3 images the last bits would change."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.part)))
         return torch.cat(list(self.map(functools.partial(self.logits_of_part, w), parts)))
 
@@ -531,7 +531,7 @@ def parser(doc, **defaults):
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
          help="measure on only this many central test images, equally many of each class, and on "
-              "as many clients' images in all")
+              "as many images of all clients")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")
@@ -544,8 +544,8 @@ def parser(doc, **defaults):
               "over the clients; fedslr: of each client's shares over the classes; dirichlet-hsu: "
               "alpha * p, where p are the classes' shares; others refuse it")
     flag("--per-client", type=positive_int, default=2,
-         help="s, shards (--split shards) or classes (classes, lognormal) of a client; other "
-              "splits refuse it")
+         help="s, shards (--split shards) or classes (--split classes, lognormal) a client; "
+              "others refuse it")
     flag("--clients", type=positive_int, default=100,
          help="K, clients in all (--split semantic and natural find their own)")
     flag("--client-test", type=fraction, default=0.2,

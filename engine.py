@@ -34,7 +34,7 @@ def is_main_process():
 
 def refuse(message, alone=False):
     """Ends the program with one line on stderr and exit code 2. Only the first process prints the
-    line; with alone this one does, since the others don't come here."""
+    line; if `alone`, this one does, since others don't come here."""
     if not (is_main_process() or alone):
         raise SystemExit  # without an error: at the first error torchrun ends all processes
     print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
@@ -140,7 +140,7 @@ def fast_kernels(precision):
 
 def pool(threads):
     """Returns a map over items by this many threads; for 0, Python's map. PyTorch's threads wait
-    for each other if another program takes a core, so heavy work is cut into parts instead."""
+    for each other if another program takes a core, so callers cut heavy work into parts."""
     if not threads:
         return map
 

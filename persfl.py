@@ -39,12 +39,12 @@ added "choose G_1", 9-11, 13's loop. See docs/persfl.md for D1-D11, fedavg.py fo
 
     D1  Lines 5 to 8 compare the models that users are sent, G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
-    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (line 16 has E_L), no momentum.
+    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (the paper: E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
-    D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would win.
+    D6  Line 13: best validation accuracy, first if tied. In (3) lambda = 1 makes the loss 0.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: teacher and start are G_{E_G+1}. FedAvg's .466 took 100 rounds, ours 50.
+    D8  Line 11: teacher and start are G_{E_G+1}. DS-3's .466 took 100 rounds, ours 50.
     D9  Users are dealt only training images (MNIST's DS-1: 6,000). The paper counts all images.
     D10  --runs 5 averages each user over 5 seeds and splits. Deviations over users divide by K-1.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline."""
@@ -148,7 +148,7 @@ def main(argv=None):
             common.say(f"stage 2  {federation.K} users, {len(GRID)} students each")
             O = teachers(run, state, args)  # state.O, or l.11: [K, d] (D8)
             eta_prime = torch.tensor(args.distill_lr, device=federation.device)
-            # l.12, l.14: Stage 2; t = E_G, beyond the last round, has its own shuffling
+            # l.12, l.14: Stage 2; t = E_G, one above the last t, gives a new shuffling
             students = federation.train(distil, S, args.rounds, own=[O], shared=[eta_prime],
                                         epochs=args.distill_epochs)  # [K, 11, d]
             *chosen, state.A = best_students(federation, students, federation.split.val)  # l.13
@@ -262,7 +262,7 @@ def accuracies(federation, students, images):
 
 
 def measure(federation, state, students, accuracy, best, args):
-    """Returns the last round's personal measures, and others that docs/persfl.md names. `accuracy`
+    """Returns the last round's personal measures, and others for the record. `accuracy`
     [K, 11] is that of the students [K, 11, d] on validation images. `best` [K] are the
     indices in GRID of those kept."""
     on_test, _, A_by_test = best_students(federation, students, federation.split.test)
@@ -321,7 +321,7 @@ def draw(averages, runs, out):
         for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
             for T in sorted({T for T, _ in GRID}):
                 points = sorted((lam, a) for (of, lam), a in zip(GRID, accuracy)
-                                if of == T or lam in (0, 1))  # one student for every T
+                                if of == T or lam in (0, 1))  # all T share these
                 axis.plot(*zip(*points), marker="o", label=f"$T$ = {T}")
             axis.set(title=f"user {user}", xlabel=r"$\lambda$",
                      ylabel="" if user % columns else "test accuracy")

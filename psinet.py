@@ -170,9 +170,8 @@ def local_updates(federation, update, has, w, r, S, t):
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.masks_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # Each row of the mask selects equally many entries, so `view` gives one row per node, its
-        # entries ordered as in its network (groups ascend in both). masked_scatter puts
-        # the rows back.
+        # Each row of the mask selects equally many entries, so `view` gives one row per node.
+        # Groups ascend in it, as in the node's network. masked_scatter puts the rows back.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
@@ -218,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes with 4 (ablation of norms) or 50 classes (ablation of G). Others: D3, D7, D8
+# 10 nodes with 4 or 50 classes (ablations of norms, of G). D3, D7, D8 explain the rest
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -288,7 +287,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # if uniform, by the group's size
+            kind, scale = of_plain(name, shape)  # uniform: scale is the group's
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1

@@ -3,11 +3,11 @@
     python tests/gpu_check.py                        (make gpu-check; writes results/gpu/CARD.json)
     python tests/gpu_check.py --only superfed ditto
 
-Each row trains for two rounds on the embedded images, by `--engine loop` and in the fast way. "way"
-is the one that ran, "why" says why no faster one did. "differs": how far the tensors of the two
-final states are apart, relative to what the loop's training changed; the largest of them. It is
-taken from runs with 80 images in fp32, where an H100's rounding stayed below 3e-5 (with bf16 .03):
-with all images a change of w_0 by a millionth moves FedAvg's result by .1. Runs with all images are
+Algorithms train two rounds on the embedded images, by `--engine loop` and in the fast way. "way"
+is the one that ran, "why" says why no faster one did. "differs": the distance of the two final
+states relative to what the loop's training changed, for the tensor where it is largest. For
+algorithms it is from 80 images in fp32, where an H100's rounding stayed below 3e-5 (bf16: .03). All
+images magnify it: moving w_0 by a millionth moves FedAvg's result by .1. Runs with all images are
 timed, in their second round. "first" is how much longer the first one took, with its captures. The
 last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py). A row
 that fails says why.
@@ -78,7 +78,7 @@ def run(name, argv):
 
 def difference(wanted, found, w_0):
     """The largest difference of two states' tensors, relative to the change since the start, which
-    was w_0 or 0. Of numbers that are no floats it is the share that differs."""
+    was w_0 or 0. For other dtypes it is the share of entries that differ."""
     largest = 0.0
     for name, want in wanted.items():
         if torch.is_tensor(want) and want.is_floating_point():
