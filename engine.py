@@ -158,7 +158,7 @@ def pool(threads):
 
 STEPS = threading.local()  # .vmapped: this thread is in a step of all clients; .worker: of pool
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
-SMALL = 3_000_000  # weights; above it going together gains little and takes much memory (speed.md)
+SMALL = 3_000_000  # weights; above it going together gains up to half, for much memory (speed.md)
 MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
 
 

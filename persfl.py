@@ -44,7 +44,7 @@ added "choose G_1", 9-11, 13's loop. See docs/persfl.md for D1-D11, fedavg.py fo
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
     D6  Line 13: best validation accuracy, first if tied. In (3) lambda = 1 makes the loss 0.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: teacher and start are G_{E_G+1}. DS-3's .466 took 100 rounds, ours 50.
+    D8  Line 11: teacher and start are G_{E_G+1}. FedAvg's .466 took 100 rounds, ours 50.
     D9  Users are dealt only training images (MNIST's DS-1: 6,000). The paper counts all images.
     D10  --runs 5 averages each user over 5 seeds and splits. Deviations over users divide by K-1.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline."""

@@ -83,7 +83,7 @@ class Run:
                 tempfile.TemporaryFile(dir=self.out).close()
         except OSError as problem:
             refuse(f"--out {self.out} can't be written to: {problem.strerror}")
-        here, sources = pathlib.Path(__file__).parent, {}
+        here, sources = pathlib.Path(__file__).resolve().parent, {}
         own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
         own += [args.init] if args.init else []
         for path in map(pathlib.Path, (file, *(here / name for name in SHARED), *own)):
@@ -95,8 +95,10 @@ class Run:
                         for name, z in vars(args).items()}, "device": str(federation.device)},
             "data": data.fingerprint(), "split": federation.whole_split.fingerprint(),
         }
-        words = [word for word in getattr(args, "argv", ()) if word != "--resume"]
-        self.command = shlex.join([pathlib.Path(file).name, *words])
+        path, argv = pathlib.Path(file).resolve(), getattr(args, "argv", None)
+        path = path.relative_to(here) if here in path.parents else path
+        self.command = None if argv is None else shlex.join(
+            [str(path), *(word for word in argv if word != "--resume")])
         self.environment = {
             "python": platform.python_version(), "torch": str(torch.__version__),
             "numpy": np.__version__, "cuda": torch.version.cuda,

@@ -378,9 +378,9 @@ number is our guess), with one seed or more. *short*: it has fewer. *empty*: not
 
 Other runs are in folders of their own, and the papers' pages in [docs](../docs/) quote them:
 `fedslr` (a small CNN; ResNet-18), `fedavg-starts`, `fedavg-beyond`, `superfed-own-start`,
-`superfed-local`, `superfed-official`, `psinet-softmax`, `persfl-normalize`, `persfl-local`,
-`precision`, and [comparisons of methods](../docs/compare.md): `compare`, `compare-plain` and
-`compare-cifar10`. [LOG.md](LOG.md) lists what was tried without success.
+`superfed-local`, `superfed-official`, `psinet-softmax`, `psinet-bn`, `persfl-normalize`,
+`persfl-local`, `precision`, and [comparisons of methods](../docs/compare.md): `compare`,
+`compare-plain` and `compare-cifar10`. [LOG.md](LOG.md) lists what was tried without success.
 """
 HOW_TO_READ = """How to read a cell:
 

@@ -35,7 +35,7 @@ def test_the_gpus_ways_give_what_the_loop_gives(name):
         with pretend.gpu(way=way):
             record, found, federation, _ = gpu_check.run(module, flags)
         assert not federation.failed
-        assert federation.used == way or (federation.used == "graphs" and "unequal" in name)
+        assert federation.used == ("graphs" if "unequal" in name else way)
         # with BatchNorm one rounding decides a ReLU otherwise
         near = {"fedavg, bf16": 0.3, "psinet, BatchNorm": 0.03}.get(name, 1e-3)
         assert gpu_check.difference(wanted, found, w_0) < near
@@ -241,15 +241,26 @@ def test_the_check_of_a_gpu(tmp_path, capsys, monkeypatch):
 
 
 def test_a_check_that_is_stopped_keeps_its_rows(tmp_path, monkeypatch):
+    """Rows that diverge are among them; a later call adds its own."""
+    codes = {"superfed": 3, "fedslr": 143}
     real = gpu_check.importlib.import_module
-    stopped = SimpleNamespace(main=lambda argv: sys.exit(143))
-    monkeypatch.setattr(gpu_check.importlib, "import_module",
-                        lambda name: stopped if name == "superfed" else real(name))
-    rows = ["fedavg", "superfed", "psinet"]
-    with pretend.gpu(), pytest.raises(SystemExit) as stop:
-        gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)
-    assert stop.value.code == 143
-    assert list(json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]) == ["fedavg"]
+    monkeypatch.setattr(gpu_check.importlib, "import_module", lambda name: real(name)
+                        if name not in codes else
+                        SimpleNamespace(main=lambda argv: sys.exit(codes[name])))
+
+    def check(*rows):
+        with pretend.gpu():
+            gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)
+
+    def rows():
+        return json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
+
+    with pytest.raises(SystemExit) as stop:
+        check("fedavg", "superfed", "fedslr", "psinet")
+    assert stop.value.code == 143 and list(rows()) == ["fedavg", "superfed"]
+    assert rows()["superfed"]["error"] == "RuntimeError: exit code 3"
+    check("fedavgm")
+    assert list(rows()) == ["fedavg", "superfed", "fedavgm"]
 
 
 def test_without_a_gpu_the_check_says_so(capsys, monkeypatch):
