@@ -3,9 +3,9 @@
 
     python superfed.py --dataset cifar10 --mix model    Table 1, SuPerFed-MM (--mix layer: -LM)
 
-    mixing  global (paper)  personal  personal@test  200 rounds, means of seeds 0 and 1
-    model   .4676  (.454)   .8590     .8676          results/superfed-1/superfed-cifar10-mix-model
-    layer   .4863  (.471)   .8678     .8684          results/superfed-1/superfed-cifar10-mix-layer
+    mixing  global (paper)  personal  personal@test  200 rounds, means of three seeds
+    model   .4675  (.454)   .8660     .8737          results/superfed-1/superfed-cifar10-mix-model
+    layer   .4881  (.471)   .8726     .8741          results/superfed-1/superfed-cifar10-mix-layer
 
 The server averages w^f, the federated model. The local model w^l_k, of the same shape, stays with
 client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
