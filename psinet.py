@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes with 4 or 50 classes (ablations of norms, of G). D3, D7, D8 explain the rest
+# 10 nodes with 4 classes (ablation of norms) or 50 (of G). D3, D7, D8 explain the rest
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -287,7 +287,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # uniform: scale is the group's
+            kind, scale = of_plain(name, shape)  # if uniform: the group's scale
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1

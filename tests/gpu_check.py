@@ -4,13 +4,13 @@
     python tests/gpu_check.py --only superfed ditto
 
 Algorithms train two rounds on the embedded images, by `--engine loop` and in the fast way. "way"
-is the one that was timed, "why" says why no faster one was. "differs": the distance of the two
-final states relative to what the loop's training changed, for the tensor where it is largest. For
-algorithms it is from 80 images in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). All
-images magnify it: moving w_0 by a millionth moves FedAvg's result by .14. Runs with all images are
+was timed; "why" says why a faster way failed. "differs": the distance of the two
+final states relative to what the loop's training changed, for the tensor where it is largest. Its
+runs have 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). More
+images raise it: moving w_0 by a millionth moves FedAvg's result by .14. Runs with all images are
 timed, in their second round. "first" is how much longer the first one took, with its captures. The
-last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py); they
-differ by up to .1 (TF32). A row that fails says why. --only adds to the record of its commit.
+last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py); ways
+differ by up to .1 (TF32). A row that fails says why. --only adds to a record of this commit.
 """
 
 import argparse
