@@ -170,8 +170,8 @@ def local_updates(federation, update, has, w, r, S, t):
         these = (s_i == s).nonzero()[:, 0]  # their places in S
         G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
         has_w, has_r = federation.net.masks_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # Each row of the mask selects equally many entries, so `view` gives one row per node.
-        # Groups ascend in it, as in the node's network. masked_scatter puts the rows back.
+        # Each row of the mask selects equally many entries, so `view` gives one row per node, whose
+        # entries are ordered as in the node's network. masked_scatter puts the rows back.
         w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
         r_own = r_i[these][has_r].view(len(these), -1)
         w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,

@@ -93,9 +93,8 @@ def difference(wanted, found, w_0):
 
 
 def algorithm(name, device, more):
-    module, *flags = ALGORITHMS[name]
-    flags = ["--dataset", "shapes", "--rounds", "2", "--eval-every", "2", *flags]
-    flags += ["--device", device]
+    module, *own = ALGORITHMS[name]
+    flags = [*own, "--dataset", "shapes", "--rounds", "2", "--eval-every", "2", "--device", device]
     _, wanted, _, w_0 = run(module, [*FEW, *flags, "--engine", "loop"])
     _, found, federation, _ = run(module, [*FEW, *flags])
     loop, *_ = run(module, [*flags, *more, "--engine", "loop"])
