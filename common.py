@@ -102,7 +102,7 @@ class Epochs:
     """The local epochs of one client: `for minibatches in epochs: for b in minibatches: ...`.
 
     epochs(epochs=2, order=1) returns the same, with two epochs and a new order of the images.
-    clients: [(row, numbers of its images)], more than one only in engine.WAYS' "together".
+    clients: [(row, indices of its images)], more than one only in engine.WAYS' "together".
     options: those of Federation.plan.
     """
 
@@ -122,7 +122,7 @@ class Epochs:
 
     def by(self, way, few=False, clients=None):
         """Returns these epochs, or those of `clients`, in another of engine.WAYS. few: two
-        minibatches a client, one as large as an epoch's last."""
+        minibatches a client, a full one and an epoch's last."""
         clients, options, B = clients or self.clients, self.options, self.fed.args.batch_size
         if few:
             options = options | {"epochs": 1 if 0 < B < len(clients[0][1]) else 2}
@@ -384,7 +384,7 @@ class Federation:
 
     def logits(self, w, index):
         """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
-        are about equally large: in one of 1 to 3 images the last bits would change."""
+        have about equal sizes: a part of 1 to 3 images would change the last bits."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.part)))
         return torch.cat(list(self.map(functools.partial(self.logits_of_part, w), parts)))
 
@@ -530,8 +530,8 @@ def parser(doc, **defaults):
     flag("--limit", type=positive_int,
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
-         help="measure on only this many central test images, equally many of each class, and on "
-              "as many images of all clients")
+         help="use only this many central test images, equally many of each class, and as many "
+              "images of all clients together")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")

@@ -1,6 +1,6 @@
 """Compares methods on the same images and split, with the same model, initial weights, sampled
 clients, rounds, epochs, minibatches and rate. docs/compare.md lists exceptions. --benchmark FILE
-(or --benchmark --help) tunes one on CIFAR-10 and shows it beside all others: docs/benchmark.md.
+tunes your method on CIFAR-10 and shows it beside all others: docs/benchmark.md.
 
     python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
     python compare.py --methods all --jobs 2                 (make compare: the embedded images)
@@ -50,7 +50,7 @@ from tables.report import (
 HERE = pathlib.Path(__file__).resolve().parent
 
 # What all methods share unless the command line says otherwise. All other flags of the groups
-# "data" and "training" of `python fedavg.py --help` are shared, too, with their defaults.
+# "data" and "training" of `python fedavg.py --help` are shared, too, with common.py's defaults.
 SHARED = dict(dataset="shapes", split="shards", clients=20, per_client=4, client_val=0.1,
               client_test=0.2, model="cnn", transform="normalize", fraction=0.5, rounds=30,
               epochs=1, batch_size=10, lr=0.02, momentum=0.9)
@@ -97,7 +97,7 @@ OWN = {
               "in a round it trains once for each layer, where others train once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
                "no momentum, as in the file; all clients take part in every round; after the last "
-               "one distillation follows, with two epochs in place of the file's five"),
+               "one distillation follows, of two epochs, fewer than in the file"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
 OURS = ("seed", "out", "resume", "plot")  # what this program sets itself
@@ -131,7 +131,7 @@ def arguments(argv):
                         "(docs/extend.md); NAME=METHOD: under another name, to take part with "
                         "several settings")
     p.add_argument("--seeds", type=common.positive_int, default=3,
-                   help="how many: 0, 1, 2, ... (default: 3)")
+                   help="how many, from seed 0 on (default: 3)")
     p.add_argument("--split-seeds", type=common.positive_int, default=1, metavar="N",
                    help="train every seed on N splits, from --split-seed on (default: 1)")
     p.add_argument("--against", type=lambda word: word.split(","), default=[], metavar="A,B,...",
@@ -312,7 +312,7 @@ def record(method, folder):
         common.refuse(f"{folder}/result.json can't be read as a record ({type(problem).__name__}); "
                       "move it elsewhere")
     then, no_part = common.renamed(then), (*FREE, *common.unused(method.args["split"]))
-    earlier = next(iter(sources), "") == method.file.name  # flags it has lost don't count
+    earlier = next(iter(sources), "") == method.file.name  # removed flags don't count
     for name in {**method.args, **({} if earlier else then)}:
         was, now = then.get(name), method.args.get(name)
         unused = name not in then and not now  # a flag that the file got later
@@ -458,7 +458,7 @@ def tuning(methods, args, shared):
     grids, points = {method.name: {} for method in methods}, []
     if args.tune and not shared.client_val:
         common.refuse("--tune chooses on validation images: --client-val must be above 0")
-    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME. wins
+    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME.'s win
         given = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.+)", word)
         if not given or given[1] not in (None, *grids):
             common.refuse(f"--tune {word}: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...; the "

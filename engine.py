@@ -139,8 +139,8 @@ def fast_kernels(precision):
 
 
 def pool(threads):
-    """Returns a map over items by this many threads; for 0, Python's map. PyTorch's threads wait
-    for each other if another program takes a core, so callers cut heavy work into parts."""
+    """Returns a map over items by this many threads; for 0, Python's map. In each, PyTorch
+    uses one core: its own threads wait for each other if another program takes a core."""
     if not threads:
         return map
 
@@ -158,7 +158,7 @@ def pool(threads):
 
 STEPS = threading.local()  # .vmapped: this thread is in a step of all clients; .worker: of pool
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
-SMALL = 3_000_000  # weights; above it going together gains up to half, for much memory (speed.md)
+SMALL = 3_000_000  # weights; above it together is up to 1.5x as fast, for much memory (speed.md)
 MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
 
 
@@ -225,7 +225,7 @@ def step(function):
     own: tensors of this client, before the minibatch b; shared: what is the same for all clients.
     A step returns the new values of its first arguments, changes nothing in place, and draws no
     random numbers. In the plain loop it is just called. On a GPU it becomes a CUDA graph, of one
-    client or, by vmap, of all. It then repeats its capture: nothing but its arguments may change.
+    client or, by vmap, of all. It then replays what was captured: only arguments may change.
     """
 
     @functools.wraps(function)
@@ -243,7 +243,7 @@ def by_graph(function, place, *args):
     form = ((z.shape, z.dtype) if torch.is_tensor(z) else z for z in given)
     key = function, b.way, *form
     if key not in graphs and len(graphs) == MOST:
-        raise RuntimeError(f"more than {MOST} kinds of steps: make tensors of their numbers")
+        raise RuntimeError(f"more than {MOST} kinds of steps: pass numbers as tensors")
     graph = graphs[key] = graphs.get(key) or Graph(function, place, b, given)
     return graph(given)
 

@@ -32,7 +32,7 @@ proportions. The listing restates the notes. fedavg.py explains [d] and l.7, doc
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group no node in S has is unchanged.
+    D5  Lines 9, 10 weight node i by its number of images. A group without a node in S stays.
     D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes with 4 classes (ablation of norms) or 50 (of G). D3, D7, D8 explain the rest
+# 10 nodes with 4 classes (ablation of norms) or 50 (ablation of G). Rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -287,7 +287,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # if uniform: the group's scale
+            kind, scale = of_plain(name, shape)  # uniform: right for the group
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1

@@ -47,7 +47,7 @@ NUMBERS = {}
 
 
 def numbers(algorithm):
-    """Returns what a record of `algorithm` made today has as environment["numbers"]."""
+    """Returns environment["numbers"] of a record of `algorithm` made today."""
     return NUMBERS.get("all", 0) + NUMBERS.get(algorithm, 0)
 
 
@@ -123,8 +123,8 @@ class Run:
         """Yields t = 0 .. T-1. After each it completes the round: its row of the record, its state.
 
         model: the global model [d], which becomes model.pt in the end: a name in `state`, a
-        function of `state`, or None where there is none. clients: the clients' own models, for
-        --save-clients: a name in `state`, [K, d], or a function: the rows S -> [m, d].
+        function of `state`, or None where there is none. clients: the clients' own models [K, d],
+        for --save-clients: a name in `state`, or a function: the rows S -> [m, d].
         """
         self.state, self.model, self.models = state, model, clients
         with self.open():  # after --resume `state` is as it was saved
@@ -156,7 +156,7 @@ class Run:
             raise SystemExit(federation.stop)
 
     def keep(self):
-        """Has an interruption or a divergence save the present state."""
+        """Keeps the present state for an interruption or divergence."""
         for rows in self.federation.all_rows:
             rows.replaced.clear()
         self.kept = dict(vars(self.state))
@@ -173,7 +173,7 @@ class Run:
 
     def evaluates(self, w=None):
         """Stops the round's clock. Returns whether this round is evaluated: every --eval-every
-        rounds, and the last, which is also the one in which w [d] reaches every --target."""
+        rounds, and the last. A round in which w [d] reaches every --target becomes the last."""
         row = self.row
         row["seconds"] = row["seconds"] or self.elapsed()
         if self.targets:
@@ -308,7 +308,7 @@ class Run:
 
     def write(self, path, put, together=False):
         """Has put(file) write a file, which then takes the place of `path`: whole or, if the disk
-        is full, not at all. together: the files of all processes do, or none. Returns and says what
+        is full, not at all. together: in all processes, or in none. Returns and says what
         went wrong."""
         part, why = path.with_name(path.name + ".part"), None
         try:

@@ -3,10 +3,10 @@
     python tests/gpu_check.py                        (make gpu-check; writes results/gpu/CARD.json)
     python tests/gpu_check.py --only superfed ditto
 
-Algorithms train two rounds on the embedded images, by `--engine loop` and in the fast way. "way"
-was timed; "why" says why a faster way failed. "differs": the distance of the two
-final states relative to what the loop's training changed, for the tensor where it is largest. Its
-runs have 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). More
+Algorithms train two rounds on the embedded images, by `--engine loop` and in the fast way ("way").
+"why" says why a faster way failed. "differs": the distance of the two
+final states relative to what the loop's training changed, for the worst tensor. It comes from
+runs with 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). More
 images raise it: moving w_0 by a millionth moves FedAvg's result by .14. Runs with all images are
 timed, in their second round. "first" is how much longer the first one took, with its captures. The
 last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py); ways
@@ -78,8 +78,8 @@ def run(name, argv):
 
 
 def difference(wanted, found, w_0):
-    """The largest difference of two states' tensors, relative to the change since the start, which
-    was w_0 or 0. For other dtypes it is the share of entries that differ."""
+    """The largest difference of two states' float tensors, relative to the change since the start
+    (w_0 or 0). For other dtypes it is the share of entries that differ."""
     largest = 0.0
     for name, want in wanted.items():
         if torch.is_tensor(want) and want.is_floating_point():

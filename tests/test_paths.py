@@ -223,7 +223,7 @@ def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, c
         w = fed.train(client_update, np.arange(2), t, own=[torch.zeros(2, 3)], shared=[float(t)])
         assert w.eq(2 * t).all() and len(fed.graphs) <= engine.MOST
     assert fed.used == "loop"
-    assert capsys.readouterr().out.count("make tensors of their numbers") == 2
+    assert capsys.readouterr().out.count("pass numbers as tensors") == 2
 
 
 def test_grad_is_that_of_torch_func():
