@@ -35,7 +35,7 @@ of the model's d weights, [m, d] holds one for each of the m sampled clients.
 
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; most
-authors' code weights this mean by the number of test images (`weighted_mean` in the record). Each
+authors weight this mean by the number of test images (`weighted_mean` in the record). Each
 function says which models these are. A personal model of two parts has the newest shared part and
 the client's own.
 
@@ -331,9 +331,9 @@ def scaffold(federation, run, args):
     and receive c.
     D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and in the paper's
         experiments.
-    D2  Line 6: `reach` replaces steps. It is the sum over s = 1 to steps of 1 + beta + ... +
-        beta^(s-1), where beta is the momentum. Without momentum (--momentum 0), as in the paper,
-        reach = steps.
+    D2  Line 6: `reach` replaces steps. It sums 1 + beta + ... + beta^(s-1) over
+        s = 1, ..., steps, where beta is the momentum. Without momentum (--momentum 0), as in the
+        paper, reach = steps.
     D3  Line 5 takes one more pass over the client's images, augmented if --transform augments.
     D4  Line 4 runs E epochs, so clients with more images take more steps. In the paper all clients
         take equally many.
@@ -619,8 +619,8 @@ def lg_fedavg(federation, run, args):
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
     D2  Line 1 starts from w_0. The authors' code starts from a model that FedAvg
         has trained.
-    D3  The personal model has the current w. The authors' code averages the w of the clients' best
-        models (on their test images) and reports this average's best accuracy.
+    D3  The personal model has the current w. The authors' code keeps each client's best
+        model (on its test images) and reports the best accuracy of the mean w.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.
@@ -667,7 +667,7 @@ def ditto(federation, run, args):
 
     Global: w. Personal: v_k. With lambda = 0 and s = E, v_k is Local's model.
     D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. The authors' code counts
-        minibatches and alternates steps on w_k and v_k, which gives the same where s = E.
+        both in minibatches, and alternates steps on w_k and v_k: the same where s = E.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The
         default lambda is FedSLR's.
     D3  Line 6 takes the plain mean, as in the authors' code. But that code draws client k with a
@@ -854,7 +854,7 @@ def fedspa(federation, run, args):
                     g_k = gradient of f_k(w_k; b), of all d weights
                     w_k = w_k - eta * M_k * g_k
      5          U_k = w_k - M_k * w
-     6          prune: in every tensor, drop the share a/2 * (1 + cos(pi*t/T)) of the ones, those
+     6          prune: in every tensor, drop the share a/2 * (1 + cos(pi*t/T)) of M_k's 1s, those
                 with the least |w_k|
      7          grow: refill the mask with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
@@ -867,8 +867,9 @@ def fedspa(federation, run, args):
     D2  Line 4: the momentum sums M_k * g_k, so weights outside the mask stay 0.
     D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. We round the number of
         dropped weights down, that code rounds it up.
-    D4  Line 7: g_k is that of the last minibatch, before its step; DisPFL's code takes one more,
-        after training. The other weights include those that line 6 dropped, so these can come back.
+    D4  Line 7: g_k is that of the last minibatch, before its step; in DisPFL's code that of a new
+        one, after training. The other weights include those that line 6 dropped, so these can
+        come back.
     D5  Line 8 weights by n_k.
     """
     net = federation.net
@@ -962,8 +963,8 @@ def fedma(federation, run, args):
                            units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
-     9          if l = L:  each class's unit in w = mean over S_t of w_k's, weighted by k's images
-                           of this class
+     9          if l = L:  each class's unit in w = mean over S_t of all w_k's, weighted by their
+                           images of this class
 
     Global and personal: w. One round is FedMA, more are FedMA "with communication". The authors'
     script has --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
@@ -1048,7 +1049,7 @@ def sampled_numbers(federation, S):
 
 
 def by_unit(x, out):
-    """Returns a layer of m clients, x [m, its weights, then its biases], unit by unit:
+    """Returns a layer of m clients, x [m, n] (n: weights, then biases), unit by unit:
     [m, out, inputs + 1], where the last is the bias."""
     return torch.cat([x[:, :-out].unflatten(1, (out, -1)), x[:, -out:, None]], 2)
 

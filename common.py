@@ -133,8 +133,8 @@ class Epochs:
 
 
 class FilledEpochs(Epochs):
-    """Epochs for CUDA graphs: minibatches are filled up to B images, so that all have one shape. In
-    the way "together" they have a row for each client."""
+    """Epochs for CUDA graphs: minibatches are filled up to B images, so that all have one shape.
+    With "together" they have a row for each client."""
 
     def __iter__(self):
         fed, wide = self.fed, []

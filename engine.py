@@ -70,7 +70,7 @@ def find_device(name):
             raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as problem:
         refuse(f"--device {name} can't be used: {first_line(problem)}; use --device cpu",
-               alone=name == "cuda" and torch.cuda.is_available())  # a GPU, not for this process
+               alone=name == "cuda" and torch.cuda.is_available())  # fewer GPUs than processes
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -78,7 +78,7 @@ def find_device(name):
 
 
 def before_ampere(name="cuda"):
-    """Returns whether this GPU lacks TF32, so that bf16 and channels-last images are slow on it."""
+    """Returns whether this GPU lacks TF32 and is slow with bf16 and with channels-last images."""
     with contextlib.suppress(RuntimeError, AssertionError):  # find_device refuses what isn't there
         return torch.cuda.get_device_capability(name) < (8, 0)
     return False
@@ -156,9 +156,9 @@ def pool(threads):
 # --------------------------------------------------------------------------------------------------
 # 2. Steps, and training on a GPU
 
-STEPS = threading.local()  # .vmapped: this thread is in a step of all clients; .worker: of pool
+STEPS = threading.local()  # .vmapped: in a step of all clients; .worker: a thread of pool()
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
-SMALL = 3_000_000  # weights; above it together is up to 1.5x as fast, for much memory (speed.md)
+SMALL = 3_000_000  # weights; above it "together" gains up to 1.5x for much memory (speed.md)
 MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
 
 
@@ -222,7 +222,7 @@ def prove(start, wanted, found):
 def step(function):
     """Decorates the work of one client on one minibatch:  new = function(*own, b, *shared).
 
-    own: tensors of this client, before the minibatch b; shared: what is the same for all clients.
+    own: this client's tensors, passed before b; shared: passed after b, equal for all clients.
     A step returns the new values of its first arguments, changes nothing in place, and draws no
     random numbers. In the plain loop it is just called. On a GPU it becomes a CUDA graph, of one
     client or, by vmap, of all. It then replays what was captured: only arguments may change.
@@ -284,7 +284,7 @@ def capture(function, device):
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(main)
     try:
-        with torch.cuda.stream(side):  # libraries choose and set up their kernels before it
+        with torch.cuda.stream(side):  # libraries set up their kernels before the capture
             for _ in range(3):
                 function()
         # thread_local: NCCL's thread may do what a capture may not

@@ -54,7 +54,7 @@ def he_normal(name, shape):
 
 
 class Chain(nn.Sequential):
-    """A chain of layers with names, initialised as PyTorch does where a network says nothing."""
+    """A chain of named layers, initialised as PyTorch does unless the network has a `start`."""
 
     start = staticmethod(pytorch_default)
 
@@ -85,7 +85,7 @@ class CNN(Chain):
 
 class LocalResponseNorm(nn.Module):
     """TensorFlow's, with bias 1: x / (1 + alpha * sum of x^2 over the 2*radius+1 nearest
-    channels)^beta. PyTorch's own divides alpha by the number of channels. A 1x1 convolution with a
+    channels)^beta. PyTorch's own divides alpha by 2*radius+1. A 1x1 convolution with a
     band matrix computes the sum.
     """
 
@@ -328,7 +328,7 @@ class Net:
         values |= {name: z.to(tensors[0].dtype) if z.is_floating_point() else z
                    for name, z in self.constants.items()}
         if not hasattr(self.copies, "module"):
-            # functional_call puts tensors into the module, so that threads must not share one
+            # functional_call puts tensors into the module, so each thread needs its own
             memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
             self.copies.module = copy.deepcopy(self.module, memo)
         return functional_call(self.copies.module, values, x)
@@ -337,7 +337,7 @@ class Net:
         """Draws initial weights [d] from a numpy Generator, the same on every device. A network
         without `start` is built again, and its constructor draws with a seed from rng."""
         start = getattr(self.module, "start", None)
-        if start is None or isinstance(start, nn.Module):  # a layer may be called so
+        if start is None or isinstance(start, nn.Module):  # a layer named start
             return self.weights_of(fresh(self.build, int(rng.integers(2**63))))
         kernels = {name: shape for name, _, shape in self.tensors}
         parts = []
@@ -476,8 +476,7 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
 
 
 def construct(name, known):
-    """Returns a function that makes the module of --model NAME, with what it asks for of `known`.
-    """
+    """Returns a function that makes --model NAME from those values of `known` that it takes."""
     if name.startswith("torchvision:"):
         import torchvision  # not above: it takes as long as all other imports
 

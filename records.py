@@ -113,7 +113,7 @@ class Run:
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
         self.begun, self.seconds_writing = time.monotonic(), 0.0
-        self.marks, self.board = {}, None  # round -> label in curves.png; TensorBoard's
+        self.marks, self.board = {}, None  # round -> curves.png's label; SummaryWriter
         if args.tensorboard and not importlib.util.find_spec("tensorboard"):
             refuse("--tensorboard needs the package tensorboard: pip install tensorboard")
 
@@ -124,7 +124,7 @@ class Run:
 
         model: the global model [d], which becomes model.pt in the end: a name in `state`, a
         function of `state`, or None where there is none. clients: the clients' own models [K, d],
-        for --save-clients: a name in `state`, or a function: the rows S -> [m, d].
+        for --save-clients: a name in `state`, or a function of rows S: [m, d].
         """
         self.state, self.model, self.models = state, model, clients
         with self.open():  # after --resume `state` is as it was saved
@@ -136,7 +136,7 @@ class Run:
             self.finish("finished")
 
     def end_round(self):
-        """Completes the round's row, and writes the state if it was evaluated. May end the run."""
+        """Completes the row; writes the state after an evaluated round. May end the run."""
         row, federation = self.row, self.federation
         row["seconds"] = row["seconds"] or self.elapsed()
         losses = [row[part]["loss"] for part in SHOWN if part in row]
@@ -254,7 +254,7 @@ class Run:
         record = self.record()
         self.show(record)
         fed.graphs.clear()
-        if fed.processes > 1 and status != "interrupted":  # else NCCL might wait
+        if fed.processes > 1 and status != "interrupted":  # after an interruption NCCL might wait
             atexit.register(dist.destroy_process_group)
         if problem:
             refuse(f"{problem}; mend that; the same command with --resume goes on from the last "
@@ -543,7 +543,7 @@ def without_clients(measures):
 
 
 def without_nan(tree):
-    """Replaces NaN by None for JSON."""
+    """NaN and infinity become None."""
     return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
 
 
@@ -561,7 +561,7 @@ def commit(sources):
         return None
     sources = [pathlib.Path(path).resolve() for path in sources]
     found = git("status", "--porcelain", "--ignored", "--", *sources)
-    changed = found.stdout or found.returncode  # a file from elsewhere is an error
+    changed = found.stdout or found.returncode  # git fails on a file elsewhere
     return None if head.returncode else head.stdout.strip() + "+" * bool(changed)
 
 
@@ -609,7 +609,7 @@ class Rows:
         self.all.index_copy_(0, index, x)
 
     def index(self, S):
-        """The shape of rows[S], and these rows' numbers. S: as NumPy takes it, or a tensor."""
+        """The shape of rows[S], and these rows' indices. S: as NumPy takes it, or a tensor."""
         S = np.arange(len(self.all))[S if np.size(S) else []]
         index = torch.from_numpy(np.atleast_1d(S)).to(self.all.device)
         return (*S.shape, *self.all.shape[1:]), index

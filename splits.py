@@ -108,8 +108,8 @@ def cut(data, args, rng, k, index):
 
 
 def matched(labels, data, numbers, rng, size=100):
-    """Returns some of `numbers`, in the class proportions of `labels`: floor(share * size) of each
-    class, or all (FedSLR, B.1). Two clients' may overlap. Shares below 1/size add nothing."""
+    """Returns some of `numbers`, in the class shares of `labels`: floor(share * size) of a class,
+    or all it has (FedSLR, B.1). Two clients' may overlap. Shares below 1/size add nothing."""
     pools = by_class(data.labels[numbers], data.classes, rng)
     counts = np.bincount(labels, minlength=data.classes)
     return numbers[np.concatenate([pool[: int(n / len(labels) * size + 1e-9)]
@@ -196,7 +196,7 @@ def split_dirichlet_hsu(labels, classes, rng, args):
     """Gives clients equally many images, in class proportions q ~ Dir(alpha * p), where p are those
     of all images (Hsu et al. 2019, section 3); alpha = 0 gives each one random class. The share of
     a used-up class goes to the client's other classes; if q is 0 for all of them, q is drawn again
-    over these (the paper does not say this). `remarks` says when."""
+    over these (our choice). `remarks` reports used-up classes."""
     pools, sizes = by_class(labels, classes, rng), np.bincount(labels, minlength=classes)
     n, equal = len(labels) // args.clients, len(set(sizes)) == 1
     a = args.alpha / (len(labels) / np.maximum(sizes, 1e-300))  # alpha * p, exact for equal classes
@@ -228,7 +228,7 @@ def split_dirichlet_hsu(labels, classes, rng, args):
 
 def whole_numbers(values, rng=None):
     """Returns values [n] rounded up or down, with the same (whole) sum. The largest fractions go
-    up; with rng random ones do, so that it is not one class for all clients."""
+    up; with rng random ones do, so that no class gains at every client."""
     if rng:
         return np.diff(np.floor(values.cumsum().round(9) + rng.random()), prepend=0).astype(int)
     low = np.floor(values).astype(int)
@@ -288,7 +288,7 @@ def split_classes(labels, classes, rng, args):
 def split_lognormal(labels, classes, rng, args):
     """Gives client k the s labels k, k+1, ... (mod classes), as PersFL's DS-3. Each holder of a
     class gets 10 of its images and a share of the rest, given by log-normal draws (mu = 0,
-    sigma = 2). pFedMe's generator is far more even: docs/persfl.md."""
+    sigma = 2). pFedMe's generator is far more even."""
     least, owned = 10, [[] for _ in range(args.clients)]
     for c, pool in enumerate(by_class(labels, classes, rng)):
         holders = [k for k in range(args.clients) if (c - k) % classes < args.per_client]
@@ -306,8 +306,8 @@ def split_lognormal(labels, classes, rng, args):
 def split_semantic(labels, classes, rng, args):
     """Puts each class into one cluster, and makes clients of random size within each cluster
     (SuPerFed, A). EMNIST's 62 classes make 5 clusters of 2 digits, 5 or 6 capital and 5 or 6 small
-    letters, with sizes uniform in [100, 800). Others make 10 clusters of equally many random
-    classes (the last gets the remainder), with sizes in [100, 400). A cluster's last images are
+    letters, and clients of [100, 800) images. Others make 10 clusters of equally many random
+    classes (the last gets the rest), and clients of [100, 400). A cluster's last images are
     unused: at most 100, or too few for the next client."""
     groups, clusters, largest = [range(classes)], min(10, classes), 400
     if classes == 62:
@@ -329,7 +329,7 @@ def split_semantic(labels, classes, rng, args):
 
 def split_fedslr(labels, classes, rng, args):
     """Gives clients equally many images, in class proportions ~ Dir(alpha, ..., alpha). A used-up
-    class is refilled (FedSLR's code, but client by client: docs/fedslr.md). So clients can
+    class is refilled, as in FedSLR's code, which deals image by image. So clients can
     share images, a client can hold an image twice, and some images are never used."""
     if args.alpha == 0:
         refuse("--split fedslr needs --alpha above 0")
