@@ -287,7 +287,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # uniform: right for the group
+            kind, scale = of_plain(name, shape)  # scale fits groups if uniform
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
