@@ -11,7 +11,7 @@ with --beta 0 --lr .03. At the default alpha=.1 FedAvgM reaches .402, FedAvg .35
     FedAvg   .301   .5413  .6974  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
 This is FedAvg's algorithm with section 4.2's server momentum v, whose factor is beta. fedavg.py
-explains other symbols, "global", "personal", [d], net and l.7. Lines 1, 7, 11 differ; 7a, 7b are
+explains other symbols, "global", "personal", [d], net and l.N. Lines 1, 7, 11 differ; 7a, 7b are
 new. docs/fedavgm.md explains our choices D1 to D7.
 
     Server

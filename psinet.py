@@ -35,7 +35,7 @@ proportions. The listing restates the notes. fedavg.py explains [d] and l.7, doc
     D5  Lines 9, 10 weight node i by its number of images. A group without a node in S stays.
     D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
-    D8  Line 7 takes all nodes, or with --fraction samples some. Line 11 shuffles in every epoch.
+    D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
     D9  tables/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
 """
 
@@ -287,7 +287,7 @@ class GroupedNet(common.Net):
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
             layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # scale fits groups if uniform
+            kind, scale = of_plain(name, shape)  # "uniform" scales fit groups
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
