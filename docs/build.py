@@ -18,15 +18,8 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
-PAPERS = {
-    "fedavg": "FedAvg",
-    "fedavgm": "FedAvgM",
-    "superfed": "SuPerFed",
-    "psinet": "Psi-Net",
-    "fedslr": "FedSLR",
-    "persfl": "PersFL",
-    "baselines": "Baselines",
-}
+PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psinet": "Psi-Net",
+          "fedslr": "FedSLR", "persfl": "PersFL", "baselines": "Baselines"}
 # pages without code beside them
 TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "extend": "Your own",
          "run": "Runs"}
@@ -36,37 +29,24 @@ RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --e
 # a page: (the picture in results/, what it shows, the command that draws it), beside those of
 # results/NAME.md
 FIGURES = {
-    "fedavg": [
-        (
-            "fedavg-figure-1",
-            "Figure 1: the average of two networks",
-            "python -m tables.fedavg_figure_1",
-        ),
-        (
-            "fedavg-how-often",
-            "How often one measures: each round, or every 20th",
-            "python -m tables.fedavg_how_often",
-        ),
-    ],
-    "fedslr": [
-        ("fedslr-curves", "FedSLR beside other methods", "python -m tables.fedslr_curves"),
-        *(
-            (
-                f"fedslr/{data}-cnn/ranks",
-                f"Accuracy, ranks and bytes over the rounds, {name}",
-                RANKS.format(data),
-            )
-            for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))
-        ),
-    ],
-    "baselines": [
-        (f"compare/{name}", "All methods on one split of the embedded images", "make compare")
-        for name in ("curves", "clients")
-    ],
+    "fedavg": [("fedavg-figure-1", "Figure 1: the average of two networks",
+                "python -m tables.fedavg_figure_1"),
+               ("fedavg-how-often", "How often one measures: each round, or every 20th",
+                "python -m tables.fedavg_how_often")],
+    "fedslr": [("fedslr-curves", "FedSLR beside other methods", "python -m tables.fedslr_curves"),
+               *((f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}",
+                  RANKS.format(data))
+                 for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")))],
+    "baselines": [(f"compare/{name}", "All methods on one split of the embedded images",
+                   "make compare") for name in ("curves", "clients")],
 }
 
 # --------------------------------------------------------------------------------------------------
 # What a file says of itself
+
+
+def read(*path):
+    return HERE.joinpath(*path).read_text(encoding="utf-8")
 
 
 def pseudocode(doc):
@@ -76,8 +56,7 @@ def pseudocode(doc):
     for line in doc.splitlines():
         match = re.match(r"( {4,6})(C?[1-9]\d?[a-z]?)(  +)([^\s.\d].*)", line)
         inside = bool(line.strip()) and (
-            inside or bool(match) or line in ("    Server", "    Structure")
-        )
+            inside or bool(match) or line in ("    Server", "    Structure"))
         if match:
             rows.append((match[2], match.start(4), match[4]))
         elif inside:
@@ -88,10 +67,8 @@ def pseudocode(doc):
 
 def choices(doc):
     """{D1: its one line, ...}"""
-    return {
-        D: " ".join(text.split())
-        for D, text in re.findall(r"^    (D\d+)  (.*(?:\n {8}\S.*)*)", doc, re.M)
-    }
+    return {D: " ".join(text.split())
+            for D, text in re.findall(r"^    (D\d+)  (.*(?:\n {8}\S.*)*)", doc, re.M)}
 
 
 def tags(text):
@@ -100,24 +77,17 @@ def tags(text):
     for comment in re.findall(r"#(.*)", text):
         for first, last in re.findall(r"l\.(C?\d+[a-z]?)(?:-(C?\d+))?", comment):
             part, first_number = re.match(r"(C?)(.*)", first).groups()
-            cited |= (
-                {f"{part}{n}" for n in range(int(first_number), int(last.strip("C")) + 1)}
-                if last
-                else {first}
-            )
+            cited |= ({f"{part}{n}" for n in range(int(first_number), int(last.strip("C")) + 1)}
+                      if last else {first})
     return cited
 
 
 def statements(tree):
     """{line: the lines of its statement}, for statements without others inside."""
-    simple = [
-        node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")
-    ]
-    return {
-        n: range(node.lineno, node.end_lineno + 1)
-        for node in simple
-        for n in range(node.lineno, node.end_lineno + 1)
-    }
+    simple = [node for node in ast.walk(tree)
+              if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    return {n: range(node.lineno, node.end_lineno + 1)
+            for node in simple for n in range(node.lineno, node.end_lineno + 1)}
 
 
 def sections(text, level):
@@ -130,27 +100,8 @@ def sections(text, level):
 # --------------------------------------------------------------------------------------------------
 # Mathematics: w^f_{t+1}, lambda, ||w||^2, sum over k in S_t of ... as HTML
 
-GREEK = dict(
-    zip(
-        [
-            "alpha",
-            "beta",
-            "gamma",
-            "delta",
-            "eta",
-            "theta",
-            "lambda",
-            "mu",
-            "nu",
-            "pi",
-            "tau",
-            "omega",
-            "Omega",
-            "infinity",
-        ],
-        "αβγδηθλμνπτωΩ∞",
-    )
-)
+GREEK = dict(zip(["alpha", "beta", "gamma", "delta", "eta", "theta", "lambda", "mu", "nu", "pi",
+                  "tau", "omega", "Omega", "infinity"], "αβγδηθλμνπτωΩ∞"))
 GREEK["dw"] = "Δw"
 SYMBOL = re.compile(rf"(?<![\w.'])(?<![A-Za-z]-)({'|'.join(GREEK)}|cos|[A-Za-z])('{{0,2}})"
                     r"((?:[_^](?:{[^{}]*}|[*+]|[A-Za-z0-9]+'?))*)(?!\w|-[a-z]{2}|/[a-z]{3}|\.\w)")
@@ -175,15 +126,9 @@ SIGNS = [
 def scripts(text):
     """_k and ^f as sub- and superscript, one above the other where there are both."""
     tag = {"^": "sup", "_": "sub"}
-    parts = [
-        f"<{tag[kind]}>{symbols(a or b).replace('·', '∗')}</{tag[kind]}>"
-        for kind, a, b in sorted(SCRIPT.findall(text))
-    ]
-    return (
-        f'<span class="ss">{"".join(parts)}</span>'
-        if "^" in text and "_" in text
-        else "".join(parts)
-    )
+    whole = "".join(f"<{tag[kind]}>{symbols(a or b).replace('·', '∗')}</{tag[kind]}>"
+                    for kind, a, b in sorted(SCRIPT.findall(text)))
+    return f'<span class="ss">{whole}</span>' if "^" in text and "_" in text else whole
 
 
 def symbol(match):
@@ -209,31 +154,23 @@ def symbols(text):
 
 def inline_code(text):
     """A flag or a short name with hyphens stays on one line."""
-    return (
-        "<code>"
-        + re.sub(
-            r"(?<!\S)(?=\S*-)\S{,30}(?!\S)", r'<span class="word">\g<0></span>', html.escape(text)
-        )
-        + "</code>"
-    )
+    words = re.sub(r"(?<!\S)(?=\S*-)\S{,30}(?!\S)", r'<span class="word">\g<0></span>',
+                   html.escape(text))
+    return f"<code>{words}</code>"
 
 
 def mathematics(text):
     """Plain text as HTML. `code` and --flags stay as they are."""
     def plain(text):
-        text = re.sub(
-            r"(?:the )?sum over ([^,;:.]{1,30}?) of ", "∑\0\\1\0 ", html.escape(text, quote=False)
-        )
+        text = re.sub(r"(?:the )?sum over ([^,;:.]{1,30}?) of ", "∑\0\\1\0 ",
+                      html.escape(text, quote=False))
         text = re.sub(r"argmin over (\w) of", "argmin\0\\1\0", text)
-        return "".join(
-            f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part)
-            for i, part in enumerate(text.split("\0"))
-        )
+        return "".join(f"<sub>{symbols(part)}</sub>" if i % 2 else symbols(part)
+                       for i, part in enumerate(text.split("\0")))
 
     parts = re.split(r"(`[^`]+`|--[a-z][\w-]*(?: (?:N|\.?\d)\w*(?:\.\w+)*)?)", text)
-    return "".join(
-        inline_code(part.strip("`")) if i % 2 else plain(part) for i, part in enumerate(parts)
-    )
+    return "".join(inline_code(part.strip("`")) if i % 2 else plain(part)
+                   for i, part in enumerate(parts))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,11 +186,8 @@ def address(link):
     D6."""
     link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
     link = link.replace("first-hour.md", "index.html")  # which shows it
-    return re.sub(
-        r"^(\w+)\.md(?=#|$)",
-        lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0],
-        link,
-    )
+    return re.sub(r"^(\w+)\.md(?=#|$)",
+                  lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0], link)
 
 
 @functools.cache
@@ -270,12 +204,9 @@ def markdown(text):
     def product(match):  # C*K is no emphasis
         return r"\*" if match[0] == "*" else match[0]
 
-    text = re.sub(
-        r"^(?!    ).*",
-        lambda m: re.sub(r"`[^`]*`|(?<=[\w)])\*(?=[\w(])", product, m[0]),
-        text,
-        flags=re.M,
-    )
+    text = re.sub(r"^(?!    ).*",
+                  lambda m: re.sub(r"`[^`]*`|(?<=[\w)])\*(?=[\w(])", product, m[0]),
+                  text, flags=re.M)
     tokens = parser().parse(text)
     for token, inline in zip(tokens, tokens[1:]):
         if token.type == "heading_open":
@@ -291,10 +222,8 @@ def paragraph(text):
 
 
 def fold(title, body, opened=False):
-    return (
-        f'<details class="fold" id="{slug(title)}"{" open" * opened}>'
-        f"<summary>{mathematics(title)}</summary>\n{body}\n</details>"
-    )
+    return (f'<details class="fold" id="{slug(title)}"{" open" * opened}>'
+            f"<summary>{mathematics(title)}</summary>\n{body}\n</details>")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,19 +245,13 @@ def paper_side(doc, key):
             out.append(f'<div class="part">{words}</div>')
             continue
         label = number or label
-        link = (
-            f'<a class="n" href="#{key}c{label}" title="to its code">{label}</a>'
-            if number
-            else "<span></span>"
-        )
-        words += "".join(
-            f' <a class="d" href="#{key}{D}">{D}</a>' for D in lines_of.get(number, ())
-        )
+        link = (f'<a class="n" href="#{key}c{label}" title="to its code">{label}</a>' if number
+                else "<span></span>")
+        words += "".join(f' <a class="d" href="#{key}{D}">{D}</a>'
+                         for D in lines_of.get(number, ()))
         name, depth = f' id="{key}l{label}"' if number else "", max(column - first, 0) / 4
-        out.append(
-            f'<div class="row" data-l="{label}"{name}>{link}'
-            f'<div class="t" style="--in:{depth:g}">{words}</div></div>'
-        )
+        out.append(f'<div class="row" data-l="{label}"{name}>{link}'
+                   f'<div class="t" style="--in:{depth:g}">{words}</div></div>')
     return "\n".join(out)
 
 
@@ -340,14 +263,12 @@ def coloured(text):
 def code_side(file, lines, key):
     """The lines (numbers from 1) of a file, each with the lines of the pseudocode that it carries
     out."""
-    text = (HERE / file).read_text(encoding="utf-8")
+    text = read(file)
     source, together, seen, out = text.splitlines(), statements(ast.parse(text)), set(), []
 
     def to_pseudocode(match):
-        new = sorted(
-            tags("#" + match[0]) - seen,
-            key=lambda number: (int(re.search(r"\d+", number)[0]), number),
-        )
+        new = sorted(tags("#" + match[0]) - seen,
+                     key=lambda number: (int(re.search(r"\d+", number)[0]), number))
         seen.update(new)
         anchors = "".join(f'<a id="{key}c{number}"></a>' for number in new)
         return f'{anchors}<a class="l" href="#{key}l{match[1]}">{match[0]}</a>'
@@ -360,20 +281,16 @@ def code_side(file, lines, key):
         if not source[n - 1].strip() and before and not source[before - 1].strip():
             continue  # of several empty lines one
         own = tags(source[n - 1]) or set().union(
-            *(tags(source[i - 1]) for i in together.get(n, ()))
-        )
+            *(tags(source[i - 1]) for i in together.get(n, ())))
         body = re.sub(r'^(?: |<span class="w"> *</span>)+', "", coloured(text)[n - 1])
         body = re.sub(r'<span class="(?:c1|sd)">.*?</span>', comment, body)
         body = re.sub(r'  (<span class="c1">.*)', r' <span class="tail"> \1</span>', body)
         labels = f' data-l="{" ".join(sorted(own))}"' if own else "" if body else " data-empty"
         indent = len(source[n - 1]) - len(source[n - 1].lstrip())
-        out.append(
-            f'<div class="row"{labels}><span class="n">{n}</span>'
-            f'<code style="--in:{indent}">{body}</code></div>'
-        )
-    return (
-        f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n' + "\n".join(out) + "</div>"
-    )
+        out.append(f'<div class="row"{labels}><span class="n">{n}</span>'
+                   f'<code style="--in:{indent}">{body}</code></div>')
+    return (f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n'
+            + "\n".join(out) + "</div>")
 
 
 def listing(file, doc, lines, told, key="", about=""):
@@ -384,25 +301,19 @@ def listing(file, doc, lines, told, key="", about=""):
     words = paragraph(" ".join(words)) if words else ""
     full = "\n".join(
         f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
-        f"{markdown(told[D])}</details>"
-        for D, line in choices(doc).items()
-    )
-    return (
-        f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n'
-        f'<div class="pseudo">\n{paper_side(doc, key)}\n</div></div>\n'
-        f"{code_side(file, lines, key)}</div>\n"
-        f'<div class="choices"><h3>Choices that change a number</h3>\n{words}{full}\n</div>'
-    )
+        f"{markdown(told[D])}</details>" for D, line in choices(doc).items())
+    return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n'
+            f'<div class="pseudo">\n{paper_side(doc, key)}\n</div></div>\n'
+            f"{code_side(file, lines, key)}</div>\n"
+            f'<div class="choices"><h3>Choices that change a number</h3>\n{words}{full}\n</div>')
 
 
 # --------------------------------------------------------------------------------------------------
 # Pages
 
-HINT = (
-    '<p class="hint">Point at a line: what carries it out is marked on the other side. A click '
-    "keeps the marks. <b>D1</b>, <b>D2</b>, … open a choice in place. Keys: Tab, ↑ ↓, Enter, Esc."
-    "</p>"
-)
+HINT = ('<p class="hint">Point at a line: what carries it out is marked on the other side. A '
+        "click keeps the marks. <b>D1</b>, <b>D2</b>, … open a choice in place. Keys: Tab, ↑ ↓, "
+        "Enter, Esc.</p>")
 
 
 def page(name, title, body):
@@ -421,21 +332,14 @@ def page(name, title, body):
 
 def figures(name):
     tables, out = HERE / "results" / f"{name}.md", []
-    drawn = (
-        re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M)
-        if tables.exists()
-        else ()
-    )
-    for picture, words, command in [
-        *((picture, words, TABLES) for words, picture in drawn),
-        *FIGURES.get(name, ()),
-    ]:
+    drawn = (re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M)
+             if tables.exists() else ())
+    for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn),
+                                    *FIGURES.get(name, ())]:
         if (HERE / "results" / f"{picture}.svg").exists():
-            out.append(
-                f'<figure><img src="../results/{picture}.svg" alt="{words}">'
-                f"<figcaption>{mathematics(words)}. "
-                f"<code>{html.escape(command)}</code></figcaption></figure>"
-            )
+            out.append(f'<figure><img src="../results/{picture}.svg" alt="{words}">'
+                       f"<figcaption>{mathematics(words)}. "
+                       f"<code>{html.escape(command)}</code></figcaption></figure>")
     return fold("Figures", "\n".join(out), True) if out else ""
 
 
@@ -446,34 +350,21 @@ def below(name, parts):
     out = [(title, fold(title, markdown(text), title in opened)) for title, text in parts]
     tables = HERE / "results" / f"{name}.md"
     if tables.exists():
-        text = re.sub(
-            r"\]\((?!\w+:|\.\./)",
-            "](../results/",
-            re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M),
-        )
+        text = re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M)
+        text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", text)
         (_, about), *rest = sections(text.replace("](../docs/", "]("), 2)
         rest = "\n".join(fold(title, markdown(body)) for title, body in rest)
-        out.append(
-            (
-                "",
-                fold(
-                    "Ours beside the paper's: all tables", markdown(about.split("\n", 1)[1]) + rest
-                ),
-            )
-        )
+        out.append(("", fold("Ours beside the paper's: all tables",
+                             markdown(about.split("\n", 1)[1]) + rest)))
     last = [text for title, text in out if title == "Exercises"]
     return "\n".join([*(text for title, text in out if title != "Exercises"), figures(name), *last])
 
 
 def paper_page(name):
-    text, page_text = (
-        (HERE / f"{name}.py").read_text(encoding="utf-8"),
-        (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8"),
-    )
+    text, page_text = read(f"{name}.py"), read("docs", f"{name}.md")
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
-    imports = max(
-        node.end_lineno for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))
-    )
+    imports = max(node.end_lineno for node in tree.body
+                  if isinstance(node, (ast.Import, ast.ImportFrom)))
     rule = text[: text.index("\n# -----")].rstrip().count("\n") + 1
     start = next(n for n in range(imports, rule) if text.splitlines()[n].strip()) + 1
     told, parts = {}, []
@@ -488,139 +379,88 @@ def paper_page(name):
             parts.append((title.replace("The choices", "About the choices"), rest))
     cite, *before = doc.split("\n\n")
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
-    run = "".join(
-        f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>"
-        if block.startswith("    ")
-        else paragraph(block)
-        for block in before[:-1]
-    )
+    run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>"
+                  if block.startswith("    ") else paragraph(block) for block in before[:-1])
     rest = fold("Run it, and what to expect", run, True) + below(name, parts)
-    links = [
-        title
-        for title in (parts[0][0], "What was measured", "Figures", "Exercises")
-        if f' id="{slug(title)}"' in rest
-    ]
+    links = [title for title in (parts[0][0], "What was measured", "Figures", "Exercises")
+             if f' id="{slug(title)}"' in rest]
     links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in links)
     cite = html.escape(" ".join(cite.split()))
-    body = (
-        f'<header><h1>{PAPERS[name]}</h1><p class="cite">{cite}</p>{HINT}'
-        f'<p class="toc">{links}</p></header>\n'
-        + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1]))
-        + rest
-    )
+    body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{cite}</p>{HINT}'
+            f'<p class="toc">{links}</p></header>\n'
+            + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1]))
+            + rest)
     return page(name, f"{PAPERS[name]}: pseudocode beside code", body)
 
 
 def baselines_page():
-    text = (HERE / "baselines.py").read_text(encoding="utf-8")
+    text = read("baselines.py")
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    table = next(
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "METHODS"
-    )
+    table = next(node.value for node in tree.body
+                 if isinstance(node, ast.Assign) and node.targets[0].id == "METHODS")
     methods, told, about, rest, out = {}, {}, {}, [], []
     for flag, function in zip(table.keys, table.values):
         methods.setdefault(function.id, []).append(flag.value)
-    for title, part in sections((HERE / "docs" / "baselines.md").read_text(encoding="utf-8"), 2)[
-        1:
-    ]:
+    for title, part in sections(read("docs", "baselines.md"), 2)[1:]:
         flags = re.findall(r"`([\w-]+)`", title)
         told |= {tuple(heading.split(":")[0].split()): body for heading, body in sections(part, 3)}
         about |= dict.fromkeys(flags, sections(part, 3)[0][1])
         rest += [] if flags else [(title, part)]
     for name, flags in methods.items():
-        own, first, key = (
-            ast.get_docstring(functions[name], clean=False),
-            functions[name].body[0],
-            f"{flags[0]}-",
-        )
-        lines = [
-            *range(functions[name].lineno, first.lineno),
-            *range(first.end_lineno + 1, functions[name].end_lineno + 1),
-        ]
+        own, first = ast.get_docstring(functions[name], clean=False), functions[name].body[0]
+        lines = [*range(functions[name].lineno, first.lineno),
+                 *range(first.end_lineno + 1, functions[name].end_lineno + 1)]
         cite, *blocks = own.split("\n\n")
-        remarks = [
-            re.sub(r"^    D1  .*", "", block, flags=re.M | re.S)
-            for block in blocks
-            if not pseudocode(block)
-        ]
-        texts = {
-            D: told[next((flag, D) for flag in flags if (flag, D) in told)] for D in choices(own)
-        }
+        remarks = [re.sub(r"^    D1  .*", "", block, flags=re.M | re.S)
+                   for block in blocks if not pseudocode(block)]
+        texts = {D: told[next((flag, D) for flag in flags if (flag, D) in told)]
+                 for D in choices(own)}
         cite = html.escape(" ".join(cite.split()))
         out.append(
             f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
-            + listing(
-                "baselines.py",
-                own,
-                lines,
-                texts,
-                key,
-                "".join(map(paragraph, filter(str.strip, remarks))),
-            )
-            + f"\n{markdown(about[flags[0]])}</section>"
-        )
+            + listing("baselines.py", own, lines, texts, f"{flags[0]}-",
+                      "".join(map(paragraph, filter(str.strip, remarks))))
+            + f"\n{markdown(about[flags[0]])}</section>")
     others = [n for name, node in functions.items() if name not in (*methods, "arguments", "main")
               for n in range(node.lineno, node.end_lineno + 2)]
     links = " ".join(f'<a href="#{flags[0]}">{", ".join(flags)}</a>' for flags in methods.values())
-    words = [
-        block for block in doc.split("\n\n") if block.startswith(("Symbols", "Models", "Local SGD"))
-    ]
-    body = (
-        '<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: '
-        f'one function each.</p>{HINT}<p class="toc">{links}</p></header>\n'
-        + fold("Symbols and models", "".join(map(paragraph, words)))
-        + "\n"
-        + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
-        + "\n".join(out)
-        + below("baselines", rest)
-    )
+    words = [block for block in doc.split("\n\n")
+             if block.startswith(("Symbols", "Models", "Local SGD"))]
+    body = ('<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: '
+            f'one function each.</p>{HINT}<p class="toc">{links}</p></header>\n'
+            + fold("Symbols and models", "".join(map(paragraph, words))) + "\n"
+            + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
+            + "\n".join(out) + below("baselines", rest))
     return page("baselines", "Baselines: pseudocode beside code", body)
 
 
 def index_page():
-    rows = re.findall(
-        r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|",
-        (HERE / "README.md").read_text(encoding="utf-8"),
-        re.M,
-    )
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \| (.*?) \| (.*?) \|", read("README.md"), re.M)
     # a card is a link already
-    rows = {
-        name: [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell) for cell in cells] for name, *cells in rows
-    }
-    cards = "".join(
-        f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>'
-        f"{html.escape(idea)}</a>"
-        for name, title in PAPERS.items()
-        for paper, idea in [rows[name]]
-    )
-    title, text = (HERE / "docs" / "first-hour.md").read_text(encoding="utf-8").split("\n", 1)
-    body = (
-        "<header><h1>Federated learning, one file per paper</h1>"
-        "<p>Many clients (phones, hospitals) hold images that must not leave them. Federated "
-        "learning trains one model from all these images. Each page shows a paper's pseudocode "
-        "beside its code, the choices that change a number, what was measured, and exercises.</p>"
-        "</header>\n"
-        f'<div class="cards">{cards}</div>\n<ul>'
-        + "".join(
-            f'<li><a href="{name}.html">{html.escape(heading(name))}</a></li>'
-            for name in (*TEXTS, *MORE)
-        )
-        + f"</ul>\n<section><h2>{title.strip('# ')}</h2>\n{markdown(text)}</section>"
-    )
+    rows = {name: [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell) for cell in cells]
+            for name, *cells in rows}
+    cards = "".join(f'<a class="card" href="{name}.html"><b>{title}</b> {html.escape(paper)}<br>'
+                    f"{html.escape(idea)}</a>"
+                    for name, title in PAPERS.items() for paper, idea in [rows[name]])
+    links = "".join(f'<li><a href="{name}.html">{html.escape(heading(name))}</a></li>'
+                    for name in (*TEXTS, *MORE))
+    title, text = read("docs", "first-hour.md").split("\n", 1)
+    body = ("<header><h1>Federated learning, one file per paper</h1>"
+            "<p>Many clients (phones, hospitals) hold images that must not leave them. Federated "
+            "learning trains one model from all these images. Each page shows a paper's pseudocode "
+            "beside its code, the choices that change a number, what was measured, and exercises."
+            f'</p></header>\n<div class="cards">{cards}</div>\n<ul>{links}</ul>\n'
+            f"<section><h2>{title.strip('# ')}</h2>\n{markdown(text)}</section>")
     return page("index", "Federated learning, one file per paper", body)
 
 
 def heading(name):
-    return (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0].strip("# ")
+    return read("docs", f"{name}.md").split("\n", 1)[0].strip("# ")
 
 
 def text_page(name):
-    return page(
-        name, heading(name), markdown((HERE / "docs" / f"{name}.md").read_text(encoding="utf-8"))
-    )
+    return page(name, heading(name), markdown(read("docs", f"{name}.md")))
 
 
 def pages():

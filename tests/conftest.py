@@ -22,30 +22,9 @@ import records
 # a product with another number of threads is rounded otherwise, and some tests compare bits
 torch.set_num_threads(1)
 
-QUICK = [
-    "--dataset",
-    "shapes",
-    "--limit",
-    "400",
-    "--clients",
-    "8",
-    "--fraction",
-    "0.5",
-    "--rounds",
-    "2",
-    "--epochs",
-    "1",
-    "--lr",
-    "0.01",
-    "--lr-decay",
-    "1",
-    "--batch-size",
-    "20",
-    "--transform",
-    "scale",
-    "--device",
-    "cpu",
-]
+QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--fraction", "0.5",
+         "--rounds", "2", "--epochs", "1", "--lr", "0.01", "--lr-decay", "1", "--batch-size", "20",
+         "--transform", "scale", "--device", "cpu"]
 
 
 def linear(channels, classes, size):
@@ -62,10 +41,8 @@ def toy(tmp_path, monkeypatch):
     --model linear takes them."""
     monkeypatch.setitem(common.MODELS, "linear", linear)
     rng = np.random.default_rng(7)
-    arrays = {
-        f"x_{part}": rng.integers(0, 256, (n, 2, 2), dtype=np.uint8)
-        for part, n in (("train", 60), ("test", 30))
-    }
+    arrays = {f"x_{part}": rng.integers(0, 256, (n, 2, 2), dtype=np.uint8)
+              for part, n in (("train", 60), ("test", 30))}
     arrays.update({f"y_{part}": np.arange(n) % 3 for part, n in (("train", 60), ("test", 30))})
     np.savez(tmp_path / "toy.npz", **arrays)
     return str(tmp_path / "toy.npz")
@@ -101,9 +78,8 @@ def paths(fed, monkeypatch):
 def run(module, argv, out):
     """Runs an algorithm's main in this process; returns its record and its saved state."""
     module.main([*argv, "--out", str(out)])
-    return json.loads((out / "result.json").read_text()), torch.load(
-        out / "state.pt", weights_only=True
-    )["state"]
+    return (json.loads((out / "result.json").read_text()),
+            torch.load(out / "state.pt", weights_only=True)["state"])
 
 
 def killed(module, argv, out, when):
@@ -144,9 +120,8 @@ def refused(capsys, words, call, *args, **named):
     with pytest.raises(SystemExit) as stop:
         call(*args, **named)
     out, error = capsys.readouterr()
-    assert (
-        stop.value.code == 2 and "error:" in error and words in error and error.count("\n") == 1
-    ), error
+    assert (stop.value.code == 2 and "error:" in error and words in error
+            and error.count("\n") == 1), error
     assert not out, out
 
 

@@ -53,9 +53,8 @@ def exercises():
             runs = [(command, None) for command in commands(before)]
             for part in changed:
                 diff, after = part.split("```\n", 1)
-                change = tuple(
-                    re.search(rf"^{sign} *(.*)$", diff, re.M)[1] for sign in (r"-", r"\+")
-                )
+                change = tuple(re.search(rf"^{sign} *(.*)$", diff, re.M)[1]
+                               for sign in (r"-", r"\+"))
                 runs += [(command, change) for command in commands(after)]
             found[f"{page}-{number}"] = Exercise(title, body, runs)
     return found
@@ -82,23 +81,11 @@ def carry_out(command, change, seed, folder):
     folder.mkdir()
     with contextlib.redirect_stdout(printed):
         main = module(file, change, folder).main
-        main(
-            [
-                *flags,
-                "--seed",
-                str(seed),
-                "--split-seed",
-                str(seed),
-                "--device",
-                "cpu",
-                "--out",
-                str(out),
-            ]
-        )
+        main([*flags, "--seed", str(seed), "--split-seed", str(seed), "--device", "cpu",
+              "--out", str(out)])
     state = torch.load(out / "state.pt", weights_only=True)["state"]
-    return SimpleNamespace(
-        record=json.loads((out / "result.json").read_text()), printed=printed.getvalue(), **state
-    )
+    return SimpleNamespace(record=json.loads((out / "result.json").read_text()),
+                           printed=printed.getvalue(), **state)
 
 
 # What the checks ask for
@@ -117,11 +104,8 @@ def w_0(run, client=0):
     """The initial weights of a run, [d]; client=1: SuPerFed's w^l_0."""
     args = SimpleNamespace(**run.record["args"])
     images = (3, 32, 32), 10  # of shapes
-    net = (
-        psinet.GroupedNet(args, *images)
-        if run.record["algorithm"] == "psinet"
-        else common.Net(args.model, *images)
-    )
+    net = (psinet.GroupedNet(args, *images) if run.record["algorithm"] == "psinet"
+           else common.Net(args.model, *images))
     return net.init(common.stream(args.seed, "initialisation", 0, client))
 
 
@@ -146,36 +130,29 @@ def fedavg_1(one_start, alone, two_starts):
 
 def fedavg_2(one, ten, one_5, ten_5):
     near, far = apart(one.w, ten.w), apart(one_5.w, ten_5.w)
-    return {
-        "largest difference, E = 1": f"{near:.1e}",
-        "E = 5": f"{far:.1e}",
-    }, near < 1e-6 and far > 1e-4
+    return ({"largest difference, E = 1": f"{near:.1e}", "E = 5": f"{far:.1e}"},
+            near < 1e-6 and far > 1e-4)
 
 
 def fedavg_3(one, five, few):
     runs = {"MB up, E = 1": one, "E = 5": five, "C = 0": few}
     sent = [run.record["bytes_up"] for run in runs.values()]
-    return {name: megabytes(run) for name, run in runs.items()}, sent == [
-        4 * 308_310 * 3 * m for m in (5, 5, 1)
-    ]
+    return ({name: megabytes(run) for name, run in runs.items()},
+            sent == [4 * 308_310 * 3 * m for m in (5, 5, 1)])
 
 
 def fedavgm_1(fedavg, plain, nesterov):
     rounding = apart(fedavg.w, plain.w)
-    numbers = {
-        "largest difference, plain to FedAvg": f"{rounding:.1e}",
-        "nesterov to plain": f"{apart(plain.w, nesterov.w):g}",
-    }
+    numbers = {"largest difference, plain to FedAvg": f"{rounding:.1e}",
+               "nesterov to plain": f"{apart(plain.w, nesterov.w):g}"}
     return numbers, 0 < rounding < 1e-5 and torch.equal(plain.w, nesterov.w)
 
 
 def fedavgm_2(zero, plain, nesterov):
     steps = [(run.w - w_0(run)).norm() for run in (zero, plain, nesterov)]
     ratio, same = (steps[2] / steps[1]).item(), torch.equal(zero.w, plain.w)
-    numbers = {
-        "plain is as beta = 0": yes(same),
-        "length of Nesterov's step / plain step": f"{ratio:.4f}",
-    }
+    numbers = {"plain is as beta = 0": yes(same),
+               "length of Nesterov's step / plain step": f"{ratio:.4f}"}
     return numbers, same and abs(ratio - 1.9) < 1e-4
 
 
@@ -190,29 +167,23 @@ def superfed_1(without, with_):
     cos = []  # of w^f and w^l_k, mean over the clients that have trained
     for run in (without, with_):
         trained = (run.w_l != w_0(run, client=1)).any(1)
-        cos.append(
-            torch.cosine_similarity(run.w_l[trained].double(), run.w_f.double()[None]).mean().item()
-        )
-    return {"cos, nu = 0": f"{cos[0]:.4f}", "cos, nu = 2": f"{cos[1]:.4f}"}, abs(cos[1]) < abs(
-        cos[0]
-    ) / 2
+        cos.append(torch.cosine_similarity(
+            run.w_l[trained].double(), run.w_f.double()[None]).mean().item())
+    return ({"cos, nu = 0": f"{cos[0]:.4f}", "cos, nu = 2": f"{cos[1]:.4f}"},
+            abs(cos[1]) < abs(cos[0]) / 2)
 
 
 def superfed_2(fedavg, superfed, large_nu):
     same = torch.equal(fedavg.w, superfed.w_f), torch.equal(superfed.w_f, large_nu.w_f)
-    return {"w^f is FedAvg's w": yes(same[0]), "nu = 1000 changes a bit": yes(not same[1])}, all(
-        same
-    )
+    return ({"w^f is FedAvg's w": yes(same[0]), "nu = 1000 changes a bit": yes(not same[1])},
+            all(same))
 
 
 def superfed_3(run):
     untouched = (run.w_l == w_0(run, client=1)).all(1).sum().item()
     up = [row["bytes_up"] / 1e6 for row in run.record["rounds"]]
-    numbers = {
-        "unchanged w^l of 20": str(untouched),
-        "MB up a round, Phase I": f"{up[0]:.2f}",
-        "Phase II": f"{up[-1]:.2f}",
-    }
+    numbers = {"unchanged w^l of 20": str(untouched), "MB up a round, Phase I": f"{up[0]:.2f}",
+               "Phase II": f"{up[-1]:.2f}"}
     return numbers, 10 <= untouched <= 15 and len(set(up)) == 1
 
 
@@ -221,10 +192,8 @@ def persfl_1(run):
     teacher = final["users"]["FedAvg"]
     same = {lam: sum(a[i] == o for a, o in zip(final["students"]["test"], teacher))
             for i, (T, lam) in enumerate(final["grid"]) if T == 1 and lam in (0, 1)}
-    numbers = {
-        "students as accurate as the teacher, of 10: lambda = 1": str(same[1]),
-        "lambda = 0": str(same[0]),
-    }
+    numbers = {"students as accurate as the teacher, of 10: lambda = 1": str(same[1]),
+               "lambda = 0": str(same[0])}
     return numbers, same[1] == 10 > same[0]
 
 
@@ -242,53 +211,36 @@ def persfl_3(optimal, final):
     rounds = [set(run.record["final"]["users"]["teacher's round"]) for run in (optimal, final)]
     down = [run.record["bytes_down"] for run in (optimal, final)]
     teacher = torch.equal(optimal.O, w_0(optimal).expand_as(optimal.O))
-    sent = {
-        f"MB down, {name}": f"{number / 1e6:.2f}"
-        for name, number in zip(("optimal", "final"), down)
-    }
+    sent = {f"MB down, {name}": f"{number / 1e6:.2f}"
+            for name, number in zip(("optimal", "final"), down)}
     numbers = {"teacher is G_1": yes(teacher), **sent}
-    return numbers, teacher and rounds == [{1}, {2}] and down == [
-        4 * 62_006 * 10,
-        2 * 4 * 62_006 * 10,
-    ]
+    return numbers, (teacher and rounds == [{1}, {2}]
+                     and down == [4 * 62_006 * 10, 2 * 4 * 62_006 * 10])
 
 
 def fedslr_1(*runs):
     ranks = [run.record["final"]["ranks"] for run in runs]  # {layer: rank}, of each run
     lost = {name: ranks[0][name] - ranks[2][name] for name in ranks[0]}
-    sums, numbers = (
-        [sum(of.values()) for of in ranks],
-        [run.record["final"]["numbers"]["gkr"] for run in runs],
-    )
-    columns = {
-        "ranks": sums,
-        "conv2": [of["conv2"] for of in ranks],
-        "numbers in w": [f"{n:,}" for n in numbers],
-    }
-    holds = (
-        sums[0] > sums[1] > sums[0] / 2
-        and sums[2] < sums[1] / 2
-        and max(lost, key=lost.get) == "conv2"
-    )
+    sums, numbers = ([sum(of.values()) for of in ranks],
+                     [run.record["final"]["numbers"]["gkr"] for run in runs])
+    columns = {"ranks": sums, "conv2": [of["conv2"] for of in ranks],
+               "numbers in w": [f"{n:,}" for n in numbers]}
+    holds = (sums[0] > sums[1] > sums[0] / 2 and sums[2] < sums[1] / 2
+             and max(lost, key=lost.get) == "conv2")
     return {name: " / ".join(map(str, values)) for name, values in columns.items()}, holds
 
 
 def fedslr_2(run):
     final, zero = run.record["final"], not run.p.any().item()
     of = [final[part]["mean"] for part in ("gkr", "personal")]
-    return {
-        "all p_i are 0": yes(zero),
-        "GKR": f"{of[0]:.4f}",
-        "mixed": f"{of[1]:.4f}",
-    }, zero and of[0] == of[1]
+    return ({"all p_i are 0": yes(zero), "GKR": f"{of[0]:.4f}", "mixed": f"{of[1]:.4f}"},
+            zero and of[0] == of[1])
 
 
 def fedslr_3(fedslr, feddyn):
     gap, moved = apart(fedslr.w, feddyn.w), apart(fedslr.w, w_0(fedslr))
-    return {
-        "largest difference": f"{gap:.1e}",
-        "largest change since w^0": f"{moved:.1e}",
-    }, gap < 1e-6 and moved > 1e-3
+    return ({"largest difference": f"{gap:.1e}", "largest change since w^0": f"{moved:.1e}"},
+            gap < 1e-6 and moved > 1e-3)
 
 
 def psinet_1(five, ten):
@@ -309,10 +261,8 @@ def psinet_3(pruned, whole):
         net = psinet.GroupedNet(SimpleNamespace(**run.record["args"]), (3, 32, 32), 10)
         changed.append(len(set(net.group[run.w != w_0(run)].tolist()) - {-1}))
     numbers = {"groups that changed, --prune": str(changed[0]), "--no-prune": str(changed[1])}
-    return numbers | {
-        "MB up, --prune": megabytes(pruned),
-        "MB up, --no-prune": megabytes(whole),
-    }, changed == [4, 10]
+    return numbers | {"MB up, --prune": megabytes(pruned),
+                      "MB up, --no-prune": megabytes(whole)}, changed == [4, 10]
 
 
 def table(rows):
@@ -335,10 +285,8 @@ def main(names):
         rows, holds = {}, {}
         for seed in SEEDS:
             with tempfile.TemporaryDirectory() as folder:
-                left = [
-                    carry_out(*run, seed, pathlib.Path(folder) / str(i))
-                    for i, run in enumerate(known[name].runs)
-                ]
+                left = [carry_out(*run, seed, pathlib.Path(folder) / str(i))
+                        for i, run in enumerate(known[name].runs)]
             rows[seed], holds[seed] = globals()[name.replace("-", "_")](*left)
         shown = {seed: numbers | {"holds": yes(holds[seed])} for seed, numbers in rows.items()}
         print(f"{name}: {known[name].title}\n\n{table(shown)}\n", flush=True)

@@ -169,8 +169,7 @@ FILES = {  # name: (what is wrong, arrays)
                                     images(client_train=np.arange(40) % 3 * 2)),
     "s-owners.npz --split natural": ("test images are of other clients", images(
         client_train=np.arange(40) % 4, client_test=np.arange(20) % 4 + 4)),
-    "t-few.npz --split natural": ("every client has one image",
-                                  images(client_train=np.arange(40))),
+    "t-few.npz --split natural": ("every client has one image", images(client_train=np.arange(40))),
     "cifar100.npz": ("named cifar100, but it is not", images()),
     "u-one.npz": ("one class", images(classes=1)),
     "v-alike.npz": ("all images are alike", images(x_train=np.full((40, 8, 8, 3), 9, np.uint8),
@@ -378,10 +377,8 @@ def try_inputs(folder):
 
 # One method of each kind: one model; rows that are kept; two passes in a round; rows, and a vector
 # of the server
-KINDS = {
-    **{name: f"{name}.py {QUICK}" for name in ("fedavg", "superfed", "fedslr")},
-    "scaffold": f"baselines.py --method scaffold {QUICK}",
-}
+KINDS = {**{name: f"{name}.py {QUICK}" for name in ("fedavg", "superfed", "fedslr")},
+         "scaffold": f"baselines.py --method scaffold {QUICK}"}
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM,
            "the terminal is closed": getattr(signal, "SIGHUP", signal.SIGTERM),
            "kill -9": getattr(signal, "SIGKILL", signal.SIGTERM)}

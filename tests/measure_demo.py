@@ -20,25 +20,16 @@ def measured(mix, seed, precision):
     """One run's command and final accuracies."""
     out = HERE / "runs" / "measure-demo" / f"{mix}-{seed}-{precision}"
     command = (f"superfed.py --dataset shapes --mix {mix} --seed {seed} --precision {precision} "
-               "--parallel 1 "
-               "--device cpu")
+               "--parallel 1 --device cpu")
     if not (out / "result.json").exists():
-        subprocess.run(
-            [sys.executable, *command.split(), "--out", out],
-            cwd=HERE,
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
+        subprocess.run([sys.executable, *command.split(), "--out", out],
+                       cwd=HERE, stdout=subprocess.DEVNULL, check=True)
     record = json.loads((out / "result.json").read_text())
     assert record["status"] == "finished", f"{out} is not finished; remove it to run it again"
-    return {
-        "command": command,
-        "personal": record["final"]["personal"]["mean"],
-        "global": record["final"]["global"]["top1"],
-        "split": record["split"]["fingerprint"],
-        "environment": record["environment"],
-        "minutes": sum(row["seconds"] for row in record["rounds"]) / 60,
-    }
+    return {"command": command, "personal": record["final"]["personal"]["mean"],
+            "global": record["final"]["global"]["top1"],
+            "split": record["split"]["fingerprint"], "environment": record["environment"],
+            "minutes": sum(row["seconds"] for row in record["rounds"]) / 60}
 
 
 def lines(result):

@@ -69,9 +69,8 @@ def test_pages_need_no_network(name):
 
 def test_the_marks_of_a_page_are_the_files_tags():
     """FedAvg, by hand: which code carries out line 7, and line 11's statement and its comment."""
-    row = (
-        r'<div class="row" data-l="([^"]*)"><span class="n">\d+</span><code[^>]*>(.*)</code></div>'
-    )
+    row = (r'<div class="row" data-l="([^"]*)"><span class="n">\d+</span>'
+           r'<code[^>]*>(.*)</code></div>')
     rows = re.findall(row, PAGES["fedavg.html"])
     code = [(labels, re.sub(r"<[^>]*>", "", line)) for labels, line in rows]
     of_7, of_11 = ([line for labels, line in code if number in labels.split()]
@@ -82,15 +81,12 @@ def test_the_marks_of_a_page_are_the_files_tags():
 
 def test_a_statement_of_several_lines_is_marked_as_one(tmp_path, monkeypatch):
     (tmp_path / "some.py").write_text(
-        "x = f(1,\n      2)  # l.4 (D2)\ny = {  # l.5\n    1: 2}\nif x:\n    z = 3\n"
-    )
+        "x = f(1,\n      2)  # l.4 (D2)\ny = {  # l.5\n    1: 2}\nif x:\n    z = 3\n")
     monkeypatch.setattr(build, "HERE", tmp_path)
     side = build.code_side("some.py", range(1, 7), "k-")
     assert re.findall(r'class="row"(?: data-l="([^"]*)"|)>', side) == ["4", "4", "5", "5", "", ""]
-    assert (
-        '<a id="k-c4"></a><a class="l" href="#k-l4">l.4</a>' in side
-        and '<a class="d" href="#k-D2">D2</a>' in side
-    )
+    assert ('<a id="k-c4"></a><a class="l" href="#k-l4">l.4</a>' in side
+            and '<a class="d" href="#k-D2">D2</a>' in side)
 
 
 def test_pseudocode_and_choices():
@@ -112,22 +108,14 @@ def test_pseudocode_and_choices():
     D2  another
 """
     assert build.pseudocode(doc) == [
-        (None, 4, "Server"),
-        ("1", 8, "choose w"),
-        ("2", 8, "for each k:"),
-        ("3", 12, "w = f(k)      (3)"),
-        ("", 12, "with f"),
-        (None, 4, "Client"),
-        ("11", 8, "stop"),
-    ]
+        (None, 4, "Server"), ("1", 8, "choose w"), ("2", 8, "for each k:"),
+        ("3", 12, "w = f(k)      (3)"), ("", 12, "with f"),
+        (None, 4, "Client"), ("11", 8, "stop")]
     assert build.choices(doc) == {"D1": "Line 3: one choice.", "D2": "another"}
     assert build.tags("x  # l.2-4, l.7a (D1)\nl.9\n") == {"2", "3", "4", "7a"}
     side = build.paper_side(doc, "")
-    assert (
-        side.count('href="#D1"') == 1
-        and re.search(r'id="l3".*href="#D1"', side)
-        and "#D2" not in side
-    )
+    assert (side.count('href="#D1"') == 1 and re.search(r'id="l3".*href="#D1"', side)
+            and "#D2" not in side)
 
 
 @pytest.mark.parametrize("text, wanted", [
@@ -161,14 +149,12 @@ def test_mathematics(text, wanted):
 def test_stars_of_products_are_no_emphasis():
     assert build.markdown("C*K and L*R, *this* is `a*b`\n\n    a*b") == (
         "<p><i>C</i>·<i>K</i> and <i>L</i>·<i>R</i>, <em>this</em> is <code>a*b</code></p>\n"
-        "<pre><code>a*b\n</code></pre>\n"
-    )
+        "<pre><code>a*b\n</code></pre>\n")
 
 
 def test_answers_are_behind_a_fold():
     text = build.markdown(
-        "1. Why?\n\n   <details><summary>Answer</summary>\n\n   By `w`, w_k.\n\n   </details>\n"
-    )
+        "1. Why?\n\n   <details><summary>Answer</summary>\n\n   By `w`, w_k.\n\n   </details>\n")
     answer = r"<p>By <code>w</code>, <i>w</i><sub><i>k</i></sub>.</p>"
     assert re.search(rf"<details><summary>Answer</summary>\s*{answer}\s*</details>", text)
 
@@ -189,9 +175,7 @@ def test_figures_are_sharp_and_equal_and_their_legend_covers_nothing(tmp_path, m
     assert picture.size == (2400, 900) and [round(dpi) for dpi in picture.info["dpi"]] == [300, 300]
     (legend,), axes = drawn[0].legends, drawn[0].axes
     assert [text.get_text() for text in legend.get_texts()] == [
-        "accuracy",
-        "another of a longer name",
-    ]
+        "accuracy", "another of a longer name"]
     assert not any(legend.get_window_extent().overlaps(axis.get_tightbbox()) for axis in axes)
     assert all(tick == int(tick) for axis in axes for tick in axis.get_xticks())
 

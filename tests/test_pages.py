@@ -35,10 +35,8 @@ def parts(name):
 
 
 LISTINGS = {name: parts(name) for name in ALGORITHMS}
-LISTINGS |= {
-    method.__name__: inspect.getsource(method).split('"""', 2)[1:]
-    for method in baselines.METHODS.values()
-}
+LISTINGS |= {method.__name__: inspect.getsource(method).split('"""', 2)[1:]
+             for method in baselines.METHODS.values()}
 
 
 @pytest.mark.parametrize("name", LISTINGS)
@@ -60,20 +58,14 @@ def test_file_and_page_have_the_same_choices(name):
     other."""
     page = (HERE / "docs" / f"{name}.md").read_text()
     headings = re.findall(r"^##+ (?:([\w-]+) )?(D\d+):", page, re.M)
-    files = (
-        {"": LISTINGS[name][0]}
-        if name in LISTINGS
-        else {key: LISTINGS[method.__name__][0] for key, method in baselines.METHODS.items()}
-    )
+    files = ({"": LISTINGS[name][0]} if name in LISTINGS else
+             {key: LISTINGS[method.__name__][0] for key, method in baselines.METHODS.items()})
     told = {(method, number) for method, number in headings}
     assert len(told) == len(headings)
     wanted = {(method, number) for method, doc in files.items() for number in choices(doc)}
     if name == "baselines":  # fedavg-ft, fedprox and fedprox-ft are one function
-        wanted = {
-            (method, number)
-            for method, number in wanted
-            if method not in ("fedavg-ft", "fedprox-ft")
-        }
+        wanted = {(method, number) for method, number in wanted
+                  if method not in ("fedavg-ft", "fedprox-ft")}
     assert told == wanted
 
 
@@ -169,11 +161,8 @@ def quotable(folder):
         for key in {*records[0][when], *records[0]["rounds"][-1]}:
             parts = [record[when].get(key, record["rounds"][-1].get(key)) for record in records]
             if isinstance(parts[0], dict):
-                known |= {
-                    f"{np.mean([part[name] for part in parts]):.4f}"
-                    for name in ("top1", "mean")
-                    if name in parts[0]
-                }
+                known |= {f"{np.mean([part[name] for part in parts]):.4f}"
+                          for name in ("top1", "mean") if name in parts[0]}
     return known
 
 
@@ -192,8 +181,7 @@ def every(k):
     def cell(record):
         rounds = fedavg_how_often.every(k, min(record["args"]["target"]), record["rounds"])
         return f"{np.mean(rounds):.0f}" + (
-            f" ({min(rounds):.0f} to {max(rounds):.0f})" if k > 1 else ""
-        )
+            f" ({min(rounds):.0f} to {max(rounds):.0f})" if k > 1 else "")
 
     return cell
 
@@ -215,52 +203,36 @@ COLUMNS = {
     "by training accuracy": lambda record: measure(  # superfed.py's own choice until 2026-11-21
         "final",
         "personal@train-accuracy" if "personal@train-accuracy" in record["final"] else "personal",
-        "mean",
-    )(record),
+        "mean")(record),
     "personal, last": measure("final", "personal", "mean"),
     "by test images": measure("final", "personal@test", "mean"),
     ".5": measure("final", "personal@lambda=0.5", "mean"),
     "0": measure("final", "personal@lambda=0", "mean"),
     "mixed, or a client's own": measure("final", "personal", "mean"),
     "GKR, or a global model": lambda record: measure(
-        "final", "gkr" if "gkr" in record["final"] else "personal", "mean"
-    )(record),
+        "final", "gkr" if "gkr" in record["final"] else "personal", "mean")(record),
 }
 
 
 def test_the_table_of_settings_is_that_of_the_defaults():
-    columns = {
-        "clients": "clients",
-        "model": "model",
-        "rounds": "rounds",
-        "E": "epochs",
-        "B": "batch_size",
-        "eta": "lr",
-        "momentum": "momentum",
-        "weight decay": "weight_decay",
-        "pixels": "transform",
-        "own test images": "client_test",
-    }
+    columns = {"clients": "clients", "model": "model", "rounds": "rounds", "E": "epochs",
+               "B": "batch_size", "eta": "lr", "momentum": "momentum",
+               "weight decay": "weight_decay", "pixels": "transform",
+               "own test images": "client_test"}
     lines = (HERE / "docs" / "run.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| command | split |"))
     titles, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
-    ]
+        for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])]
     assert {row[0].split()[1][:-3] for row in rows} == {*ALGORITHMS, "baselines"}
     for row in rows:
-        args, row = (
-            reproduce.arguments(row[0].strip("`").removeprefix("python ")),
-            dict(zip(titles, row)),
-        )
+        args, row = (reproduce.arguments(row[0].strip("`").removeprefix("python ")),
+                     dict(zip(titles, row)))
         assert {title: row[title] for title in columns} == {
-            title: str(args[name]).removesuffix(".0") for title, name in columns.items()
-        }, row
+            title: str(args[name]).removesuffix(".0") for title, name in columns.items()}, row
         size = args["alpha"] if args["split"] in ("dirichlet-hsu", "fedslr") else args["per_client"]
-        assert (
-            row["split"] == ("iid" if args["split"] == "iid" else f"{args['split']}, {size}")
-            and int(row["in a round"]) == args["fraction"] * args["clients"]
-        )
+        assert (row["split"] == ("iid" if args["split"] == "iid" else f"{args['split']}, {size}")
+                and int(row["in a round"]) == args["fraction"] * args["clients"])
 
 
 # a number that is a link to its record
@@ -293,11 +265,8 @@ def test_numbers_in_the_pages_are_those_of_the_committed_results():
             continue
         record = json.loads((HERE / link.group(1)).read_text())
         assert complete(record)
-        checked = {
-            title: cell
-            for title, cell in zip(titles, cells, strict=True)
-            if title in COLUMNS and cell
-        }
+        checked = {title: cell for title, cell in zip(titles, cells, strict=True)
+                   if title in COLUMNS and cell}
         assert checked == {title: COLUMNS[title](record) for title in checked}, line
         found += [title for title in checked if "minutes" not in title]
     assert set(COLUMNS) - {"minutes", "minutes of training"} == set(found)
@@ -308,24 +277,17 @@ def test_persfls_tables_are_those_of_their_records():
     the spread over users."""
     rows = re.findall(
         r"^\| \[[^]]*\]\((results/(?:persfl-[23]/persfl-[\w-]+|persfl-normalize/mnist-DS-\d))\) "
-        r"\|(.*)\|$",
-        pages(),
-        re.M,
-    )
+        r"\|(.*)\|$", pages(), re.M)
     assert len(rows) == 9
     for folder, numbers in rows:
-        users = [
-            json.loads(path.read_text())["final"]["users"]
-            for path in (HERE / folder).rglob("result.json")
-        ]
+        users = [json.loads(path.read_text())["final"]["users"]
+                 for path in (HERE / folder).rglob("result.json")]
         runs, *cells = [list(map(float, cell.split("+-"))) for cell in numbers.split("|")]
         assert runs == [len(users)]
-        for name, cell in zip(
-            ("FedAvg", "fine-tuned", "PersFL", "T", "lambda"), [cells[0], *cells[2:4], *cells[5::2]]
-        ):
+        for name, cell in zip(("FedAvg", "fine-tuned", "PersFL", "T", "lambda"),
+                              [cells[0], *cells[2:4], *cells[5::2]]):
             mean = np.mean([run[name] for run in users], 0) * (
-                1 if name in ("T", "lambda") else 100
-            )
+                1 if name in ("T", "lambda") else 100)
             want = [round(mean.mean(), 3 if name == "lambda" else 1), round(mean.std(ddof=1), 1)]
             assert cell == want[: len(cell)], (folder, name)
 
@@ -377,11 +339,7 @@ def browser():
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for flag in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-background-networking",
-        "no-first-run",
+        "headless", "no-sandbox", "disable-gpu", "disable-background-networking", "no-first-run",
         "force-prefers-reduced-motion",  # or a click would come while the page still scrolls
         "window-size=1280,900",
     ):
@@ -404,10 +362,8 @@ def test_a_click_marks_the_code_and_keys_move_on_and_open_a_choice(browser, tmp_
 
     def marked():
         """The marked rows' texts: numbers in the pseudocode, statements in the code."""
-        assert all(
-            row.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
-            for row in rows(".row.on")
-        )
+        assert all(row.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
+                   for row in rows(".row.on"))
         numbers, code = rows(".paper .row.on .n"), rows(".code .row.on code")
         return [row.text for row in numbers], [row.text.split("  #")[0] for row in code]
 

@@ -36,19 +36,13 @@ METHODS = {  # command, the measure that the method is for, what was tried
     "fedslr": ("fedslr --rounds 15 --lambda 2e-3", PERSONAL, ["--lr .1", "--lr .05"]),
     "psinet": ("psinet --rounds 10", GLOBAL, ["--lr .02", "--lr .05"]),
     "persfl": ("persfl --rounds 10 --eval-every 2", PERSONAL, ["--lr .05", "--lr .02"]),
-    "centralised": (
-        "baselines --method centralised",
-        GLOBAL,
-        [*MOMENTA, "--momentum .9 --lr .005"],
-    ),
+    "centralised": ("baselines --method centralised", GLOBAL,
+                    [*MOMENTA, "--momentum .9 --lr .005"]),
     "scaffold": ("baselines --method scaffold", GLOBAL, MOMENTA),
     "feddyn": ("baselines --method feddyn --rounds 15", GLOBAL, MOMENTA),
     "per-fedavg": ("baselines --method per-fedavg --rounds 15", PERSONAL, MOMENTA),
-    "pfedme": (
-        "baselines --method pfedme --rounds 15",
-        PERSONAL,
-        ["--lr .02 --theta-lr .02", "--lr .03 --theta-lr .03"],
-    ),
+    "pfedme": ("baselines --method pfedme --rounds 15", PERSONAL,
+               ["--lr .02 --theta-lr .02", "--lr .03 --theta-lr .03"]),
 }
 
 
@@ -56,24 +50,11 @@ def train(name, words):
     """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
     record = out / "result.json"
-    if not record.exists() or json.loads(record.read_text())["status"] not in (
-        "finished",
-        "diverged",
-    ):
+    if not record.exists() or (json.loads(record.read_text())["status"]
+                               not in ("finished", "diverged")):
         file, *argv = METHODS[name][0].split()
-        argv += [
-            *words.split(),
-            "--dataset",
-            "shapes",
-            "--data-dir",
-            RUNS,
-            "--seed",
-            1,
-            "--split-seed",
-            1,
-            "--out",
-            out,
-        ]
+        argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1,
+                 "--split-seed", 1, "--out", out]
         # a diverged run is a result, too
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             importlib.import_module(file).main([*map(str, argv)])
@@ -85,9 +66,8 @@ def accuracy(row, measure):
 
 
 def main(argv):
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("names", nargs="*", metavar="NAME", help=f"{'; '.join(METHODS)}")
     names = p.parse_args(argv).names
     for name in names:
@@ -97,10 +77,8 @@ def main(argv):
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
     # taken in place of the data set: see datasets.load_data
     np.savez(RUNS / "shapes.npz", **arrays)
-    print(
-        "| method | measure | settings tried | accuracy after half of the rounds "
-        "| after all | best here |\n|---|---|---|---|---|---|"
-    )
+    print("| method | measure | settings tried | accuracy after half of the rounds "
+          "| after all | best here |\n|---|---|---|---|---|---|")
     for name in names or METHODS:
         _, measure, grid = METHODS[name]
         reached, remark = {}, {}
@@ -114,9 +92,8 @@ def main(argv):
         best = max(reached, key=lambda words: reached[words][1])
         for words, (half, last) in reached.items():
             mark = remark.get(words, "yes" * (words == best))
-            print(
-                f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |", flush=True
-            )
+            print(f"| {name} | {measure} | `{words}` | {half:.3f} | {last:.3f} | {mark} |",
+                  flush=True)
 
 
 if __name__ == "__main__":
