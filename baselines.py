@@ -1165,8 +1165,8 @@ BY_DATASET = {
 WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"
 
 
-def parser():
-    """Returns the parser. The title of a group of flags names the methods that they are for."""
+def arguments(argv):
+    """The title of a group of flags names the methods that they are for."""
     p = common.parser(__doc__, **DEFAULTS)
     flag = p.add_argument_group("methods").add_argument
     flag("--method", choices=METHODS, required=True, help="which method runs")
@@ -1218,11 +1218,6 @@ def parser():
          help="the last layer's epochs, as a multiple of --epochs")
     flag("--last-decay", type=common.nonnegative, default=1e-4,
          help="the last layer's weight decay")
-    return p
-
-
-def arguments(argv):
-    p = parser()
     args = common.parse(p, BY_DATASET, argv)
     if args.method in WITHOUT_MOMENTUM and args.dataset == "shapes":
         p.set_defaults(momentum=0.0, lr=0.05)  # flags on the command line win

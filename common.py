@@ -210,9 +210,6 @@ class Federation:
         # a GPU's minibatches are filled up to B images: all have one shape
         self.B = min(args.batch_size or len(self.labels), max(map(len, self.split.train)))
         gpu = self.device.type == "cuda"
-        if gpu and engine.before_ampere(self.device):
-            transform = self.transform
-            self.transform = lambda *images: transform(*images).contiguous()
         # images evaluated at once; of a large model fewer, since a CPU's cache is small
         self.part = 500 if gpu or self.net.d <= 500_000 else 100
         self.threads = 0 if gpu else args.parallel or engine.cores()

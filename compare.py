@@ -100,7 +100,7 @@ OWN = {
                "one distillation follows, of two epochs, fewer than in the file"),
 }
 RATES = ("lr", "momentum")  # what --set may change although it is shared
-OURS = ("seed", "out", "resume", "plot")  # what this program sets itself
+OURS = ("seed", "out", "resume", "plot", "runs")  # what this program sets itself
 
 
 class Method(NamedTuple):
@@ -415,6 +415,8 @@ def train_all(wanted, args, shared, bar):
         if stale or not found or found["status"] not in ("finished", "diverged"):
             argv = [str(run.method.file), *run.method.argv, f"--out={run.folder}"]
             todo.append((run, argv + ["--resume"] * (not stale)))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     bar.total -= len(wanted) - len(todo)  # what is done says nothing about the time that is left
     bar.refresh()
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -519,8 +521,6 @@ def main(argv=None):
         common.refuse(f"--against: --methods has no {unknown[0]}; its names are {', '.join(names)}")
     grid = tuning(methods, args, shared)
     check_folder(out)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
     runs = args.seeds * args.split_seeds
     with tqdm(total=len(grid) + len(methods) * runs, unit="run", disable=None) as bar:
         if grid:

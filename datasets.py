@@ -77,6 +77,8 @@ def load_data(name, folder="data", resize=None, test_share=None, classes=None):
     """
     path, known = pathlib.Path(name), DATASETS.get(name)
     is_folder = name and path.is_dir() and not known
+    if known and classes not in (None, known[-1]):
+        refuse(f"--classes {classes}: {name} has {known[-1]} classes; leave it out")
     if resize and not is_folder:
         refuse("--resize is for a folder of images; leave it out")
     if name.startswith("leaf:"):

@@ -78,7 +78,7 @@ def find_device(name):
 
 
 def before_ampere(name="cuda"):
-    """Returns whether this GPU lacks TF32 and is slow with bf16 and with channels-last images."""
+    """Returns whether this GPU lacks TF32 and is slow with bf16."""
     with contextlib.suppress(RuntimeError, AssertionError):  # find_device refuses what isn't there
         return torch.cuda.get_device_capability(name) < (8, 0)
     return False

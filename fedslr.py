@@ -196,7 +196,7 @@ def full_ranks(net):
 
 
 def first_p(net, args, w):
-    """Returns p_i of line 1: 0, or the kernels and matrices of w^0 and 0 for the rest (D1)."""
+    """Returns p_i of line 1: 0, or w^0's kernels and matrices, with 0 elsewhere (D1)."""
     in_matrices = net.per_weight([float(len(shape) > 1) for _, _, shape in net.tensors])
     return in_matrices * w if args.p_start == "copy" else torch.zeros_like(w)
 

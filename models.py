@@ -333,11 +333,16 @@ class Net:
             self.copies.module = copy.deepcopy(self.module, memo)
         return functional_call(self.copies.module, values, x)
 
+    @property
+    def start(self):
+        """The network's function `start`; its layers and tensors may have this name, too."""
+        start = getattr(self.module, "start", None)
+        return start if callable(start) and not isinstance(start, nn.Module) else None
+
     def init(self, rng):
         """Draws initial weights [d] from a numpy Generator, the same on every device. A network
         without `start` is built again, and its constructor draws with a seed from rng."""
-        start = getattr(self.module, "start", None)
-        if start is None or isinstance(start, nn.Module):  # a layer named start
+        if not self.start:
             return self.weights_of(fresh(self.build, int(rng.integers(2**63))))
         kernels = {name: shape for name, _, shape in self.tensors}
         parts = []
@@ -345,7 +350,7 @@ class Net:
             layer, _, part = name.rpartition(".")
             shape = kernels.get(f"{layer}.weight", kernels[name])
             of_norm = "constant", float(part == "weight")
-            how = start(name, shape) if len(shape) > 1 else of_norm
+            how = self.start(name, shape) if len(shape) > 1 else of_norm
             parts.append(draw(rng, *how, size))
         return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
 

@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 10 nodes with 4 classes (ablation of norms) or 50 (ablation of G). Rest: D3, D7, D8
+# The paper's ablations: 10 nodes of 4 classes (norms), of 50 (G). Rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -234,7 +234,7 @@ def arguments(argv):
     flags.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0 is FedAvg")
     flags.add_argument("--depth", help=f"the first layer with groups (default: {DEPTH})")
     flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
-                       help="after convolutions; gn is BatchNorm below the depth, then GroupNorm")
+                       help="after convolutions; gn is GroupNorm, below the depth BatchNorm")
     flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
                        help="node i has only groups with a class of its images (--no-prune: all)")
     args = common.parse(parser, BY_DATASET, argv)
@@ -286,14 +286,14 @@ class GroupedNet(common.Net):
             plain.build(), classes, self.G, self.depth, args.norm, s))
 
         def start(name, shape):  # as in models.py, adapted to groups (D2)
-            layer, of_plain = name.rpartition(".")[0], plain.module.start
-            kind, scale = of_plain(name, shape)  # "uniform" scales fit groups
+            layer = name.rpartition(".")[0]
+            kind, scale = plain.start(name, shape)  # "uniform" needs no change
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
-                scale = of_plain(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
+                scale = plain.start(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
                 scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
             return kind, scale
 
-        if hasattr(plain.module, "start"):
+        if plain.start:
             self.module.start = start
         self.name += f" in {self.s} groups from {self.depth} on" if self.G else " without groups"
         self.notes, self.M = plain.notes, self.constants["M"]

@@ -38,6 +38,7 @@ SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "rec
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
 PLAIN = int, float, bool, str, type(None)  # types that a state and a record can hold
 ROW = "round", "seconds", "bytes_up", "bytes_down"  # what the record has of every round
+MORE = *ROW, "evaluation_seconds", "top1"  # and what it can have without run.log
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
          "personal": ("mean", "std", "worst_decile", "val_mean")}
 
@@ -150,7 +151,7 @@ class Run:
         self.per_client = row.pop("per_client", self.per_client)
         self.history.append(row)
         self.bar.update()
-        if row.keys() & SHOWN and row["round"] < self.last:
+        if row.keys() - MORE and row["round"] < self.last:
             self.save()
         if federation.stop:
             raise SystemExit(federation.stop)
@@ -360,9 +361,8 @@ class Run:
                 final[part], best[part] = dict(seen[-1]), max(seen, key=lambda row: row[key])
         if "personal" in final:
             final["personal"]["per_client"] = self.per_client
-        last = next((row for row in reversed(history) if row.keys() & SHOWN), {})
-        known = *ROW, "evaluation_seconds", "top1", *SHOWN
-        final.update({name: z for name, z in last.items() if name not in known})  # the method's own
+        last = next((row for row in reversed(history) if row.keys() - MORE), {})
+        final |= {name: last[name] for name in last if name not in (*MORE, *SHOWN)}
         history = [*history, *self.failed]
         seconds = [row["seconds"] for row in history]
         self.environment["numbers"] = numbers(self.algorithm)  # baselines.py names its method late
@@ -450,7 +450,7 @@ class Run:
         else:
             federation.notes.append(f"resume  nothing to resume in {self.out}; starting at round 1")
         done = torch.tensor([float(len(self.history))], device=federation.device)
-        if federation.mean(done) != done:
+        if self.anywhere(federation.mean(done) != done):
             refuse(f"{path} has another number of rounds than other processes; start anew")
         self.complete = done == self.last and self.anywhere(finished)
         if is_main_process() and found and not self.complete:
@@ -505,7 +505,7 @@ class Run:
         """Renames the files that an earlier run left in the folder."""
         for name in ("result.json", "state.pt", "state-*[0-9].pt", "model.pt", "clients.pt",
                      "events.out.tfevents.*[0-9]"):
-            for path in sorted(self.out.glob(name)):
+            for path in sorted(set(self.out.glob(name)) - set(self.out.glob("*.previous.*"))):
                 previous = path.with_suffix(".previous" + path.suffix)
                 os.replace(path, previous)
                 say(f"kept    the earlier {path.name} in {self.out} as {previous.name}")

@@ -44,7 +44,11 @@ class Split(NamedTuple):
 def split_clients(data, args, rng):
     """Returns the Split that --split, --clients, --client-test and --client-val ask for."""
     validate(data, args)
-    owned = deal(data, args, rng)
+    if args.split == "natural":
+        owned = [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]
+    else:
+        give = scheme(args.split) if args.split in SPLITS else own_split
+        owned = give(data.labels[: data.n_train], data.classes, rng, args)
     parts = [cut(data, args, rng, k, index) for k, index in enumerate(owned)]
     return Split(*map(list, zip(*parts)))
 
@@ -65,17 +69,9 @@ def validate(data, args):
     if getattr(scheme(args.split), "overlap", False) and (args.client_test or args.client_val):
         refuse(f"--split {args.split} may give an image twice, for training and for testing; use "
                "--client-test 0 --client-val 0")
-
-
-def deal(data, args, rng):
-    """Returns what the scheme gives each client: a list of arrays of image numbers."""
-    if args.split == "natural":
-        if data.owner is None:
-            refuse("--split natural wants an array client_train in the .npz, each training image's "
-                   f"client; {data.name} has none")
-        return [np.flatnonzero(data.owner == k) for k in range(data.owner.max() + 1)]
-    give = scheme(args.split) if args.split in SPLITS else own_split
-    return give(data.labels[: data.n_train], data.classes, rng, args)
+    if args.split == "natural" and data.owner is None:
+        refuse("--split natural wants an array client_train in the .npz, each training image's "
+               f"client; {data.name} has none")
 
 
 def cut(data, args, rng, k, index):

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import pathlib
-import signal
 
 import numpy as np
 from tqdm import tqdm
@@ -278,8 +277,6 @@ def main(argv):
     if args.file:  # no more seeds than the other methods have
         others = [k.seeds([name for name in compare.METHODS if k.finished(name, 1)]) for k in kinds]
         args.seeds = max(others) or args.seeds
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, compare.stop)
     with tqdm(unit="run", disable=None) as bar:
         def train(kind, wanted):
             bar.total = bar.n + sum(k.left(name, args.seeds) for k in kinds for name in names)

@@ -252,6 +252,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg", "--seed 5", "--seeds says how many"),
     ("fedavg", "--seeds 0", "must be at least 1"),
     ("fedavg", "--set fedavg.seed=5", "--seed is this program's own"),
+    ("persfl", "--set persfl.runs=2", "--runs is this program's own"),
     ("fedavg,all", "", "the name fedavg is taken"),
     ("fedavg", f"--out {HERE / 'docs'}", "holds files of this repository"),
     ("fedavg", f"--out {HERE}", "holds files of this repository"),

@@ -234,6 +234,11 @@ class Start(Base):  # a layer of this name says nothing of initial weights
         super().__init__(num_classes)
         self.start = nn.Conv2d(1, 1, 1)
     def forward(self, x): return super().forward(self.start(x))
+class Token(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.start = nn.Parameter(torch.zeros(2))
+    def forward(self, x): return super().forward(x + self.start.sum())
 class Listed(Base):
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -315,6 +320,12 @@ def test_whatever_makes_a_module_is_a_model(name, tmp_path):
     same = name == "instance"  # its own weights
     assert torch.equal(seeds[0], seeds[2]) == same
     assert net.notes == ["note    the model's initial weights are the same for every --seed"] * same
+
+
+def test_a_tensor_may_be_called_start(tmp_path):
+    net = common.Net(path(tmp_path, "Token"), *IMAGES)
+    w = net.init(common.stream(0, "initialisation"))
+    assert net.names[0] == "start" and not w[:2].any() and w[2:].all()
 
 
 def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):

@@ -190,9 +190,10 @@ def test_groups_have_their_own_initial_scale():
     for name, variance in (("conv2-1", 2 / (9 * 128)), ("conv3-2", 2 / (9 * 256)),  # sees all
                            ("conv4-2", 20 / (9 * 512))):
         assert std[name + ".weight"] == pytest.approx(variance**0.5, rel=0.05)
-    net, without = psi("vgg9", 10, None, "gn"), psi("vgg9", 10, None, "gn")
-    del without.module.start
-    for one in (net, without):
+    net, without, named = (psi("vgg9", 10, None, "gn") for _ in range(3))
+    del without.module.start, named.module.start
+    named.module.add_module("start", nn.Identity())  # a layer of this name
+    for one in (net, without, named):
         w = one.init(np.random.default_rng(0))
         most = {name: float(w[s].abs().max()) for name, s, _ in one.tensors}
         for name, fan in (("conv4", 9 * 128), ("conv5", 9 * 128), ("conv6", 9 * 26),

@@ -724,7 +724,8 @@ def test_a_loop_may_record_what_every_client_keeps(tmp_path, capsys):
                 run.log(s=state.s, sum=float(state.s.sum()), **more)
         return run.record()
 
-    assert main("a")["rounds"][-1]["s"] == [1.0, 0.5, 1.0, 1.0]
+    record = main("a")
+    assert record["rounds"][-1]["s"] == record["final"]["s"] == [1.0, 0.5, 1.0, 1.0]
     assert "sum 3.5" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         main("b", strange={1})
@@ -774,6 +775,11 @@ def test_tensorboard_gets_every_measure_or_is_missed_in_one_line(tmp_path, capsy
         monkeypatch.setitem(sys.modules, name, module)
     record, _ = run(fedavg, argv, tmp_path)
     assert written[0] == (str(tmp_path), 1)
+    (tmp_path / "events.out.tfevents.1.host.2.0").touch()
+    for _ in range(2):
+        run(fedavg, argv, tmp_path)
+    assert [path.name for path in tmp_path.glob("events*")] == [
+        "events.out.tfevents.1.host.2.previous.0"]
     for row in record["rounds"]:
         assert ("global/top1", row["global"]["top1"], row["round"]) in written
         assert ("personal/mean", row["personal"]["mean"], row["round"]) in written
