@@ -101,6 +101,11 @@ def killed(module, argv, out, when):
         module.main([*argv, "--out", str(out)])
 
 
+def equal(a, b):
+    """Whether two saved states have the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def same(a, b):
     """Two records, but for what differs between any two runs."""
     for record in (a, b):

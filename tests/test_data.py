@@ -558,14 +558,6 @@ def test_splits_of_balanced_data_are_those_of_before(scheme, K, alpha, share):
     assert split.fingerprint() == BEFORE[scheme, K, alpha, share]
 
 
-def test_dirichlet_alone_is_refused_since_it_has_two_meanings(capsys):
-    with pytest.raises(SystemExit) as stop:
-        fedavg.main([*SHAPES, "--split", "dirichlet", "--alpha", "0.3"])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and not out and err.count("\n") == 1
-    assert "dirichlet-classes deals each class" in err and "dirichlet-hsu draws a client's" in err
-
-
 def test_a_record_with_the_old_name_is_read_as_hsus(tmp_path, capsys):
     assert fedavgm.arguments([]).split == "dirichlet-hsu"
     for old, new in (("dirichlet", "dirichlet-hsu"), ("iid", "iid")):
@@ -786,8 +778,6 @@ def test_a_folder_without_test_images_holds_out_a_share_of_each_class(tmp_path, 
     assert one.fingerprint() == other.fingerprint()
     refused(capsys, "leaves no images for testing", fedavg.main, [*argv, "--test-share", "0.01"])
     refused(capsys, "leaves no images for training", fedavg.main, [*argv, "--test-share", "1"])
-    refused(capsys, "has test images; leave out --test-share", fedavg.main,
-            [*SHAPES, "--test-share", "0.2"])
 
 
 def test_images_of_unequal_size_are_cut_by_resize(tmp_path, capsys):
@@ -803,7 +793,6 @@ def test_images_of_unequal_size_are_cut_by_resize(tmp_path, capsys):
     x = datasets.load_data(str(root), resize=4).images
     assert np.array_equal(x[0], wide[:, 2:6]) and np.array_equal(x[1], flat)
     assert np.abs(x[2].astype(int) - np.asarray(Image.fromarray(large).resize((4, 4)))).max() <= 1
-    refused(capsys, "--resize is for a folder of images", fedavg.main, [*SHAPES, "--resize", "24"])
 
 
 def test_grey_and_deep_images_stay_what_they_are(tmp_path, capsys):
@@ -821,26 +810,6 @@ def test_grey_and_deep_images_stay_what_they_are(tmp_path, capsys):
     root = folder_of(tmp_path / "both", {**dict.fromkeys(files, grey), files[0]: deep})
     words = "images must have 8 bits, or all be grey with 16"
     refused(capsys, words, datasets.load_data, str(root))
-
-
-def test_folders_that_are_no_data_set_are_refused(tmp_path, capsys):
-    image, = tiles()
-    files = {f"{part}/{name}/1.png": image for part in ("train", "test") for name in "ab"}
-    (tmp_path / "none").mkdir()
-    refused(capsys, "it wants a folder for each class", datasets.load_data, str(tmp_path / "none"))
-    root = folder_of(tmp_path / "empty", files)
-    (root / "train" / "c").mkdir()
-    refused(capsys, "train/c has no images; remove the folder, or fill it", datasets.load_data,
-            str(root))
-    root = folder_of(tmp_path / "strange", {**files, "test/A/1.png": image})
-    refused(capsys, "train has no class of this name", datasets.load_data, str(root))
-    root = folder_of(tmp_path / "broken", files)
-    (root / "train/a/1.png").write_bytes((root / "train/a/1.png").read_bytes()[:60])
-    refused(capsys, "train/a/1.png can't be read as an image", datasets.load_data, str(root))
-    (tmp_path / "leaf" / "train").mkdir(parents=True)
-    (tmp_path / "leaf" / "train" / "a.json").write_text("{}")
-    refused(capsys, f"for LEAF's JSON say leaf:{tmp_path}/leaf", datasets.load_data,
-            str(tmp_path / "leaf"))
 
 
 # MedMNIST
@@ -884,9 +853,6 @@ def test_medmnists_file_is_read_as_it_is(tmp_path, capsys):
     fed = federation([*argv, "--client-val", "0.2"])
     assert max(map(max, fed.split.val)) < 60
     assert "note    --client-val holds out clients' own images: x_val is not used" in fed.notes
-    medmnist(tmp_path / "chest.npz", train_labels=np.zeros((60, 14), np.uint8))
-    refused(capsys, "y_train has the shape (60, 14); multi-label is not supported", fedavg.main,
-            ["--dataset", str(tmp_path / "chest.npz"), *CPU])
 
 
 # LEAF

@@ -31,16 +31,11 @@ import persfl
 import psinet
 import records
 import superfed
-from conftest import QUICK, eager, federation, killed, refused, run, same
+from conftest import QUICK, eager, equal, federation, killed, refused, run, same
 
 HERE = pathlib.Path(fedavg.__file__).parent
 GLOBAL = {"top1", "top5", "loss", "ece", "mce"}
 PERSONAL = {"mean", "weighted_mean", "std", "worst_decile", "top5", "loss", "ece", "mce"}
-
-
-def equal(a, b):
-    """Whether two saved states have the same bits."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_the_record(tmp_path):
