@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The paper's ablations: 10 nodes of 4 classes (norms), of 50 (G). Rest: D3, D7, D8
+# The paper's ablations: 4 classes a node (norms), 50 classes (G). Rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -312,7 +312,7 @@ class GroupedNet(common.Net):
         return torch.cat(groups)
 
     def masks_of(self, has):
-        """Returns masks of w [m, d] and r [m, d_r]: what nodes with groups `has` [m, G] own."""
+        """Returns masks of w [m, d] and r [m, d_r]: nodes' own entries, given `has` [m, G]."""
         return tuple(has[:, z.clamp(min=0)] | (z < 0) for z in (self.group, self.group_r))
 
     @property
@@ -357,7 +357,7 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
 
 
 def networks_of_nodes(federation, has):
-    """Returns {s: network with s groups} for each s that occurs, and notes the table of layers."""
+    """Returns {s: network with s groups} for each s that occurs. Adds a table to the notes."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of all processes' nodes
     networks = {s: net if s == net.s else net.part(s) for s in set(counts)}
     row = "{:<20}{:<8}{:>10}{:>7}   {:<11}{:>10}".format

@@ -1,4 +1,4 @@
-"""Some minutes on a CUDA GPU: does the fast way of each algorithm give what the plain loop gives?
+"""Some minutes on a CUDA GPU: does each algorithm's fast way give what `--engine loop` gives?
 
     python tests/gpu_check.py                        (make gpu-check; writes results/gpu/CARD.json)
     python tests/gpu_check.py --only superfed ditto
