@@ -103,8 +103,8 @@ def load_data(name, folder="data", resize=None, test_share=None, classes=None):
 def fetch(name, path):
     """Returns the arrays of a data set with a name; its files lie, or will lie, beside `path`."""
     if name not in DATASETS:
-        refuse(f"no data set is called {name!r}: use one of {', '.join(DATASETS)}, the path of a "
-               ".npz or of a folder of images, or leaf:FOLDER (docs/extend.md)")
+        refuse(f"no data set or folder is called {name!r}: use one of {', '.join(DATASETS)}, the "
+               "path of a .npz or of a folder of images, or leaf:FOLDER (docs/extend.md)")
     try:
         if name == "shapes":
             return dict(zip(ARRAYS, shapes()))
@@ -125,7 +125,8 @@ def make_data(name, source, arrays, test_share=None, classes=None):
     parts = [part for part in ("train", "test", "val")
              if part == "train" or {f"x_{part}", f"y_{part}"} & {*arrays}]
     if missing := [f"{z}_{part}" for part in parts for z in "xy" if f"{z}_{part}" not in arrays]:
-        refuse(f"{source} has no array {missing[0]}; it needs {', '.join(ARRAYS[:4])}")
+        refuse(f"{source} has no array {missing[0]}, but {', '.join(arrays) or 'none'}; it needs "
+               f"{', '.join(ARRAYS[:4])}")
     x = {part: check_images(source, f"x_{part}", arrays[f"x_{part}"]) for part in parts}
     anew = numbered(*(f"y_{part}" for part in parts))
     y = {part: check_labels(source, part, len(x[part]), arrays[f"y_{part}"], anew)

@@ -422,7 +422,7 @@ def load_file(path):
     Refuses what can't be loaded."""
     path = pathlib.Path(path)
     if path.suffix != ".py" or not path.is_file():
-        refuse(f"there is no file {path} that ends in .py")
+        refuse(f"there is no file {path}" + " that ends in .py" * (path.suffix != ".py"))
     spec = importlib.util.spec_from_file_location(str(path), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(path)] = module  # where dataclasses look
@@ -549,7 +549,7 @@ def check(net, shape):
     found = tuple(first.shape) if torch.is_tensor(first) else f"a {type(first).__name__}"
     if found != (8, net.classes):
         raise ValueError(f"for 8 images it gives {found}, not logits of the shape "
-                         f"{(8, net.classes)}; --no-dropout calls its eval()")
+                         f"{(8, net.classes)}; if it does so only in train(), use --no-dropout")
     if first.requires_grad:
         raise ValueError("it trains tensors that are not its parameters: register them, as modules "
                          "in an nn.ModuleList, not in a list")

@@ -143,7 +143,8 @@ def remarks(split, data, args):
     """Returns what a user should know of a split, a line each."""
     notes, K, labels = [], len(split.train), data.labels[: data.n_train]
     if test_owner(data, args) is not None:
-        notes.append("note    --client-test is not used: client_test names the clients' images")
+        notes.append("note    client_test names the clients' test images"
+                     + "; --client-test is not used" * (args.client_test > 0))
     if data.n_val and args.client_val:
         notes.append("note    --client-val holds out clients' own images: x_val is not used")
     own = [np.concatenate(parts) for parts in zip(*split)]
@@ -365,7 +366,7 @@ def scheme(name):
     if name in NAMES_BEFORE:
         refuse(f"--split {name} can mean two: dirichlet-classes deals each class to the clients in "
                "Dir(alpha) shares, as most papers and libraries do; dirichlet-hsu draws a client's "
-               "class shares from Dir(alpha * p), p the classes' shares (Hsu et al.; as before)")
+               "class shares from Dir(alpha * p), p the classes' shares (Hsu et al.)")
     return find("split", name, SPLITS)
 
 

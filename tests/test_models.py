@@ -341,7 +341,9 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     for kind, said in (("group", "became GroupNorm"), ("frozen", "got constant statistics")):
         more = [*argv, "--batchnorm", kind, "--no-dropout"]
         record, state = run(fedavg, more, tmp_path / kind)
-        assert f"model   BatchNorm layers that {said}: 3\n" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"model   BatchNorm layers that {said}: 3\n" in out
+        assert ("are an untrained network's" in out) == (kind == "frozen")
         assert record["batchnorm_layers"] == 3 and record["status"] == "finished"
         fed, module = federation(more), module_of(tmp_path, "Residual")(3, 10)
         if kind == "group":

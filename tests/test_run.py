@@ -185,7 +185,8 @@ def test_a_method_may_record_tensors_and_have_a_path_among_its_flags(tmp_path):
 @pytest.mark.parametrize("eval_every, code", [("1", 2), ("9", 143)])
 @pytest.mark.parametrize("change, said", [
     (lambda state: state.w.add_(1),
-     "state.w was changed in place; write state.w = state.w + ..."),
+     "state.w was changed in place (in the loop, or as a client's w in client_update); "
+     "write w = w + ..."),
     (lambda state: setattr(state, "late", state.w),
      "the loop adds late to `state`; set every name before run.rounds(state)"),
     (lambda state: setattr(state, "h", np.float64(0.5)),
@@ -715,10 +716,12 @@ def test_a_loop_may_record_what_every_client_keeps(tmp_path, capsys):
         state = SimpleNamespace(w=fed.initial_weights(), s=fed.per_client(torch.tensor(1.0)))
         for _ in run.rounds(state):
             state.s[[1]] = torch.tensor(0.5)
-            if run.evaluates():
+            if run.evaluates() and out != "silent":
                 run.log(s=state.s, sum=float(state.s.sum()), **more)
         return run.record()
 
+    assert not main("silent")["final"]
+    assert "no round has called run.log" in capsys.readouterr().out
     record = main("a")
     assert record["rounds"][-1]["s"] == record["final"]["s"] == [1.0, 0.5, 1.0, 1.0]
     assert "sum 3.5" in capsys.readouterr().out
