@@ -667,7 +667,7 @@ def ditto(federation, run, args):
 
     Global: w. Personal: v_k. With lambda = 0 and s = E, v_k is Local's model.
     D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. The authors' code counts
-        both in minibatches, and alternates steps on w_k and v_k: the same where s = E.
+        both in minibatches, and alternates steps on w_k and v_k, which changes nothing if s = E.
     D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The
         default lambda is FedSLR's.
     D3  Line 6 takes the plain mean, as in the authors' code. But that code draws client k with a
@@ -963,7 +963,7 @@ def fedma(federation, run, args):
                            units close to each other
      7              layer l of w, and of all w_k, = mean over S_t of Pi_k (layer l of w_k)
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
-     9          if l = L:  each class's unit in w = mean over S_t of all w_k's, weighted by their
+     9          if l = L:  each class's unit in w = mean over S_t of that in w_k, weighted by k's
                            images of this class
 
     Global and personal: w. One round is FedMA, more are FedMA "with communication". The authors'

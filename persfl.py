@@ -12,7 +12,7 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
 G is FedAvg's model, O_k user k's teacher, A_k the student ("fine-tuned" if lambda = 0), T the
 temperature, lambda the soft loss's weight. "global" tests G on central test images, "personal" A_k
 (or, before the last round, G) on user k's. This is Algorithm 1, reworded, with its line numbers. We
-add "choose G_1", 9-11 (its "end"s), 13's loop. docs/persfl.md: D1-D11; fedavg.py: notation.
+add "choose G_1", 9-11 ("end" there), 13's loop. docs/persfl.md: D1-D11; fedavg.py: notation.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k

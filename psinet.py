@@ -10,7 +10,7 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     FedAvg, GroupNorm  .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
-proportions. The listing restates the notes. fedavg.py explains [d] and l.7, docs/psinet.md D1-D9.
+proportions. The listing restates the notes. See fedavg.py for notation, docs/psinet.md for D1-D9.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The paper's ablations: 4 classes a node (norms), 50 classes (G). Rest: D3, D7, D8
+# The paper compares norms with 4 classes a node, and G with 50. Rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")

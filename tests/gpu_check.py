@@ -7,7 +7,7 @@ Algorithms train two rounds on the embedded images, by `--engine loop` and in th
 "why" says why a faster way failed. "differs": the distance of the two
 final states relative to what the loop's training changed, for the worst tensor. It comes from
 runs with 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). With
-all images, just moving w_0 by a millionth moves FedAvg's result by .14. Runs with all images are
+all images, moving w_0 by a millionth makes FedAvg differ by .14. Runs with all images are
 timed, in their second round. "first" is how much longer round one took, with its captures. The
 last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py); ways
 differ by up to .1 (TF32). A row that fails says why. --only adds to a record of this commit.
