@@ -29,7 +29,7 @@ def draw(figure, path, title, found):
     notes, title = {note for *_, note in found}, words(title)
     if len(notes) == 1:
         found = [(cell, shown, "") for cell, shown, _ in found]
-        title += notes.pop()
+        title += notes.pop().replace(" [", "\n[")
     if len(settings) == 1:
         title += "\n" + settings.pop()
     figure(path, title, found)
@@ -39,7 +39,7 @@ def draw(figure, path, title, found):
 def panels(path, title, n, columns, size):
     """n axes, at most `columns` in a row, of a size in inches each."""
     lines, columns = -(-n // columns), min(n, columns)
-    whole = max(6, size[0] * columns), size[1] * lines
+    whole = max(8, size[0] * columns), size[1] * lines
     with common.drawing(path, lines, columns, whole, title) as axes:
         axes = list(np.ravel(axes))
         for axis in axes[n:]:
@@ -113,10 +113,13 @@ def columns(path, title, found):
     over += r"$\,/\,(1-\beta)$" * found[0][0].row.startswith("beta")
     with panels(path, title, len(where), 3, (4.8, 4)) as axes:
         for axis, (panel, lines) in zip(axes, where.items()):
+            unlike = set()
             for line, points in lines.items():
                 x, y, notes = zip(*points)
-                axis.plot(x, y, marker="o", label=words(line) + notes[0])
-            axis.set(title=words(panel), xscale="log", ylim=(0, 1), xlabel=over)
+                axis.plot(x, y, marker="o", label=words(line))
+                unlike |= {*notes}
+            about = unlike.pop() if len(unlike) == 1 else " [rounds, settings: see the table]"
+            axis.set(title=words(panel) + about, xscale="log", ylim=(0, 1), xlabel=over)
             if name == "alpha":
                 axis.set_xlim(150, 0.007)
                 axis.set_xticks([100, 10, 1, 0.1, 0.01], ["100", "10", "1", "0.1", "0"])
