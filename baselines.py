@@ -619,8 +619,8 @@ def lg_fedavg(federation, run, args):
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
     D2  Line 1 starts from w_0. The authors' code starts from a model that FedAvg
         has trained.
-    D3  The personal model has the current w. The authors' code keeps each client's best
-        model (on its test images) and reports the best accuracy of the mean w.
+    D3  The personal model has the current w. The authors' code averages w over each client's
+        best model (on its test images) and reports this mean's best accuracy.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.

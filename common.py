@@ -122,7 +122,7 @@ class Epochs:
 
     def by(self, way, few=False, clients=None):
         """Returns these epochs, or those of `clients`, in another of engine.WAYS. few: two
-        minibatches a client, a full one and an epoch's last."""
+        minibatches a client, the second as large as an epoch's last."""
         clients, options, B = clients or self.clients, self.options, self.fed.args.batch_size
         if few:
             options = options | {"epochs": 1 if 0 < B < len(clients[0][1]) else 2}
@@ -206,7 +206,7 @@ class Federation:
         self.notes = [*self.net.notes, *datasets.remarks(self.data),  # for `describe`
                       *splits.remarks(self.whole_split, self.data, args)]
         scales = [z for name, z in self.net.constants.items() if name.endswith("running_var")]
-        if args.batchnorm == "frozen" and all(z.eq(1).all() for z in scales):
+        if args.batchnorm == "frozen" and scales and all(z.eq(1).all() for z in scales):
             self.notes.append("note    the constant statistics are an untrained network's: give a "
                               "trained one's by --init, or use --batchnorm group")
         self.stop = 0  # the exit code when the run is interrupted; clients look at it
@@ -531,8 +531,8 @@ def parser(doc, **defaults):
     flag("--limit", type=positive_int,
          help="use only this many training images, equally many of each class")
     flag("--limit-test", type=positive_int,
-         help="use only this many central test images, equally many of each class, and as many "
-              "images of all clients together")
+         help="test on only this many central images, equally many of each class, and on as many "
+              "of all clients' own test images together")
     flag("--augment-once", action="store_true",
          help="move every image by up to 4 pixels each way and mirror half of them, once "
               "and for all")

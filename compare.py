@@ -395,6 +395,8 @@ def job(method, seed, split, args, shared):
 
 def train_all(wanted, args, shared, bar):
     """Trains those of the Jobs that are missing, --jobs at a time. Returns a record for each."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     todo, children, prints = [], Children(), {}
     for run in wanted:
         if (at := run.method.args["split_seed"]) not in prints:
@@ -415,8 +417,6 @@ def train_all(wanted, args, shared, bar):
         if stale or not found or found["status"] not in ("finished", "diverged"):
             argv = [str(run.method.file), *run.method.argv, f"--out={run.folder}"]
             todo.append((run, argv + ["--resume"] * (not stale)))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
     bar.total -= len(wanted) - len(todo)  # what is done says nothing about the time that is left
     bar.refresh()
     with ThreadPoolExecutor(args.jobs) as pool:

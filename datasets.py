@@ -125,8 +125,7 @@ def make_data(name, source, arrays, test_share=None, classes=None):
     parts = [part for part in ("train", "test", "val")
              if part == "train" or {f"x_{part}", f"y_{part}"} & {*arrays}]
     if missing := [f"{z}_{part}" for part in parts for z in "xy" if f"{z}_{part}" not in arrays]:
-        refuse(f"{source} has no array {missing[0]}, but {', '.join(arrays) or 'none'}; it needs "
-               f"{', '.join(ARRAYS[:4])}")
+        refuse(f"{source} has no array {missing[0]}; it needs {', '.join(ARRAYS[:4])}")
     x = {part: check_images(source, f"x_{part}", arrays[f"x_{part}"]) for part in parts}
     anew = numbered(*(f"y_{part}" for part in parts))
     y = {part: check_labels(source, part, len(x[part]), arrays[f"y_{part}"], anew)
