@@ -250,8 +250,8 @@ def centralised(federation, run, args):
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
-    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft (with
-    mu = 0) run lines 5 and 6. SuPerFed calls them FedProx-LU and FedAvg-LU.
+    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft, whose
+    mu is 0, run lines 5 and 6. SuPerFed calls the two FedProx-LU and FedAvg-LU.
 
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
@@ -619,8 +619,8 @@ def lg_fedavg(federation, run, args):
         The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
     D2  Line 1 starts from w_0. The authors' code starts from a model that FedAvg
         has trained.
-    D3  The personal model has the current w. The authors' code averages w over each client's
-        best model (on its test images) and reports this mean's best accuracy.
+    D3  The personal model has the current w. The authors' code averages w over the clients'
+        best models (by test images) and reports this mean's best accuracy.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.
@@ -792,8 +792,8 @@ def per_fedavg(federation, run, args):
     D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
         on TEST images instead.
-    D5  Line 6 is first-order, as in PersFL's code: it leaves out a factor of F_k's gradient,
-        1 - alpha * (Hessian of f_k at w_k). The paper's Hessian-free version estimates it.
+    D5  Line 6 is first-order, as in PersFL's code: it omits a factor of F_k's gradient,
+        1 - alpha * (Hessian of f_k at w_k). The Hessian-free version estimates its effect.
     """
     gradient, sgd = local_sgd(federation.net, args)
     total, alpha = sum_of_gradients(gradient), args.per_fedavg_alpha
