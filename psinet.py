@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# In the paper nodes have 4 classes (norms) or 50 (values of G). Rest: D3, D7, D8
+# A node has 4 classes, as where the paper compares norms (50 where it compares G). Rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")

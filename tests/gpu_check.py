@@ -7,7 +7,7 @@ Algorithms train two rounds on the embedded images, by `--engine loop` and in th
 "why" says why a faster way failed. "differs": the distance of the two
 final states relative to what the loop's training changed, for the worst tensor. It comes from
 runs with 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). With
-all images, moving w_0 by a millionth makes FedAvg differ by .14. Runs with all images are
+all images rounding grows: w_0 moved by a millionth gives .14. Runs with all images are
 timed, in their second round. "first" is how much longer round one took, with its captures. The
 last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py). In
 TF32 "differs" reaches .1. A row that fails says why. --only adds to a record of this commit.
@@ -78,8 +78,8 @@ def run(name, argv):
 
 
 def difference(wanted, found, w_0):
-    """The largest difference of two states' float tensors, relative to the smaller
-    change: from w_0 or 0. For other dtypes it is the share of entries that differ."""
+    """The largest difference of float tensors, over the smaller distance
+    of `wanted` from w_0 and 0. For other dtypes it is the share of entries that differ."""
     largest = 0.0
     for name, want in wanted.items():
         if torch.is_tensor(want) and want.is_floating_point():
