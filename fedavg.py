@@ -94,7 +94,7 @@ def main(argv=None):
 # Around it
 
 # These are the settings of Table 2 (row E=5, B=10) and Table 3 (row FedAvg). The first eta, --lr,
-# is our choice (D4)
+# is ours (D4).
 DEFAULTS = dict(split="iid", per_client=2, clients=100, client_test=0, fraction=0.1, rounds=200,
                 epochs=5, batch_size=10, lr=0.1, momentum=0.0, target=[])
 BY_DATASET = {

@@ -39,7 +39,7 @@ share of rounds before Phase II. See docs/superfed.md for D1 to D15, fedavg.py f
     D4  Line C6: Phase II is t >= L*R, officially t >= int(L*R) - 1. Their eta: lr * .995^(t+1).
     D5  Model Mixing's mu, nu, L are official. Layer Mixing's L = .8 is inferred from Table 3.
     D6  In Layer Mixing a bias shares its layer's lambda. The cosine is over the whole model.
-    D7  Line C8a: momentum is .9 (paper's text), its buffer starts a round at 0; no weight decay.
+    D7  Line C8a: momentum is .9 (paper's text); its buffer starts a round at 0; no weight decay.
     D8  A client holds two random shards, officially one of five fixed pairs of classes (CIFAR-10).
     D9  Line C4: the last, smaller minibatch is used, also in tests. Officially it is dropped.
     D10  ECE (calibration error) uses a client's whole test set, officially minibatches of 20.
@@ -139,7 +139,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# These are CIFAR-10's settings in Table 1; BY_DATASET has what differs for others. K, R, momentum
+# These are CIFAR-10's settings in Table 1; BY_DATASET has what differs elsewhere. K, R and momentum
 # are the paper's. C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`), which our copy
 # has lost, are from the official scripts. eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,  # D8
