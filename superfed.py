@@ -166,7 +166,7 @@ def arguments(argv):
     group.add_argument("--nu", type=common.nonnegative, default=2.0,
                        help="nu, weight of the squared cosine in Phase II")
     group.add_argument("--start", type=common.fraction,
-                       help="L, the share of rounds before Phase II. 1 leaves Phase II empty "
+                       help="L, the share of rounds before Phase II; 1 leaves Phase II empty "
                             "(--as official: one round). Default: .5 on shapes; "
                             "elsewhere .8 with --mix layer, .4 with --mix model (CIFAR-100: .5)")
     group.add_argument("--as", dest="as_", choices=("paper", "official"), default="paper",
