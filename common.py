@@ -205,10 +205,6 @@ class Federation:
         self.w_0 = self.net.load(args.init) if args.init else None
         self.notes = [*self.net.notes, *datasets.remarks(self.data),  # for `describe`
                       *splits.remarks(self.whole_split, self.data, args)]
-        scales = [z for name, z in self.net.constants.items() if name.endswith("running_var")]
-        if args.batchnorm == "frozen" and scales and all(z.eq(1).all() for z in scales):
-            self.notes.append("note    the constant statistics are an untrained network's: give a "
-                              "trained one's by --init, or use --batchnorm group")
         self.stop = 0  # the exit code when the run is interrupted; clients look at it
         self.all_rows = []  # every Rows
         # a GPU's minibatches are filled up to B images: all have one shape

@@ -517,7 +517,7 @@ class GroupNormInstead(nn.GroupNorm):
 
 BATCHNORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 BATCHNORM_BECAME = {"group": (GroupNormInstead, "became GroupNorm"),
-                    "frozen": (BATCHNORM, "got constant statistics")}
+                    "frozen": (BATCHNORM, "keep the statistics of --init or of w_0")}
 
 
 def group_norms(module):

@@ -224,9 +224,8 @@ class Run:
         for name, z in self.kept.items():
             if torch.is_tensor(z):
                 if z._version != self.versions[name]:
-                    refuse(f"state.{name} was changed in place (in the loop, or as a client's w in "
-                           "client_update); write w = w + ..., not w += ... or w[i] = ..., and "
-                           "begin anew")
+                    refuse(f"state.{name} was changed in place, here or in client_update; write "
+                           "w = w + ..., not w += ... or w[i] = ..., and begin anew")
             elif type(z) not in (Rows, *PLAIN):
                 refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own "
                        "numbers")  # others could change unseen, or would not be loaded
@@ -279,7 +278,7 @@ class Run:
             for when in ("final", "best"):
                 measures = record[when][part]
                 say(f"{when:<5}  round {measures['round']}  {in_words(part, measures)}")
-        if record["rounds"] and not any(row.keys() - MORE for row in record["rounds"]):
+        if record["status"] == "finished" and not record["final"]:
             say("note    no round has called run.log, so the record has no accuracies")
         for target, t in record.get("rounds_to", {}).items():
             say(f"target  {target}: " + (f"after {t:.1f} rounds" if t else "not reached"))

@@ -185,8 +185,7 @@ def test_a_method_may_record_tensors_and_have_a_path_among_its_flags(tmp_path):
 @pytest.mark.parametrize("eval_every, code", [("1", 2), ("9", 143)])
 @pytest.mark.parametrize("change, said", [
     (lambda state: state.w.add_(1),
-     "state.w was changed in place (in the loop, or as a client's w in client_update); "
-     "write w = w + ..."),
+     "state.w was changed in place, here or in client_update; write w = w + ..."),
     (lambda state: setattr(state, "late", state.w),
      "the loop adds late to `state`; set every name before run.rounds(state)"),
     (lambda state: setattr(state, "h", np.float64(0.5)),
