@@ -338,7 +338,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
              "BatchNorm use --batchnorm group (GroupNorm instead), or --batchnorm frozen"),
             (["--batchnorm", "group"], "for dropout use --no-dropout")):
         refused(capsys, words, fedavg.main, [*argv, *flags])
-    for kind, said in (("group", "became GroupNorm"), ("frozen", "keep the statistics of --init or of w_0")):
+    for kind, said in (("group", "became GroupNorm"),
+                       ("frozen", "keep the statistics of --init or of w_0")):
         more = [*argv, "--batchnorm", kind, "--no-dropout"]
         record, state = run(fedavg, more, tmp_path / kind)
         assert f"model   BatchNorm layers that {said}: 3\n" in capsys.readouterr().out
