@@ -34,8 +34,8 @@ function to function; --help lists their options. `# l.3` marks the code of line
 of the model's d weights, [m, d] holds one for each of the m sampled clients.
 
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
-mean over all clients of the accuracy of each client's own model on its own test images; most
-authors weight this mean by the number of test images (`weighted_mean` in the record). Each
+mean over all clients of the accuracy of each client's own model on its own test images; some
+authors' code weights this mean by test images (`weighted_mean` in the record). Each
 function says which models these are. A personal model of two parts has the newest shared part and
 the client's own.
 
@@ -250,8 +250,8 @@ def centralised(federation, run, args):
 
 def fedprox(federation, run, args):
     """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
-    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft, whose
-    mu is 0, run lines 5 and 6. SuPerFed calls the two FedProx-LU and FedAvg-LU.
+    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft (mu = 0)
+    run lines 5 and 6. SuPerFed calls the two FedProx-LU and FedAvg-LU.
 
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
@@ -854,7 +854,7 @@ def fedspa(federation, run, args):
                     g_k = gradient of f_k(w_k; b), of all d weights
                     w_k = w_k - eta * M_k * g_k
      5          U_k = w_k - M_k * w
-     6          prune: in every tensor, drop the share a/2 * (1 + cos(pi*t/T)) of M_k's 1s, those
+     6          prune: in each tensor, drop the share a/2 * (1 + cos(pi*t/T)) of M_k's ones, those
                 with the least |w_k|
      7          grow: refill the mask with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
@@ -1049,7 +1049,7 @@ def sampled_numbers(federation, S):
 
 
 def by_unit(x, out):
-    """Returns a layer of m clients, x [m, n] (n: weights, then biases), unit by unit:
+    """Returns a layer of m clients, x [m, weights then biases], unit by unit:
     [m, out, inputs + 1], where the last is the bias."""
     return torch.cat([x[:, :-out].unflatten(1, (out, -1)), x[:, -out:, None]], 2)
 
@@ -1166,7 +1166,7 @@ WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"
 
 
 def arguments(argv):
-    """The title of a group of flags names the methods that they are for."""
+    """Returns the arguments. A flag group's title names its methods."""
     p = common.parser(__doc__, **DEFAULTS)
     flag = p.add_argument_group("methods").add_argument
     flag("--method", choices=METHODS, required=True, help="which method runs")

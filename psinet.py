@@ -32,7 +32,7 @@ proportions. The listing restates the notes. See fedavg.py for notation, docs/ps
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group absent in S is unchanged.
+    D5  Lines 9, 10 weight node i by its number of images. A group that S lacks is kept.
     D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# A node has 4 classes, as where the paper compares norms (50 where it compares G). Rest: D3, D7, D8
+# Nodes have 4 classes, as in the ablation of norms (50, as in that of G). D3, D7, D8 give the rest
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
