@@ -174,7 +174,7 @@ class Federation:
         self.rank, self.processes = engine.join_processes(self.device)
         first = self.processes == 1 or not int(os.environ["LOCAL_RANK"])
         if not first:
-            dist.barrier()  # the first process of each machine downloads and decodes, others wait
+            dist.barrier()  # the first process of each machine downloads and decodes; others wait
         self.data = images_for(args, stream(args.split_seed, "split", 1))
         if first and self.processes > 1:
             dist.barrier()
@@ -210,7 +210,7 @@ class Federation:
         # a GPU's minibatches are filled up to B images: all have one shape
         self.B = min(args.batch_size or len(self.labels), max(map(len, self.split.train)))
         gpu = self.device.type == "cuda"
-        # images evaluated at once; of a large model fewer, since a CPU's cache is small
+        # images evaluated at once; fewer for a large model, since a CPU's cache is small
         self.part = 500 if gpu or self.net.d <= 500_000 else 100
         self.threads = 0 if gpu else args.parallel or engine.cores()
         self.map = engine.pool(self.threads)  # over items; on a CPU several at once
@@ -223,7 +223,7 @@ class Federation:
         engine.keep_memory()
 
     def describe(self):
-        """Prints one line each on images, split and model, and then the notes."""
+        """Prints one line each on images, split, model and training, then the notes."""
         data, args, K, m = self.data, self.args, self.K, self.m
         train, _, test = ([len(index) for index in part]
                           for part in self.whole_split.measured(args.limit_test))
@@ -405,8 +405,8 @@ class Federation:
         all; or one for each client, [rows, d]; or a function: W(S) [m, d] are the models of the
         rows S.
 
-        per_client: the accuracies, one for each client. Of these mean, std (divisor: clients - 1)
-        and worst_decile (the mean of the worst tenth) are taken. weighted_mean: by test images.
+        per_client: the accuracies, one for each client. mean, std (divisor: clients - 1) and
+        worst_decile (the worst tenth's mean) are taken over these. weighted_mean: by test images.
         top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss on validation
         images, if there are any and `images` is None.
         images: for each row the numbers of the images to measure on, instead of the test images.
@@ -442,8 +442,8 @@ class Federation:
 
 
 def score(logits, y, group, groups, bins=15):
-    """Measures per group: logits [n, classes], y [n] and group [n] of 0..groups-1 -> name ->
-    [groups], in float64.
+    """Returns each group's measures (name -> [groups], float64) from logits [n, classes], y [n] and
+    group [n] in 0..groups-1.
 
     top1, top5 and loss (cross-entropy) are means over a group's images. Calibration as in Guo et
     al. 2017: the largest softmax probability p falls into the bin (i/15, (i+1)/15]; ece is the mean

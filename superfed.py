@@ -9,9 +9,9 @@
 
 The server averages w^f, the federated model. The local model w^l_k, of the same shape, stays with
 client k, whose personal model is W_k(lambda) = (1-lambda) w^f + lambda w^l_k. "global" tests w^f on
-central images, "personal" W_k on k's test images with D12's lambda, "personal@test" with the lambda
-whose test mean is best, as in the paper. Lines have the paper's numbers; 7a, C8a are ours. L is the
-share of rounds before Phase II. See docs/superfed.md for D1 to D15, fedavg.py for the notation.
+central images. "personal" tests W_k on k's test images with D12's lambda, "personal@test" with the
+lambda best on test images, as in the paper. Lines have the paper's numbers; 7a, C8a are ours. L is
+the share of rounds before Phase II. See docs/superfed.md for D1 to D15, fedavg.py for the notation.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -44,7 +44,7 @@ share of rounds before Phase II. See docs/superfed.md for D1 to D15, fedavg.py f
     D9  Line C4: the last, smaller minibatch is used, also in tests. Officially it is dropped.
     D10  ECE (calibration error) uses a client's whole test set, officially minibatches of 20.
     D11  All clients are evaluated with the newest w^f, officially with the w^f they last held.
-    D12  "personal" uses the lambda of 0, .1, ..., 1 that minimises the clients' mean training loss.
+    D12  "personal" uses the lambda in 0, .1, ..., 1 that minimises the clients' mean training loss.
     D13  Line 5: C*K is rounded down.
     D14  Line 7a: n_k counts training images. Officially it counts test images, too.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11."""
@@ -243,7 +243,7 @@ def personal_measures(federation, state, phase_two):
 
 
 def measure_mixtures(federation, w_f, w_l):
-    """Returns measures at each of LAMBDAS and at each choice of lambda (D12). w_l is [K, d]."""
+    """Returns measures at each of LAMBDAS and at D12's choices. w_l is [K, d]."""
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
