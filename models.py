@@ -29,9 +29,9 @@ from engine import first_line, refuse
 #
 # A network is built for images with `channels` and `size` = (H, W), and registers its parameters in
 # the order in which an image passes them. It has neither BatchNorm nor dropout.
-# start(name, shape) says how the parameter `name` is initialised, where `shape` is that of its
-# layer's weight: ("uniform", bound) in +-bound, ("normal", deviation), ("truncated", deviation) for
-# a normal distribution without values beyond two deviations, or ("constant", value).
+# start(name, shape) says how to initialise the parameter `name`; `shape` is that of its layer's
+# weight. It returns ("uniform", bound) for +-bound, ("normal", deviation), ("truncated", deviation)
+# for a normal distribution without values beyond two deviations, or ("constant", value).
 
 
 def pytorch_default(name, shape):
@@ -40,21 +40,21 @@ def pytorch_default(name, shape):
 
 
 def xavier_normal(name, shape):
-    """Glorot and Bengio 2010: weights have the variance 2 / (fan in + fan out), biases are 0."""
+    """Glorot and Bengio 2010: weights have the variance 2 / (fan in + fan out); biases are 0."""
     if name.endswith("bias"):
         return "constant", 0.0
     return "normal", float(2 / ((shape[0] + shape[1]) * np.prod(shape[2:]))) ** 0.5
 
 
 def he_normal(name, shape):
-    """He et al. 2015, over the fan out: weights have the variance 2 / fan out, biases are 0."""
+    """He et al. 2015, over the fan out: weights have the variance 2 / fan out; biases are 0."""
     if name.endswith("bias"):
         return "constant", 0.0
     return "normal", float(2 / (shape[0] * np.prod(shape[2:]))) ** 0.5
 
 
 class Chain(nn.Sequential):
-    """A chain of named layers, initialised as PyTorch does unless the network has a `start`."""
+    """A chain of named layers, initialised as in PyTorch unless the network has a `start`."""
 
     start = staticmethod(pytorch_default)
 
@@ -102,8 +102,8 @@ class LocalResponseNorm(nn.Module):
 
 class TFCNN(Chain):
     """McMahan et al.'s CNN for CIFAR, from the TensorFlow tutorial: 1,068,298 weights with 24x24
-    images and 10 classes. With ceil_mode, pooling pads as TensorFlow's SAME does. The initial
-    weights are the tutorial's since 2016; earlier, kernels started smaller.
+    images and 10 classes. With ceil_mode, pooling pads as TensorFlow's SAME does. Initial
+    weights are the tutorial's from 2016 on; earlier, kernels started smaller.
     """
 
     decayed = "fc3.weight", "fc4.weight"  # where weight decay acts, as in the tutorial
@@ -147,7 +147,7 @@ class MnistNet(Chain):
 
 
 class TwoNN(Chain):
-    """2nn, McMahan et al.'s network for MNIST: two hidden layers of 200, 199,210 weights."""
+    """2nn, McMahan et al.'s network for MNIST: two hidden layers of 200; 199,210 weights."""
 
     def __init__(self, channels, classes, size):
         super().__init__(
@@ -240,7 +240,7 @@ class Net:
     constants: the tensors beside w: buffers, and parameters with requires_grad = False. batchnorms:
     how many BatchNorm layers --batchnorm has changed. notes: lines for the user.
 
-    build: makes the nn.Module anew. module: one of these, whose values are never used. Refuses
+    build: makes the nn.Module anew. module: one such, whose weights are never used. Refuses
     a network that can't be built for images of shape [C, H, W].
     """
 
@@ -314,7 +314,7 @@ class Net:
         return [*(where.start for _, where in self.layers), self.d]
 
     def per_weight(self, values):
-        """Returns a number for each weight [d], from one for each tensor."""
+        """Repeats each tensor's value for each of its weights: [d]."""
         return torch.tensor(values).repeat_interleave(torch.tensor(self.sizes)).to(self.device)
 
     def __call__(self, w, x):
@@ -335,7 +335,7 @@ class Net:
 
     @property
     def start(self):
-        """The network's function `start`; its layers and tensors may have this name, too."""
+        """The network's function `start`, or None. A layer or tensor of this name is not it."""
         start = getattr(self.module, "start", None)
         return start if callable(start) and not isinstance(start, nn.Module) else None
 
@@ -472,7 +472,7 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
             module = group_norms(module)
         batchnorms = [z for z in module.modules() if isinstance(z, BATCHNORM) and z.training]
         if no_dropout:
-            module.eval()  # all layers: F.dropout obeys its module
+            module.eval()  # all layers, since F.dropout(z, training=self.training) is possible
         for layer in batchnorms:
             layer.train(batchnorm != "frozen")
         return module

@@ -32,7 +32,7 @@ proportions. The listing restates the notes. See fedavg.py for notation, docs/ps
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group that S lacks is kept.
+    D5  Lines 9, 10 weight node i by its number of images. A group that S lacks is unchanged.
     D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
@@ -71,7 +71,7 @@ class PsiNet(nn.Module):
     """A network in G groups, or the part of it that a node with s of these groups has. G = 0 means
     no groups, for FedAvg. `plain` is the same network without groups, an nn.Sequential of named
     layers (VGG9 of models.py). Layers keep their names; conv5-norm follows conv5. `depth` is the
-    first layer with groups, `norm` is "gn", "bn" or "none"."""
+    first layer with groups; `norm` is "gn", "bn" or "none"."""
 
     def __init__(self, plain, classes, G, depth, norm, s=None):
         super().__init__()
@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# Nodes have 4 classes, as in the ablation of norms (50, as in that of G). D3, D7, D8 give the rest
+# 4 classes a node as in the ablation of norms; CIFAR-100: 50 as in that of G. Rest: D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")
@@ -357,7 +357,8 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
 
 
 def networks_of_nodes(federation, has):
-    """Returns {s: network with s groups} for each s that occurs. Adds a table to the notes."""
+    """Returns {s: network with s groups} for each s that occurs. Adds a table to
+    federation.notes."""
     net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of all processes' nodes
     networks = {s: net if s == net.s else net.part(s) for s in set(counts)}
     row = "{:<20}{:<8}{:>10}{:>7}   {:<11}{:>10}".format

@@ -1,7 +1,7 @@
 """Seconds per round of FedAvg: a plain PyTorch loop against this project's, and how the cost grows.
 
     python tests/bench.py                   (make bench: three models, then the cost over K)
-    python tests/bench.py --only fedavg     (one of them)
+    python tests/bench.py --only fedavg     (one of them, or of MORE's)
 
 Every entrant trains the same clients, images and model for one round. Repetitions are interleaved,
 so that a machine that slows down slows all of them. The medians are printed and written as JSON.
@@ -57,6 +57,12 @@ WORKLOADS = {  # name: model, B, clients and images per client on a GPU, and on 
     "fedavg": (LEAF, 50, (10, 500), (10, 500)),
     "superfed-cnn": ("cnn", 20, (10, 500), (10, 500)),
     "resnet18": ("resnet18", 20, (10, 500), (4, 60)),
+}
+MORE = {  # those of docs/speed.md's table of ways that are measured only if asked for
+    "2nn": ("2nn", 20, (10, 500), (10, 500)),
+    "mnistcnn": ("mnistcnn", 20, (10, 500), (10, 500)),
+    "tfcnn": ("tfcnn", 50, (10, 500), (10, 500)),
+    "vgg9": ("vgg9", 64, (10, 640), (4, 64)),
 }
 
 
@@ -224,7 +230,7 @@ def entrants_of(model, device, base):
 
 
 def workload(name, device, repetitions):
-    model, B, *numbers = WORKLOADS[name]
+    model, B, *numbers = (WORKLOADS | MORE)[name]
     clients, images = numbers[device == "cpu"]
     base = dict(clients=clients, limit=clients * images, client_test=0, batch_size=B)
     entrants = entrants_of(model, device, base)
@@ -277,7 +283,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    choices=("cpu", "cuda"))
-    p.add_argument("--only", choices=(*WORKLOADS, "growth"))
+    p.add_argument("--only", choices=(*WORKLOADS, "growth", *MORE))
     p.add_argument("--repetitions", type=int, default=5)
     p.add_argument("--out", type=pathlib.Path, help="the JSON (default: runs/bench-DEVICE.json)")
     args = p.parse_args()
@@ -288,9 +294,7 @@ def main():
               "commit": records.commit(sources), "workloads": []}
     out = args.out or pathlib.Path(f"runs/bench-{args.device}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    for part in (*WORKLOADS, "growth"):
-        if args.only not in (None, part):
-            continue
+    for part in [args.only] if args.only else (*WORKLOADS, "growth"):
         if part == "growth":
             result["growth"] = growth(args.device, args.repetitions)
         else:
