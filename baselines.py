@@ -1,4 +1,4 @@
-"""The methods with which the papers of the other files compare theirs, one function each.
+"""The methods with which the papers of the other files compare theirs.
 
     python baselines.py --method fedper --dataset cifar10
 
@@ -20,7 +20,7 @@
     fedspa       Each client trains only the weights of its mask, which changes every round.
     fedma        Layer by layer, the clients' units are matched before they are averaged.
 
-Each function cites the paper and holds its pseudocode in our words, the choices D1 to Dn, one
+Each function cites the paper, if any, and holds pseudocode in our words, choices D1 to Dn, one
 client's work (client_update) and the server's loop. docs/baselines.md explains each choice, says
 whose code it cites and what was measured, and compares with PFLlib.
 
@@ -31,7 +31,7 @@ learning rate, --lr times --lr-decay^t. "For each minibatch b" means two loops: 
 and over the newly shuffled minibatches of each epoch. A line with other epochs says so. K, C, T and
 E are --clients, --fraction, --rounds and --epochs. alpha, beta, lambda, g and h differ from
 function to function; --help lists their options. `# l.3` marks the code of line 3. [d] is a vector
-of the model's d weights, [m, d] holds one for each of the m sampled clients.
+of the model's d weights; [m, d] holds one for each of the m sampled clients.
 
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; some
@@ -39,12 +39,12 @@ authors' code weights this mean by test images (`weighted_mean` in the record). 
 function says which models these are. A personal model of two parts has the newest shared part and
 the client's own.
 
-Local SGD has momentum .9, SuPerFed's setting; most of the methods' own papers have none
+Local SGD has momentum .9, SuPerFed's setting; several methods' authors use none
 (docs/baselines.md). The momentum buffer u starts at 0 before each loop over epochs. pfedme's
 steps on theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay
 is added to each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
-client_update(*own, epochs, *shared) is the work of one client. `own` are its tensors, `shared` is
+client_update(*own, epochs, *shared) is the work of one client. `own` are its tensors; `shared` is
 the same for all clients. `for minibatches in epochs:` is the loop over its local epochs, `for b in
 minibatches:` that over the minibatches of an epoch. epochs(epochs=3, order=1) gives the same client
 3 epochs, with another order of the images. A function decorated with @common.step does the work on
@@ -52,9 +52,9 @@ one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...]) 
 for each client of S and returns its results, a row for each client. A GPU may train all clients at
 once: client_update then sees [m, d] instead of [d].
 
-V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S,
-V[S] = y replaces them, V.all has all rows. federation.mean(x) is the plain mean of the rows of x
-over S_t, mean(x, n_k) weights them by n_k, sum(x) adds them up.
+V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S;
+V[S] = y replaces them; V.all has all rows. federation.mean(x) is the plain mean of the rows of x
+over S_t; mean(x, n_k) weights them by n_k; sum(x) adds them up.
 """
 
 import sys
@@ -78,8 +78,8 @@ def with_decay(g, w, decayed, decay):
 
 
 def local_sgd(net, args):
-    """Returns gradient(w, b), the gradient of f_k(w; b), and sgd(w, u, g, eta) -> w, u, SGD's step
-    against g with the momentum buffer u. All are [d]."""
+    """Returns gradient(w, b), the gradient of f_k(w; b), and sgd(w, u, g, eta), SGD's step against
+    g, which returns w and the momentum buffer u. All are [d]."""
 
     def gradient(w, b):
         def loss(w):
@@ -788,7 +788,7 @@ def per_fedavg(federation, run, args):
     D1  Line 4 takes b and b' from the minibatches of the E epochs, so it does half as many steps as
         FedAvg. A minibatch that is left over at the end of a round is not used.
     D2  Line 6 takes its step from w_k; PersFL's code takes it from z. Our step has momentum by
-        default, the paper's has none.
+        default; the paper's has none.
     D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
     D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
         on TEST images instead.
@@ -866,7 +866,7 @@ def fedspa(federation, run, args):
         one by default.
     D2  Line 4: the momentum sums M_k * g_k, so weights outside the mask stay 0.
     D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. We round the number of
-        dropped weights down, that code rounds it up.
+        dropped weights down; that code rounds it up.
     D4  Line 7: g_k is that of the last minibatch, before its step; in DisPFL's code that of a new
         one, after training. The other weights include those that line 6 dropped, so these can
         come back.
@@ -966,7 +966,7 @@ def fedma(federation, run, args):
      9          if l = L:  each class's unit in w = mean over S_t of that in w_k, weighted by k's
                            images of this class
 
-    Global and personal: w. One round is FedMA, more are FedMA "with communication". The authors'
+    Global and personal: w. One round is FedMA; more are FedMA "with communication". The authors'
     script has --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
     --batch-size 64 --epochs 20 --rounds 11. In a round a client sends each layer once. It receives
     w at the start (except in round 0 without --common-start), then each averaged layer but the

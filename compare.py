@@ -167,7 +167,7 @@ def arguments(argv):
 
 
 def functions(file):
-    """Returns a method's arguments(argv)."""
+    """Returns the function `arguments` of a method's file."""
     module = common.load_file(file)
     found = [getattr(module, name, None) for name in ("arguments", "main")]
     if not all(inspect.isfunction(f) and inspect.signature(f).parameters for f in found):
@@ -247,7 +247,7 @@ def plan(args, shared, option="--set"):
         argv = [*words, *flags(wanted), *(f"--{word}" for word in mine)]
         what = f"--methods: {name}" + f", {option} {name}.{', '.join(mine)}" * bool(mine)
         made = parsed(function, argv, what, file)
-        # --set changes, of the shared settings, RATES alone (refuse_foreign)
+        # of the shared settings, --set changes RATES alone (refuse_foreign)
         given = {word.partition("=")[0].replace("-", "_") for word in mine}
         if method == "pfedme" and "pfedme_lambda" in given and "lr" not in given:
             argv.append(f"--lr={1 / made['pfedme_lambda']:.3g}")  # OWN says why
@@ -288,7 +288,7 @@ def refuse_foreign(name, method, word, words, settings):
 
 
 def check_folder(out):
-    """Refuses to write among this repository's own files, but under results/."""
+    """Refuses to write among this repository's own files, except under results/."""
     inside = [out.resolve(), *out.resolve().parents]
     if HERE in inside and HERE / "results" not in inside and shutil.which("git"):
         files = ["git", "-C", HERE, "ls-files", "--", inside[0]]
@@ -460,7 +460,7 @@ def tuning(methods, args, shared):
     grids, points = {method.name: {} for method in methods}, []
     if args.tune and not shared.client_val:
         common.refuse("--tune chooses on validation images: --client-val must be above 0")
-    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME.'s win
+    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME.* wins
         given = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.+)", word)
         if not given or given[1] not in (None, *grids):
             common.refuse(f"--tune {word}: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...; the "

@@ -427,8 +427,8 @@ def baselines_page():
     links = " ".join(f'<a href="#{flags[0]}">{", ".join(flags)}</a>' for flags in methods.values())
     words = [block for block in doc.split("\n\n")
              if block.startswith(("Symbols", "Models", "Local SGD"))]
-    body = ('<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with: '
-            f'one function each.</p>{HINT}<p class="toc">{links}</p></header>\n'
+    body = ('<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with.'
+            f'</p>{HINT}<p class="toc">{links}</p></header>\n'
             + fold("Symbols and models", "".join(map(paragraph, words))) + "\n"
             + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
             + "\n".join(out) + below("baselines", rest))
