@@ -236,7 +236,7 @@ def measures(federation, state):
 
 
 def finish(run):
-    """Prints the two models side by side and the ranks; with --plot draws ranks.png."""
+    """Prints both models' results and the ranks; with --plot draws ranks.png."""
     history, full = run.record()["rounds"], full_ranks(run.federation.net).tolist()
     rows = [row for row in history if "gkr" in row]
     columns = ("mean", "std", "worst_decile", "loss")
