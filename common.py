@@ -201,8 +201,8 @@ class Federation:
                     f"{before} images so: --transform normalize leaves them whole")
         self.net = make_net(shape, self.data.classes, self.device) if make_net else Net(
             args.model, shape, self.data.classes, self.device, args.batchnorm, args.no_dropout,
-            hint=hint)
-        self.w_0 = self.net.load(args.init) if args.init else None
+            hint=hint, precision=args.precision)
+        self.w_0 = None if args.init is None else self.net.load(args.init)
         self.notes = [*self.net.notes, *datasets.remarks(self.data),  # for `describe`
                       *splits.remarks(self.whole_split, self.data, args)]
         self.stop = 0  # the exit code when the run is interrupted; clients look at it
@@ -588,8 +588,8 @@ def parser(doc, **defaults):
     flag("--parallel", type=positive_int,
          help="on a CPU: clients trained at once, a thread each (default: its cores)")
     flag("--precision", choices=("fp32", "tf32", "bf16"),
-         help="of a network's matrix products and convolutions in training; all else is fp32 "
-              "(default: tf32 on a GPU from Ampere on, else fp32)")
+         help="of a network in training (tf32: of its matrix products and convolutions); all else "
+              "is fp32 (default: tf32 on a GPU from Ampere on, else fp32)")
     flag("--engine", choices=("auto", "loop"), default="auto",
          help="on a GPU. auto: all clients at once, or CUDA graphs, where they give what the loop "
               "gives; loop: plainly one client after the other")

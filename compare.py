@@ -35,6 +35,7 @@ from tqdm import tqdm
 import baselines
 import common
 from records import FREE, numbers
+from records import SHARED as SOURCES
 from tables.report import (
     about_split,
     draw,
@@ -328,8 +329,10 @@ def changed(method, record):
     then, own = record["environment"], [] if method.method in METHODS else [method.file]
     own += [pathlib.Path(name.rpartition(":")[0])
             for name in (method.args["model"], method.args["split"]) if ".py:" in name]
+    files = {name: path.parent / name for path in own for name in then["sources"]  # imports
+             if (path.parent / name).exists() and name not in (*SOURCES, method.file.name)}
     own += [pathlib.Path(method.args["init"])] if method.args.get("init") else []
-    files = {path.name: path for path in own if path.name in then["sources"]}
+    files |= {path.name: path for path in own if path.name in then["sources"]}
     if record["status"] not in ("finished", "diverged"):
         files = {**{name: HERE / name for name in then["sources"]}, method.file.name: method.file,
                  **files}
@@ -447,7 +450,11 @@ def train_all(wanted, args, shared, bar):
             pool.shutdown(wait=False, cancel_futures=True)
             children.stop()
             raise
-    return [record(run.method, run.folder) for run in wanted]
+    found = [record(run.method, run.folder) for run in wanted]
+    for run, what in zip(wanted, found):
+        if stale := changed(run.method, what):
+            common.refuse(f"{run.label}: {', '.join(stale)} changed meanwhile; repeat the command")
+    return found
 
 
 def split_of(record):

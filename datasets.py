@@ -301,6 +301,9 @@ def remarks(data):
     if data.images.dtype == np.float32 and (top := data.images.max()) > 50:
         notes.append(f"note    images are floats up to {top:g}, and only --transform normalize "
                      "scales floats; divide them by 255, or use it")
+    if data.images.dtype == np.uint8 and (top := data.images.max()) < 32:
+        notes.append(f"note    images are whole numbers up to {top}, where 255 is white; if your "
+                     f"{top} is white, multiply them, or use --transform normalize")
     has, tested = (np.bincount(data.labels[part], minlength=data.classes)
                    for part in (slice(data.n_train), data.central))
     for lacking, kind in ((has == 0, "training"), ((has > 0) & (tested == 0), "test")):

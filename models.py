@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import inspect
 import pathlib
+import random
 import sys
 import textwrap
 import threading
@@ -245,7 +246,7 @@ class Net:
     """
 
     def __init__(self, name, shape, classes, device="cpu", batchnorm=None, no_dropout=False,
-                 build=None, hint=""):
+                 build=None, hint="", precision="fp32"):
         self.name, self.classes, self.device, self.notes = name, classes, device, []
         self.batchnorm, self.copies = batchnorm, threading.local()
         try:
@@ -259,7 +260,7 @@ class Net:
                 self.notes.append(f"model   BatchNorm layers that {became}: {self.batchnorms}")
             self.read_table()
             if build is None and name not in MODELS:
-                self.notes += check(self, shape)
+                self.notes += check(self, shape, precision)
             elif build is None:
                 self(torch.zeros(self.d, device=device), torch.zeros(1, *shape, device=device))
         except Exception as problem:  # whatever somebody else's network does
@@ -273,10 +274,13 @@ class Net:
         trained = {name: z for name, z in self.module.named_parameters() if z.requires_grad}
         if not trained:
             raise ValueError("it has no parameters to train")
+        if odd := [name for name, z in trained.items() if not z.is_floating_point()]:
+            raise ValueError(f"{odd[0]} is complex; torch.complex(a, b) makes it of "
+                             "two real parameters")
         frozen = {name: z for name, z in self.module.named_parameters() if not z.requires_grad}
         if frozen:
             self.notes.append(f"model   {sum(z.numel() for z in frozen.values()):,} weights with "
-                              "requires_grad = False stay as they are")
+                              "requires_grad = False stay as they are, with every --seed")
         self.constants = {name: z.detach().clone().to(self.device)
                           for name, z in (*frozen.items(), *self.module.named_buffers())}
         self.names, self.shapes = list(trained), [z.shape for z in trained.values()]
@@ -381,14 +385,15 @@ class Net:
     def state_dict(self, w):
         """Returns w [d] as the module's own state dict, on the CPU. With w [K, d] each tensor in it
         is [K, ...], buffers too."""
-        found = {name: w[..., where].reshape(*w.shape[:-1], *shape).cpu().clone()
+        found = {name: w[..., where].reshape(w.shape[:-1] + shape).cpu().clone()
                  for name, where, shape in self.tensors}
         found |= {name: z.cpu().clone().expand(w.shape[:-1] + z.shape)
                   for name, z in self.constants.items()}
         first = {id(z): name for name, z in (*self.module.named_parameters(),
                                              *self.module.named_buffers())}  # tied ones once
         own = self.module.state_dict(keep_vars=True)
-        return {name: found[first[id(z)]] for name, z in own.items()}
+        return {name: found[first[id(z)]] if id(z) in first else z  # get_extra_state's
+                for name, z in own.items()}
 
 
 def draw(rng, kind, scale, size):
@@ -416,13 +421,18 @@ def with_part(w, part, V):
 # --------------------------------------------------------------------------------------------------
 # 3. Other networks
 
-@functools.cache
 def load_file(path):
     """Returns the module of a .py file, which may lie anywhere and import what lies beside it.
     Refuses what can't be loaded."""
     path = pathlib.Path(path)
     if path.suffix != ".py" or not path.is_file():
         refuse(f"there is no file {path}" + " that ends in .py" * (path.suffix != ".py"))
+    return executed(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def executed(path, version):
+    """Returns the module that the file is in this version."""
     spec = importlib.util.spec_from_file_location(str(path), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(path)] = module  # where dataclasses look
@@ -452,10 +462,17 @@ def find(flag, name, known):
 
 
 def fresh(build, seed=0):
-    """Returns build(), whose constructor draws from a torch generator with this seed."""
+    """Returns build(), whose constructor draws from torch, numpy or random with this seed."""
+    before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            return build()
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 def builder(name, shape, classes, batchnorm=None, no_dropout=False):
@@ -529,9 +546,9 @@ def group_norms(module):
     return module
 
 
-def check(net, shape):
+def check(net, shape, precision):
     """Raises ValueError unless the logits of somebody else's network are a function of its weights
-    and of each image alone. Returns notes, a line each."""
+    and of each image alone, in this precision. Returns notes, a line each."""
     for name, layer in net.module.named_modules():
         for key in (key for key, z in vars(layer).items() if torch.is_tensor(z)):
             raise ValueError(f"{name}{'.' * bool(name)}{key} is a tensor that is neither parameter "
@@ -575,6 +592,15 @@ def check(net, shape):
     if any(not torch.equal(a, b) for a, b in zip(before, net.constants.values())):
         raise ValueError("it changes its buffers in training, which all clients share")
     notes = []
+    if precision == "bf16":
+        try:
+            half = net(w, x.bfloat16())
+        except RuntimeError as problem:
+            raise ValueError(f"with --precision bf16 it fails ({first_line(problem)}); tensors "
+                             "that its forward makes need dtype=x.dtype") from problem
+        if not (half - first).norm() <= first.norm() / 4:
+            notes.append("note    in bf16 logits differ by more than a quarter (its buffers are "
+                         "bf16, too)")
     if (first >= 0).all() and (first.sum(1) - 1).abs().max() < 1e-4:
         notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
     if torch.equal(w_0, net.init(rng)):

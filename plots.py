@@ -60,7 +60,13 @@ def setting(record):
     args, split = record["args"], renamed(record["args"])["split"]
     size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
     size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
-    return f"{record['data']['name']}, {record['split']['clients']} clients, split: {split}{size}"
+    name, K = plain(record["data"]["name"]), record["split"]["clients"]
+    return f"{name}, {K} clients, split: {plain(split)}{size}"
+
+
+def plain(text):
+    """Returns a user's text so that matplotlib reads no mathematics in it."""
+    return text.replace("$", r"\$")
 
 
 def spread(values):
@@ -73,7 +79,7 @@ def plot(record, setting, data, split, out, marks):
     folder out. setting: words for the titles. split: of all clients. marks: a round -> what begins
     with it."""
     title = f"{record['algorithm']}, {setting}, seed {record['args']['seed']}"
-    title += "\n" + "/".join(out.parts[-2:])
+    title += "\n" + plain("/".join(out.parts[-2:]))
     with drawing(out / "curves.png", 1, 2, (10, 4), title) as axes:
         for part, key, where in (("global", "top1", "central test images"),
                                  ("personal", "mean", "mean and std over clients")):
@@ -114,6 +120,6 @@ def plot(record, setting, data, split, out, marks):
             name = data.names[c] if data.names else f"class {c}"
             axis.barh(range(len(shown)), counts[:, c], left=start[:, c], height=0.9,
                       color=colormaps["viridis"](c / classes), edgecolor="white", linewidth=0.6,
-                      label=name if classes <= 20 else None)
+                      label=plain(name) if classes <= 20 else None)
         axis.set(xlabel="training images, coloured by class", ylabel="client")
         axis.set_yticks(range(len(shown)), shown, fontsize=8)

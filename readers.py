@@ -91,11 +91,12 @@ def read_folder(root, resize=None):
 
     homes = {part: root / part for part in ("train", "test", "val") if (root / part).is_dir()}
     homes = homes if "train" in homes else {"train": root}
-    names, files = folders(homes["train"]), {}
+    names, files, there = folders(homes["train"]), {}, 0
     for part, home in homes.items():
         files[part] = [(path, c) for c, name in enumerate(names)
                        for path in sorted((home / name).glob("[!.]*"))
                        if path.suffix.lower() in SUFFIXES]
+        there += sum(1 for name in names for _ in (home / name).glob("[!.]*"))
         if strange := [name for name in folders(home) if name not in names]:
             refuse(f"{home / strange[0]}: {homes['train']} has no class of this name; name the "
                    "folders alike")
@@ -109,6 +110,9 @@ def read_folder(root, resize=None):
     arrays = kept(root / f"images-{resize or 'whole'}.npz",
                   [path for rows in files.values() for path, _ in rows],
                   lambda: decode(files, resize))
+    if others := there - sum(map(len, files.values())):
+        arrays["notes"] = [*arrays.get("notes", []), f"note    {others} files or folders in {root} "
+                           f"are not read: they are no {', '.join(SUFFIXES)}"]
     return {**arrays, "classes": np.array(names)}
 
 

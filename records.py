@@ -86,11 +86,19 @@ class Run:
             refuse(f"--out {self.out} can't be written to: {problem.strerror}")
         here, sources = pathlib.Path(__file__).resolve().parent, {}
         own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
+        folders = {pathlib.Path(name).resolve().parent for name in own}
+        folders |= {pathlib.Path(file).resolve().parent} - {here}
         own += [args.init] if args.init else []
         for path in map(pathlib.Path, (file, *(here / name for name in SHARED), *own)):
             if sources.setdefault(path.name, path).resolve() != path.resolve():
                 refuse(f"two files of this run are called {path.name}: the record names files by "
                        "their names; rename yours")
+        for folder in folders:  # what the files import from there
+            for name, path in imported(folder).items():
+                sources.setdefault(name, path)
+        replaced = [path.resolve() for path in self.replaced()]
+        if args.init and pathlib.Path(args.init).resolve() in replaced:
+            refuse(f"--init {args.init} is a file that this run replaces; use another --out")
         self.identity = {  # what a state must share with the run that resumes it
             "args": {**{name: str(z) if isinstance(z, os.PathLike) else z
                         for name, z in vars(args).items()}, "device": str(federation.device)},
@@ -251,15 +259,17 @@ class Run:
         self.bar.close()
         problem = self.save(end=True)
         if status != "diverged":
-            self.save_models()
+            lost = self.save_models()
+            problem = problem or lost * (not self.state_file.exists())  # nor is the model there
         record = self.record()
         self.show(record)
         fed.graphs.clear()
         if fed.processes > 1 and status != "interrupted":  # after an interruption NCCL might wait
             atexit.register(dist.destroy_process_group)
         if problem:
-            refuse(f"{problem}; mend that; the same command with --resume goes on from the last "
-                   "state that was written", alone=True)
+            again = ("; the same command with --resume goes on from the last state that was written"
+                     if self.state_file.exists() else ", and run it again")
+            refuse(f"{problem}; mend that{again}", alone=True)
         go_on = "; to go on: the same command with --resume" * (status == "interrupted")
         say(f"record  {self.record_file}{go_on}")
         if self.args.plot and status == "finished" and is_main_process():
@@ -339,8 +349,9 @@ class Run:
                     "environment": self.environment, **self.identity}, file)
 
     def save_models(self):
-        """Writes state dicts: model.pt (global) and, with --save-clients, clients.pt."""
-        fed, kept, models = self.federation, self.kept, {}
+        """Writes state dicts: model.pt (global) and, with --save-clients, clients.pt. Returns what
+        went wrong."""
+        fed, kept, models, problem = self.federation, self.kept, {}, ""
         if self.model:
             given = callable(self.model)
             models["model.pt"] = self.model(SimpleNamespace(**kept)) if given else kept[self.model]
@@ -352,7 +363,9 @@ class Run:
             own = torch.cat([of([row]).cpu() for row in fed.rows()])
             models["clients.pt"] = fed.gather(own)
         for name, w in models.items() if is_main_process() else ():
-            self.write(self.out / name, functools.partial(torch.save, fed.net.state_dict(w)))
+            put = functools.partial(torch.save, fed.net.state_dict(w))
+            problem = self.write(self.out / name, put) or problem
+        return problem
 
     def record(self):
         """result.json's content; docs/run.md says what each field means."""
@@ -503,14 +516,19 @@ class Run:
             past = {**past, "resumed": [*past.get("resumed", []), now]}
         self.environment = past
 
+    def replaced(self):
+        """Returns the files of an earlier run in the folder, which a new run would replace."""
+        names = ("result.json", "state.pt", "state-*[0-9].pt", "model.pt", "clients.pt",
+                 "events.out.tfevents.*[0-9]")
+        found = {path for name in names for path in self.out.glob(name)}
+        return sorted(found - set(self.out.glob("*.previous.*")))
+
     def put_aside(self):
         """Renames the files that an earlier run left in the folder."""
-        for name in ("result.json", "state.pt", "state-*[0-9].pt", "model.pt", "clients.pt",
-                     "events.out.tfevents.*[0-9]"):
-            for path in sorted(set(self.out.glob(name)) - set(self.out.glob("*.previous.*"))):
-                previous = path.with_suffix(".previous" + path.suffix)
-                os.replace(path, previous)
-                say(f"kept    the earlier {path.name} in {self.out} as {previous.name}")
+        for path in self.replaced():
+            previous = path.with_suffix(".previous" + path.suffix)
+            os.replace(path, previous)
+            say(f"kept    the earlier {path.name} in {self.out} as {previous.name}")
 
 
 def in_words(part, measures, names=None):
@@ -537,6 +555,16 @@ def rounds_to(target, history):
     i = int(np.searchsorted(best, target))  # the first that is at least the target
     near = slice(max(i - 1, 0), i + 1)
     return float(np.interp(target, best[near], t[near])) if i < len(t) else None
+
+
+def imported(folder):
+    """Returns {name: path} of the modules that were imported from a folder."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        for path in (name.replace(".", "/") + end for end in (".py", "/__init__.py")):
+            if getattr(module, "__file__", None) == str(folder / path):
+                found[path] = folder / path
+    return found
 
 
 def without_clients(measures):

@@ -1,6 +1,7 @@
 """compare.py: what it shares, skips, resumes, refuses and writes."""
 
 import csv
+import hashlib
 import io
 import itertools
 import json
@@ -68,7 +69,6 @@ def plan(*argv):
 def written(path, text):
     """Writes a method's file, which may have been loaded with another text."""
     path.write_text(text)
-    common.load_file.cache_clear()
     return str(path)
 
 
@@ -194,6 +194,33 @@ def test_a_run_whose_numbers_have_changed_is_trained_anew(go, monkeypatch, capsy
     go("fedavg", "--seeds", "1")
     assert not go.trained
     assert (go.out / "fedavg" / "0" / "result.previous.json").exists()
+
+
+def test_a_run_of_another_version_of_an_imported_file_is_trained_anew(go, tmp_path, capsys,
+                                                                      monkeypatch):
+    """One that changes while others train ends the comparison."""
+    helper = tmp_path / "a_helper.py"
+    mine = altered(tmp_path / "own.py", "import common\n", "import a_helper\nimport common\n")
+    helper.write_text("SCALE = 1.0\n")
+    go(mine, "--seeds", "1")
+    go(mine, "--seeds", "1")
+    assert not go.trained
+    helper.write_text("SCALE = -1.0\n")
+    found = go(mine, "--seeds", "1")
+    assert go.trained == ["own/0"]
+    assert "a_helper.py changed; trained anew" in capsys.readouterr().out
+    digest = hashlib.sha256(helper.read_bytes()).hexdigest()
+    assert found["own/0"]["environment"]["sources"]["a_helper.py"] == digest
+
+    def changing(argv, *_):
+        helper.write_text(f"SCALE = {len(go.trained)}.0\n")
+        return train(argv)
+
+    train = compare.train
+    monkeypatch.setattr(compare, "train", changing)
+    with pytest.raises(SystemExit):
+        go(mine, "--seeds", "3")
+    assert "a_helper.py changed meanwhile; repeat the command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["method", "model", "split"])

@@ -725,6 +725,7 @@ def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
     data = datasets.load_data(str(root))
     assert (data.name, data.n_train, data.names) == ("pets", 3, ("ant", "zebra"))
     assert data.labels.tolist() == [0, 1, 1, 0, 1] and np.array_equal(data.images, [c, a, b, e, d])
+    assert f"note    1 files or folders in {root} are not read" in data.notes[0]  # notes.txt
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda path: 1 / 0)
         assert datasets.load_data(str(root)).fingerprint() == data.fingerprint()
@@ -974,6 +975,14 @@ def test_floats_far_above_1_are_noted(top, noted):
     x[0] = 0
     notes = datasets.remarks(datasets.Data("x", x, np.arange(4) % 2, 2, 2))
     assert any("images are floats up to 255" in note for note in notes) == noted
+
+
+@pytest.mark.parametrize("top", [1, 31, 32])
+def test_dark_whole_numbers_are_noted(top):
+    x = np.full((4, 2, 2, 1), top, np.uint8)
+    x[0] = 0
+    notes = datasets.remarks(datasets.Data("x", x, np.arange(4) % 2, 2, 2))
+    assert any(f"whole numbers up to {top}, where 255" in note for note in notes) == (top < 32)
 
 
 def test_normalize_has_the_bits_that_it_always_had():

@@ -1,6 +1,7 @@
 """The networks of models.py; and other people's: which are taken, refused, loaded and written."""
 
 import hashlib
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -239,6 +240,10 @@ class Token(Base):
         super().__init__(num_classes)
         self.start = nn.Parameter(torch.zeros(2))
     def forward(self, x): return super().forward(x + self.start.sum())
+class Complex(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.fc = nn.Linear(32, num_classes, dtype=torch.cfloat)
 class Listed(Base):
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -366,6 +371,7 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
      "for a pretrained --init)"),
     ("Momentless", "use --batchnorm group"), ("Functional", "depend on the others"),
     ("Running", "it changes its buffers in training, which all clients share"),
+    ("Complex", "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
     ("Listed", "it trains tensors that are not its parameters: register them, as modules in an "
      "nn.ModuleList, not in a list"),
     ("Loose", "fc.scale is a tensor that is neither parameter nor buffer; use nn.Parameter or "
@@ -428,7 +434,8 @@ def test_softmax_and_frozen_parameters_are_noted(tmp_path):
                          "it"]
     net = common.Net(path(tmp_path, "Frozen"), *IMAGES)
     assert net.d == 99 and net.names == ["fc.weight", "fc.bias"]
-    assert net.notes == ["model   20 weights with requires_grad = False stay as they are"]
+    assert net.notes == ["model   20 weights with requires_grad = False stay as they are, "
+                         "with every --seed"]
 
 
 def test_frozen_parameters_stay_as_they_are(toy, tmp_path):
@@ -487,6 +494,89 @@ def test_buffers_ties_and_the_order_of_registration():
     Odd().load_state_dict(second, strict=True)
     assert torch.equal(second["a.weight"], 2 * saved["a.weight"])
     assert torch.equal(second["code"], saved["code"])
+
+
+def test_single_numbers_among_the_parameters_and_an_extra_state(toy, tmp_path):
+    """A learned scale is in model.pt, as is what get_extra_state returns."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+import torch
+from torch import nn
+class Mine(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(nn.Flatten(), nn.Linear(4, classes))
+        self.scale = nn.Parameter(torch.ones([]))
+    def forward(self, x): return self.scale * super().forward(x)
+    def get_extra_state(self): return {"version": 3}
+    def set_extra_state(self, state): self.version = state["version"]
+""")
+    argv = ["--dataset", toy, "--model", f"{file}:Mine", "--split", "iid", "--clients", "4",
+            "--rounds", "1", *CPU]
+    _, state = run(fedavg, argv, tmp_path / "out")
+    saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    module = common.load_file(file).Mine(3)
+    module.load_state_dict(saved, strict=True)
+    assert module.version == 3 and module.scale.shape == ()
+    assert torch.equal(flat(module), state["w"])
+
+
+def test_a_constructor_that_draws_with_numpy_or_random(tmp_path):
+    """It is seeded as torch is, and these generators are left as they were."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+import random
+import numpy as np
+import torch
+from torch import nn
+class Mine(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(nn.Flatten(), nn.Linear(16, classes))
+        self[1].weight.data = torch.from_numpy(np.random.randn(classes, 16).astype("float32"))
+        self[1].bias.data.fill_(random.random())
+        self.register_buffer("mask", torch.from_numpy(np.random.rand(16).astype("float32")))
+    def forward(self, x): return super().forward(x.flatten(1) * self.mask)
+""")
+    before = np.random.get_state()[1].tolist(), random.getstate()
+    nets = [common.Net(f"{file}:Mine", *IMAGES) for _ in range(2)]
+    a, b, c = (net.init(common.stream(seed, "initialisation")) for net, seed in
+               zip([*nets, nets[0]], (0, 0, 1)))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert torch.equal(nets[0].constants["mask"], nets[1].constants["mask"])
+    assert before == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+def test_a_file_that_has_changed_is_loaded_anew(tmp_path):
+    file = tmp_path / "mine.py"
+    for n in (3, 5):
+        file.write_text(f"import torch\ndef mine(classes): return torch.nn.Sequential(\n"
+                        f"    torch.nn.Flatten(), torch.nn.Linear(16, {n}),\n"
+                        f"    torch.nn.Linear({n}, classes))  # {'x' * n}\n")
+        assert common.Net(f"{file}:mine", *IMAGES).d == 17 * n + 3 * n + 3
+
+
+def test_bf16_is_tried_at_the_start(tmp_path, capsys):
+    """What fails is refused; a buffer that bf16 rounds is noted."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+import torch
+from torch import nn
+class Plain(nn.Sequential):
+    def __init__(self, classes): super().__init__(nn.Flatten(), nn.Linear(16, classes))
+class Failing(Plain):
+    def forward(self, x): return super().forward(x - torch.full((1, 1, 4, 4), 0.5))
+class Rounded(Plain):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.register_buffer("i", torch.tensor([1000.0, 1001.0]))
+    def forward(self, x): return super().forward(x * (self.i[1] - self.i[0]))
+""")
+    for name in ("Plain", "Failing", "Rounded"):
+        assert not common.Net(f"{file}:{name}", *IMAGES).notes
+    assert not common.Net(f"{file}:Plain", *IMAGES, precision="bf16").notes
+    assert common.Net(f"{file}:Rounded", *IMAGES, precision="bf16").notes == [
+        "note    in bf16 logits differ by more than a quarter (its buffers are bf16, too)"]
+    refused(capsys, "with --precision bf16 it fails (mat1 and mat2 must have the same dtype",
+            common.Net, f"{file}:Failing", *IMAGES, precision="bf16")
 
 
 def test_initial_weights_draw_from_no_generator_of_torch(tmp_path):

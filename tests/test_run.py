@@ -304,6 +304,34 @@ def test_a_full_disk(name, end, tmp_path, capsys):
     assert equal(state, want) and same(record, whole) and file.exists()
 
 
+def test_a_disk_too_full_for_state_and_model(tmp_path, capsys, monkeypatch):
+    """Then what was trained is lost: a fault, though the record is there."""
+    write = records.Run.write
+
+    def full(self, path, put, together=False):
+        if path.suffix == ".pt":
+            path.with_name(path.name + ".part").symlink_to("/dev/full")
+        return write(self, path, put, together)
+
+    monkeypatch.setattr(records.Run, "write", full)
+    with pytest.raises(SystemExit, match="2"):
+        fedavg.main([*QUICK, "--rounds", "1", "--out", str(tmp_path)])
+    assert capsys.readouterr().err.endswith(
+        "model.pt can't be written: No space left on device; mend that, and run it again\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_init_is_no_file_that_the_run_replaces(tmp_path, capsys):
+    argv, model = [*QUICK, "--rounds", "1", "--out", str(tmp_path)], tmp_path / "model.pt"
+    fedavg.main(argv)
+    before = model.read_bytes()
+    refused(capsys, f"--init {model} is a file that this run replaces; use another --out",
+            fedavg.main, [*argv, "--init", str(model)])
+    refused(capsys, "--init  can't be read", fedavg.main, [*argv, "--init", ""])
+    assert model.read_bytes() == before
+    run(fedavg, [*argv, "--init", str(model)], tmp_path / "more")
+
+
 def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
     """A clock that lets every write take 40 seconds and every round 100: after the first, one in
     eight rounds."""
@@ -505,9 +533,10 @@ def test_an_interruption_in_the_midst_of_a_vmapped_step_writes_the_state(tmp_pat
 
 
 def test_plots(tmp_path):
-    run(fedavg, [*QUICK, "--plot"], tmp_path)
+    out = tmp_path / "no $^$ mathematics"
+    run(fedavg, [*QUICK, "--plot"], out)
     for name in ("curves.png", "clients.png", "split.png"):
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+        assert (out / name).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_commit_is_recorded(tmp_path, monkeypatch):
