@@ -5,7 +5,7 @@
     3. Arguments                  parser, parse
 
 `import common` also gives names of models.py (MODELS, Net), splits.py (who gets which images),
-datasets.py (images, transforms), records.py (Run: the rounds' loop and the record), engine.py
+data_sets.py (images, transforms), records.py (Run: the rounds' loop and the record), engine.py
 (step, grad) and plots.py. To follow an algorithm, read Run.rounds (records.py), and
 Federation.sample, train, one_by_one, plan and batch, and Epochs here.
 
@@ -27,10 +27,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-import datasets
+import data_sets
 import engine
 import splits
-from datasets import DATASETS, DRAWS, TRANSFORMS, images_for, load_data
+from data_sets import DATASETS, DRAWS, TRANSFORMS, images_for, load_data
 from engine import grad, is_main_process, now, refuse, say, step
 from models import MODELS, Net, find, load_file, with_part
 from plots import drawing, setting, spread
@@ -203,7 +203,7 @@ class Federation:
             args.model, shape, self.data.classes, self.device, args.batchnorm, args.no_dropout,
             hint=hint, precision=args.precision)
         self.w_0 = None if args.init is None else self.net.load(args.init)
-        self.notes = [*self.net.notes, *datasets.remarks(self.data),  # for `describe`
+        self.notes = [*self.net.notes, *data_sets.remarks(self.data),  # for `describe`
                       *splits.remarks(self.whole_split, self.data, args)]
         self.stop = 0  # the exit code when the run is interrupted; clients look at it
         self.all_rows = []  # every Rows

@@ -2,8 +2,8 @@
 `shapes`, which is synthetic and needs no file.
 
 Readers return a dict with some of ARRAYS, `shapes` a tuple. Files that can't be read are refused
-here; datasets.make_data checks the rest. A record has the images' fingerprint, and so needs no hash
-of this file.
+here; data_sets.make_data checks the rest. A record has the images' fingerprint, and so needs no
+hash of this file.
 """
 
 import contextlib

@@ -33,7 +33,7 @@ from engine import is_main_process, refuse, say
 from splits import renamed
 
 # the files, beside the algorithm's, on which a result depends
-SHARED = "common.py", "models.py", "splits.py", "datasets.py", "engine.py", "records.py"
+SHARED = "common.py", "models.py", "splits.py", "data_sets.py", "engine.py", "records.py"
 # what a run may change when it is resumed
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
 PLAIN = int, float, bool, str, type(None)  # types that a state and a record can hold
@@ -520,8 +520,8 @@ class Run:
         """Returns the files of an earlier run in the folder, which a new run would replace."""
         names = ("result.json", "state.pt", "state-*[0-9].pt", "model.pt", "clients.pt",
                  "events.out.tfevents.*[0-9]")
-        found = {path for name in names for path in self.out.glob(name)}
-        return sorted(found - set(self.out.glob("*.previous.*")))
+        aside = set(self.out.glob("*.previous.*"))
+        return [path for name in names for path in sorted({*self.out.glob(name)} - aside)]
 
     def put_aside(self):
         """Renames the files that an earlier run left in the folder."""

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 QUICK = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--rounds", "3",
          "--eval-every", "3", "--device", "cpu"]
 MORE = {"superfed": ["--start", "0"], "persfl": ["--distill-epochs", "1"]}
-OTHERS = {"models.py", "datasets.py", "splits.py", "plots.py"}
+OTHERS = {"models.py", "data_sets.py", "splits.py", "plots.py"}
 
 
 def functions(path):

@@ -14,7 +14,7 @@ from torch import nn
 
 import baselines
 import common
-import datasets
+import data_sets
 import engine
 import fedavg
 import fedslr
@@ -38,9 +38,9 @@ def small_images(monkeypatch):
     rng = np.random.default_rng(4)
     labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
     images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
-    monkeypatch.setattr(datasets, "shapes",
+    monkeypatch.setattr(data_sets, "shapes",
                         lambda: (images[:400], labels[:400], images[400:], labels[400:]))
-    monkeypatch.setitem(datasets.DATASETS, "shapes", (8, 8, 3, 10))
+    monkeypatch.setitem(data_sets.DATASETS, "shapes", (8, 8, 3, 10))
 
 
 def federation(method, argv):

@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 
-import datasets
+import data_sets
 import records
 import reproduce
 from conftest import refused
@@ -184,8 +184,8 @@ def test_two_tables_share_a_run():
 
 def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
     """One of each file and method, and 20 by a seeded draw: two rounds, everything made small."""
-    images = datasets.shapes(200, 100)
-    monkeypatch.setattr(datasets, "shapes", lambda: images)
+    images = data_sets.shapes(200, 100)
+    monkeypatch.setattr(data_sets, "shapes", lambda: images)
     smaller = ["--dataset=shapes", "--limit=200", "--clients=10", "--rounds=2", "--epochs=1",
                "--batch-size=5", "--eval-every=2", "--device=cpu"]
     drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))

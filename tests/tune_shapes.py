@@ -3,7 +3,7 @@ parameter of its own.
 
     python tests/tune_shapes.py [NAME ...]    (all: 45 minutes; a finished run is not run again)
 
-No image of `shapes` is used. The runs see 12,000 images that datasets.shapes draws from another
+No image of `shapes` is used. The runs see 12,000 images that data_sets.shapes draws from another
 seed, split by another seed, in place of the data set. So the accuracies below are on validation
 images, whatever the records call them: global on 2,000 images, personal on those that each client
 held out. Prints the table of docs/shapes.md. Records: runs/tune/.
@@ -21,7 +21,7 @@ import numpy as np
 
 HERE = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
-import datasets  # noqa: E402
+import data_sets  # noqa: E402
 
 RUNS = HERE / "runs" / "tune"
 GLOBAL, PERSONAL = "global", "personal"
@@ -74,8 +74,8 @@ def main(argv):
         if name not in METHODS:
             p.error(f"no {name!r}; names are {'; '.join(METHODS)}")
     RUNS.mkdir(parents=True, exist_ok=True)
-    arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), datasets.shapes(seed=1)))
-    # taken in place of the data set: see datasets.load_data
+    arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), data_sets.shapes(seed=1)))
+    # taken in place of the data set: see data_sets.load_data
     np.savez(RUNS / "shapes.npz", **arrays)
     print("| method | measure | settings tried | accuracy after half of the rounds "
           "| after all | best here |\n|---|---|---|---|---|---|")
