@@ -329,15 +329,18 @@ def changed(method, record):
     then, own = record["environment"], [] if method.method in METHODS else [method.file]
     own += [pathlib.Path(name.rpartition(":")[0])
             for name in (method.args["model"], method.args["split"]) if ".py:" in name]
-    files = {name: path.parent / name for path in own for name in then["sources"]  # imports
-             if (path.parent / name).exists() and name not in (*SOURCES, method.file.name)}
+    folders = {path.resolve().parent for path in own}
     own += [pathlib.Path(method.args["init"])] if method.args.get("init") else []
-    files |= {path.name: path for path in own if path.name in then["sources"]}
+    files = {path.name: [path] for path in own if path.name in then["sources"]}
+    for name in then["sources"]:  # imported from one of the folders
+        if name not in (*SOURCES, method.file.name, *files):
+            files[name] = [path for folder in folders if (path := folder / name).exists()]
     if record["status"] not in ("finished", "diverged"):
-        files = {**{name: HERE / name for name in then["sources"]}, method.file.name: method.file,
-                 **files}
-    found = [name for name, path in files.items() if not path.exists()
-             or hashlib.sha256(path.read_bytes()).hexdigest() != then["sources"].get(name)]
+        files = {**{name: [HERE / name] for name in then["sources"]},
+                 method.file.name: [method.file], **{name: z for name, z in files.items() if z}}
+    found = [name for name, paths in files.items() if paths and not any(
+        path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == then["sources"].get(name)
+        for path in paths)]
     if then.get("numbers", 0) != numbers(record["algorithm"]):
         found.append(f"the numbers of {record['algorithm']}")
     return found

@@ -378,6 +378,7 @@ class Net:
             refuse(f"--init {path} can't be read as a state dict of {self.name}, as "
                    f"torch.save(model.state_dict(), FILE) writes it: "
                    f"{textwrap.shorten(str(problem), 200)}" + " Use --batchnorm frozen." * running)
+        self.module, self.copies = module, threading.local()  # set_extra_state may have changed it
         found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.constants = {name: found[name].detach().to(z) for name, z in self.constants.items()}
         return w
@@ -392,8 +393,16 @@ class Net:
         first = {id(z): name for name, z in (*self.module.named_parameters(),
                                              *self.module.named_buffers())}  # tied ones once
         own = self.module.state_dict(keep_vars=True)
-        return {name: found[first[id(z)]] if id(z) in first else z  # get_extra_state's
-                for name, z in own.items()}
+
+        def now(name, z):
+            if name.rpartition(".")[2] == "_extra_state":
+                return z
+            name = first.get(id(z), name)
+            if name not in found:
+                raise ValueError(f"its state_dict() has {name}, neither parameter nor buffer")
+            return found[name]
+
+        return {name: now(name, z) for name, z in own.items()}
 
 
 def draw(rng, kind, scale, size):
@@ -555,6 +564,7 @@ def check(net, shape, precision):
                              "nor buffer; use nn.Parameter or register_buffer")
     rng = np.random.default_rng(0)
     w_0 = net.init(rng)
+    net.state_dict(w_0)  # must not fail when the run ends
     scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])
     noise = torch.from_numpy(rng.standard_normal(net.d).astype(np.float32)).to(net.device)
     w = w_0 + 0.1 * scale * noise  # since layers that begin with 0 would hide what is behind them

@@ -86,8 +86,7 @@ class Run:
             refuse(f"--out {self.out} can't be written to: {problem.strerror}")
         here, sources = pathlib.Path(__file__).resolve().parent, {}
         own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
-        folders = {pathlib.Path(name).resolve().parent for name in own}
-        folders |= {pathlib.Path(file).resolve().parent} - {here}
+        folders = {pathlib.Path(name).resolve().parent for name in (*own, file)} - {here}
         own += [args.init] if args.init else []
         for path in map(pathlib.Path, (file, *(here / name for name in SHARED), *own)):
             if sources.setdefault(path.name, path).resolve() != path.resolve():

@@ -212,6 +212,18 @@ def test_a_run_of_another_version_of_an_imported_file_is_trained_anew(go, tmp_pa
     digest = hashlib.sha256(helper.read_bytes()).hexdigest()
     assert found["own/0"]["environment"]["sources"]["a_helper.py"] == digest
 
+    # a file of the same name that is not imported
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a_helper.py").write_text("SCALE = 5.0\n")
+    init = tmp_path / "b" / "net.py"
+    init.write_text("from models import MODELS\nNet = MODELS['mnistnet']\n")
+    argv = ["--set", "own.lr=0.01", "--model", f"{init}:Net", "--out", str(tmp_path / "b" / "out")]
+    go.out = tmp_path / "b" / "out"
+    go(mine, "--seeds", "1", *argv)
+    go(mine, "--seeds", "1", *argv)
+    assert not go.trained
+    go.out = tmp_path / "out"
+
     def changing(argv, *_):
         helper.write_text(f"SCALE = {len(go.trained)}.0\n")
         return train(argv)

@@ -505,9 +505,9 @@ from torch import nn
 class Mine(nn.Sequential):
     def __init__(self, classes):
         super().__init__(nn.Flatten(), nn.Linear(4, classes))
-        self.scale = nn.Parameter(torch.ones([]))
+        self.scale, self.version = nn.Parameter(torch.ones([])), 3
     def forward(self, x): return self.scale * super().forward(x)
-    def get_extra_state(self): return {"version": 3}
+    def get_extra_state(self): return {"version": self.version}
     def set_extra_state(self, state): self.version = state["version"]
 """)
     argv = ["--dataset", toy, "--model", f"{file}:Mine", "--split", "iid", "--clients", "4",
@@ -518,6 +518,30 @@ class Mine(nn.Sequential):
     module.load_state_dict(saved, strict=True)
     assert module.version == 3 and module.scale.shape == ()
     assert torch.equal(flat(module), state["w"])
+    saved["_extra_state"]["version"] = 5
+    torch.save(saved, tmp_path / "init.pt")
+    run(fedavg, [*argv, "--init", str(tmp_path / "init.pt")], tmp_path / "more")
+    module.load_state_dict(torch.load(tmp_path / "more" / "model.pt", weights_only=True))
+    assert module.version == 5
+
+
+def test_a_state_dict_of_ones_own(tmp_path, capsys):
+    """Detached tensors are found by their names; what has neither is refused at the start."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+from torch import nn
+class Detached(nn.Sequential):
+    def __init__(self, classes): super().__init__(nn.Flatten(), nn.Linear(16, classes))
+    def state_dict(self, **more):
+        return {self.old(name): z.detach() for name, z in super().state_dict(**more).items()}
+    def old(self, name): return name
+class Renamed(Detached):
+    def old(self, name): return f"old.{name}"
+""")
+    net = common.Net(f"{file}:Detached", *IMAGES)
+    assert net.state_dict(torch.full((net.d,), 7.0))["1.bias"].tolist() == [7, 7, 7]
+    refused(capsys, "its state_dict() has old.1.weight, neither parameter nor buffer",
+            common.Net, f"{file}:Renamed", *IMAGES)
 
 
 def test_a_constructor_that_draws_with_numpy_or_random(tmp_path):
