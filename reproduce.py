@@ -377,10 +377,10 @@ A cell is one number of a table. *done*: our run has as many rounds as the paper
 number is our guess), with one seed or more. *short*: it has fewer. *empty*: not run.
 
 Other runs are in folders of their own, and the papers' pages in [docs](../docs/) quote them:
-`fedslr` (a small CNN; ResNet-18), `fedavg-starts`, `fedavg-beyond`, `superfed-own-start`,
-`superfed-local`, `superfed-official`, `psinet-softmax`, `psinet-bn`, `persfl-normalize`,
-`persfl-local`, `precision`, and [comparisons of methods](../docs/compare.md): `compare`,
-`compare-plain` and `compare-cifar10`. [LOG.md](LOG.md) lists what was tried without success.
+`fedslr` (a small CNN; ResNet-18), `fedavg-starts`, `fedavg-beyond`, `fedavgm-seeds`,
+`superfed-own-start`, `superfed-local`, `superfed-official`, `psinet-softmax`, `psinet-bn`,
+`persfl-normalize`, `persfl-local`, `precision`, and [comparisons of
+methods](../docs/compare.md): `compare`, `compare-plain` and `compare-cifar10`. [LOG.md](LOG.md) lists what was tried without success.
 """
 HOW_TO_READ = """How to read a cell:
 
