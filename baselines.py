@@ -35,7 +35,7 @@ of the model's d weights; [m, d] holds one for each of the m sampled clients.
 
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; some
-authors' code weights this mean by test images (`weighted_mean` in the record). Each
+authors' code weights clients by their numbers of test images (`weighted_mean` in the record). Each
 function says which models these are. A personal model of two parts has the newest shared part and
 the client's own.
 
@@ -78,8 +78,8 @@ def with_decay(g, w, decayed, decay):
 
 
 def local_sgd(net, args):
-    """Returns gradient(w, b), the gradient of f_k(w; b), and sgd(w, u, g, eta), SGD's step against
-    g, which returns w and the momentum buffer u. All are [d]."""
+    """Returns gradient(w, b), the gradient of f_k(w; b), and sgd(w, u, g, eta), which steps against
+    g and returns w and the momentum buffer u. All are [d]."""
 
     def gradient(w, b):
         def loss(w):
@@ -620,7 +620,7 @@ def lg_fedavg(federation, run, args):
     D2  Line 1 starts from w_0. The authors' code starts from a model that FedAvg
         has trained.
     D3  The personal model has the current w. The authors' code averages w over the clients'
-        best models (by test images) and reports this mean's best accuracy.
+        best models (on test images) and reports this mean's best accuracy.
     D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.

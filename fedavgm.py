@@ -37,7 +37,7 @@ new. docs/fedavgm.md explains our choices D1 to D7.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; others use alpha for each class.
     D6  Our copy lost E, B, alpha, eta, beta. We use Flower's (eta, beta chosen for our alpha 0, 1).
-    D7  Our copy lost 7-7b's formulas. It names Nesterov and the rate 1. The form is PyTorch's."""
+    D7  Our copy has Nesterov and server rate 1 but not 7-7b's formulas. The form is PyTorch's."""
 
 from types import SimpleNamespace as State
 

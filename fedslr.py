@@ -2,7 +2,7 @@
 Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed from the text.
 
     python fedslr.py --dataset cifar10    Table 1, Non-IID (published: GKR .8752, mixed .9530)
-    with --model cnn here .7449 and .9130: results/fedslr/cifar10-cnn-1000-rounds
+    with --model cnn we reach .7449 and .9130: results/fedslr/cifar10-cnn-1000-rounds
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
 with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i

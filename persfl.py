@@ -11,7 +11,7 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
 
 G is FedAvg's model, O_k user k's teacher, A_k the student ("fine-tuned" if lambda = 0), T the
 temperature, lambda the soft loss's weight. "global" tests G on central test images, "personal" A_k
-(or, before the last round, G) on user k's. This is Algorithm 1, reworded, with its numbers. We add
+(or, before the last round, G) on user k's. This is Algorithm 1 reworded, line numbers kept. We add
 "choose G_1", 9-11 (paper: "end"), 13's loop. See fedavg.py for notation, docs/persfl.md for D1-D11.
 
      1  Stage 1, users and server together: find the teachers
@@ -39,7 +39,7 @@ temperature, lambda the soft loss's weight. "global" tests G on central test ima
 
     D1  Lines 5 to 8 choose among the models users are sent: G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
-    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (printed as E_L), no momentum.
+    D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (paper: E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.

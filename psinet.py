@@ -217,7 +217,7 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# 4 classes a node as in the ablation of norms; CIFAR-100: 50 as in that of G. Rest: D3, D7, D8
+# The ablation of norms has 4 classes a node, that of G (CIFAR-100) 50. See D3, D7, D8
 DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
                 fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
                 weight_decay=1e-4, transform="fedslr")

@@ -243,7 +243,7 @@ def personal_measures(federation, state, phase_two):
 
 
 def measure_mixtures(federation, w_f, w_l):
-    """Returns measures at each of LAMBDAS and at D12's choices. w_l is [K, d]."""
+    """Returns measures at all LAMBDAS and at chosen ones (D12). w_l is [K, d]."""
     split, args = federation.split, federation.args
     in_w_l = with_local_weight(federation.net, args.as_ == "official")
     chosen_on = "val" if args.client_val else "train"
