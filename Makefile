@@ -25,19 +25,19 @@ benchmark: .venv/ready
 	$(PYTHON) compare.py --benchmark --jobs 2
 
 reproduce: .venv/ready
-	$(PYTHON) reproduce.py $(ARGS)
+	$(PYTHON) -m papers $(ARGS)
 
 docs: .venv/ready
 	$(PYTHON) docs/build.py
 
 bench: .venv/ready
-	$(PYTHON) tests/bench.py
+	$(PYTHON) checks/bench.py
 
 gpu-check: .venv/ready
-	$(PYTHON) tests/gpu_check.py
+	$(PYTHON) checks/gpu_check.py
 
 authors: .venv/ready
-	$(PYTHON) tests/authors/everything.py $(CLONES)
+	$(PYTHON) checks/authors/everything.py $(CLONES)
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -66,7 +66,7 @@ import numpy as np
 import torch
 
 import common
-from splits import whole_numbers
+from fl.splits import whole_numbers
 
 # --------------------------------------------------------------------------------------------------
 # What several methods share: gradients and steps

@@ -34,9 +34,8 @@ from tqdm import tqdm
 
 import baselines
 import common
-from records import FREE, numbers
-from records import SHARED as SOURCES
-from tables.report import (
+import fl.training
+from comparing.report import (
     about_split,
     draw,
     flag,
@@ -47,6 +46,8 @@ from tables.report import (
     table,
     write_table,
 )
+from fl.run import FREE, numbers
+from fl.run import SHARED as SOURCES
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -186,7 +187,7 @@ def parsed(arguments, argv, what, file):
             own = end.code if isinstance(end.code, str) else "its arguments(argv) ends"
             made, why = None, said.getvalue().partition("error: ")[2].strip() or own
         except Exception as problem:  # whatever the file does
-            line = common.engine.first_line(problem)
+            line = fl.training.first_line(problem)
             made, why = None, f"its arguments(argv) fails: {type(problem).__name__}: {line}"
     if not why and not isinstance(made, argparse.Namespace):
         why = "its arguments(argv) does not return what common.parse returns; see docs/extend.md"
@@ -521,7 +522,7 @@ def tune(grid, args, shared, out, bar):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--benchmark"]:
-        from tables import benchmark  # which imports this file
+        from comparing import benchmark  # which imports this file
 
         return benchmark.main(argv[1:])
     args, shared = arguments(argv)

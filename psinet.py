@@ -36,7 +36,7 @@ proportions. The listing restates the notes. See fedavg.py for notation, docs/ps
     D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
-    D9  tables/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
+    D9  papers/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
-import engine
+import fl.training
 
 # VGG-9 in ten groups for CIFAR-10. A group "sees" its inputs and "gives" its outputs, which are
 # channels or neurons.
@@ -253,7 +253,7 @@ class BatchNorm(nn.BatchNorm2d):
         mask [B] selects images; running statistics move a tenth of the way to theirs (l.12)."""
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
-        alone = not x.is_cuda and not getattr(engine.STEPS, "vmapped", False)
+        alone = not x.is_cuda and not getattr(fl.training.STEPS, "vmapped", False)
         if alone and mask is not None and mask.all() and x[:, 0].numel() > 1:  # PyTorch's own, fast
             mean, var = mean.clone(), var.clone()
             return F.batch_norm(x, mean, var, weight, bias, training=True).to(precision), mean, var

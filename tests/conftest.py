@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path[:0] = [str(pathlib.Path(__file__).parent.parent / part) for part in ("", "checks")]
 
 import common
-import engine
-import models
-import records
+import fl.models
+import fl.run
+import fl.training
 
 # a product with another number of threads is rounded otherwise, and some tests compare bits
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def linear(channels, classes, size):
     """Softmax regression: small enough to be computed by hand."""
     fc = nn.Linear(channels * size[0] * size[1], classes)
     model = nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc=fc))
-    model.start = models.pytorch_default
+    model.start = fl.models.pytorch_default
     return model
 
 
@@ -54,8 +54,8 @@ def federation(argv, **defaults):
 
 
 def eager(function, device):
-    """In place of engine.capture: Python does what a CUDA graph would replay. The results lie in
-    the same memory each time."""
+    """In place of training.capture: Python does what a CUDA graph would replay. The results
+    lie in the same memory each time."""
     results = tree_map(torch.clone, function())
 
     def replay():
@@ -68,8 +68,8 @@ def eager(function, device):
 
 def paths(fed, monkeypatch):
     """Sets a federation to each way of training, the loop, which is the specification, first."""
-    monkeypatch.setattr(engine, "capture", eager)
-    for way in reversed(engine.WAYS):
+    monkeypatch.setattr(fl.training, "capture", eager)
+    for way in reversed(fl.training.WAYS):
         vars(fed).update(way=way, proved=set(), failed=[], graphs={}, map=map)
         yield way
         assert fed.way == way and not fed.failed, fed.failed
@@ -113,7 +113,7 @@ def same(a, b):
             row.update(seconds=0, evaluation_seconds=0)
         for name in ("seconds_per_round", "peak_memory_mb", "environment", "command"):
             record.pop(name)
-        for name in records.FREE:
+        for name in fl.run.FREE:
             record["args"].pop(name, None)
     return a == b
 

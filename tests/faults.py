@@ -389,7 +389,7 @@ POINTS = ("in training", "in evaluation", "while the state is written",
 def child(point, number, line):
     """Runs a command in which the signal comes at that place in round 2."""
     import common
-    import records
+    import fl.run
 
     if number == SIGNALS["the terminal is closed"]:
         signal.signal(number, signal.SIG_DFL)  # nohup, if it started this, has set it aside
@@ -417,7 +417,7 @@ def child(point, number, line):
     elif point == "in evaluation":
         before(common.Federation, "evaluate", lambda *_: send())
     else:
-        write = records.Run.write
+        write = fl.run.Run.write
         file = "state.pt" if "state" in point else "result.json"
 
         def in_two_parts(run, path, put, **named):
@@ -431,7 +431,7 @@ def child(point, number, line):
 
             return write(run, path, half, **named)
 
-        records.Run.write = in_two_parts
+        fl.run.Run.write = in_two_parts
     module.main(argv)
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-import engine
+import fl.training
 
 GPU, CPU = torch.device("cpu", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -144,8 +144,8 @@ class Operations(TorchDispatchMode):
             self.log = self.made = None
 
     def capture(self, function, device):
-        """In place of engine.capture. A graph does again what was captured; here Python does, which
-        must be the same."""
+        """In place of training.capture. A graph does again what was captured; here Python does,
+        which must be the same."""
         self.capturing = True
         try:
             _, first = self.logged(function)
@@ -170,16 +170,16 @@ def gpu(capture=None, room=float("inf"), way=None):
 
     def as_on_a_gpu(self, *args):
         init(self, *args)
-        fast = "together" if self.net.d <= engine.SMALL else "graphs"
+        fast = "together" if self.net.d <= fl.training.SMALL else "graphs"
         self.way, self.map = way or fast if self.args.engine == "auto" else "loop", map
 
     def loaded(file, map_location="cpu", **more):
         return label(load(file, map_location="cpu", **more), GPU if map_location == GPU else CPU)
 
     with pytest.MonkeyPatch.context() as patch, operations, Calls(operations):
-        patch.setattr(engine, "capture", capture or operations.capture)
-        patch.setattr(engine, "find_device", lambda name: GPU)
-        patch.setattr("records.free_memory", lambda device: room)
+        patch.setattr(fl.training, "capture", capture or operations.capture)
+        patch.setattr(fl.training, "find_device", lambda name: GPU)
+        patch.setattr("fl.run.free_memory", lambda device: room)
         patch.setattr(common.Federation, "__init__", as_on_a_gpu)
         patch.setattr(torch, "from_numpy", lambda array: label(from_numpy(array), CPU))
         patch.setattr(torch, "load", loaded)

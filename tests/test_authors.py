@@ -1,4 +1,4 @@
-"""The scripts of tests/authors, without the authors' code: a stand-in of a few lines has the
+"""The scripts of checks/authors, without the authors' code: a stand-in of a few lines has the
 interface of each repository and learns nothing. The script must run to its end, notice that, and
 give the lines that are in results/authors.json."""
 
@@ -11,11 +11,11 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "authors"))
+sys.path.insert(0, str(ROOT / "checks" / "authors"))
 
-import baselines  # noqa: E402
-import check  # noqa: E402
-import everything  # noqa: E402
+import baselines
+import check
+import everything
 
 RECORD = json.loads((ROOT / "results" / "authors.json").read_text())
 

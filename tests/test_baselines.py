@@ -14,13 +14,13 @@ from torch import nn
 
 import baselines
 import common
-import data_sets
-import engine
 import fedavg
 import fedslr
-import reproduce
+import fl.data
+import fl.training
 from conftest import QUICK, eager, equal, killed, pixels, refused, run, softmax_gradient
-from tables import superfed as superfed_tables
+from papers import __main__ as reproduce
+from papers import superfed as superfed_tables
 
 MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05",
                "--eval-every", "1"]
@@ -38,9 +38,9 @@ def small_images(monkeypatch):
     rng = np.random.default_rng(4)
     labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
     images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
-    monkeypatch.setattr(data_sets, "shapes",
+    monkeypatch.setattr(fl.data, "shapes",
                         lambda: (images[:400], labels[:400], images[400:], labels[400:]))
-    monkeypatch.setitem(data_sets.DATASETS, "shapes", (8, 8, 3, 10))
+    monkeypatch.setitem(fl.data.DATASETS, "shapes", (8, 8, 3, 10))
 
 
 def federation(method, argv):
@@ -89,7 +89,7 @@ def seen(monkeypatch):
             return super().evaluate_clients(W, images)
 
     monkeypatch.setattr(common, "Federation", Watched)
-    monkeypatch.setattr(engine, "capture", eager)
+    monkeypatch.setattr(fl.training, "capture", eager)
     return seen
 
 
@@ -222,7 +222,7 @@ def test_a_run_that_died_is_resumed_bit_for_bit(method, toy_argv, tmp_path, seen
     ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
 def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
     """R, C, E, B, eta, momentum and K of each data set; fedavg.py has its own paper's unless
-    tables/superfed.py says them."""
+    papers/superfed.py says them."""
     ours = reproduce.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
     wanted = dict(rounds=rounds, fraction=fraction, split=split, clients=100, per_client=2,
                   epochs=10, batch_size=20, lr=0.01, momentum=0.9, model="cnn")

@@ -17,8 +17,8 @@ import baselines
 import common
 import fedavg
 from conftest import QUICK, pixels, refused, run, softmax_gradient
-from records import Rows
-from test_baselines import federation, go, small_images  # noqa: F401
+from fl.run import Rows
+from test_baselines import federation, go, small_images
 
 SMALL = [*QUICK, "--model", "mnistnet", "--epochs", "2", "--lr", "0.05"]
 UNEVEN = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1"]  # clients of different sizes

@@ -7,8 +7,8 @@ import pytest
 
 import common
 import compare
+from comparing import benchmark
 from conftest import refused
-from tables import benchmark
 
 
 def kind(monkeypatch, tmp_path, title="iid", *argv):

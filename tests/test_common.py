@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import common
-import engine
 import fedavg
+import fl.training
 from conftest import federation, refused
 
 CPU = ["--device", "cpu"]
@@ -16,7 +16,7 @@ SHAPES = ["--dataset", "shapes", *CPU]
 def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = "--device cuda:0 is one GPU for 2 processes; use --device cuda"
-    refused(capsys, words, engine.find_device, "cuda:0")
+    refused(capsys, words, fl.training.find_device, "cuda:0")
 
 
 def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):

@@ -19,9 +19,9 @@ import pytest
 import common
 import compare
 import fedavg
-import records
+import fl.run
+from comparing import report
 from conftest import refused
-from tables import report
 
 HERE = pathlib.Path(fedavg.__file__).parent
 OWN = str(HERE / "docs" / "lastlayer.py")
@@ -187,7 +187,7 @@ def test_a_run_whose_numbers_have_changed_is_trained_anew(go, monkeypatch, capsy
     path.write_text(json.dumps(record | {"status": "interrupted"}))
     go("fedavg", "--seeds", "1")
     assert go.trained == ["fedavg/0"] and "common.py changed" in capsys.readouterr().out
-    monkeypatch.setitem(records.NUMBERS, "fedavg", 1)
+    monkeypatch.setitem(fl.run.NUMBERS, "fedavg", 1)
     go("fedavg", "--seeds", "1")
     assert go.trained == ["fedavg/0"]
     assert "the numbers of fedavg changed" in capsys.readouterr().out

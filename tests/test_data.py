@@ -1,5 +1,6 @@
 """Data sets, splits and transforms, against numbers derived here or given in the papers."""
 
+import argparse
 import json
 import re
 import struct
@@ -12,12 +13,13 @@ import torchvision
 from PIL import Image
 
 import common
-import data_sets
 import fedavg
 import fedavgm
-import plots
-import readers
-import splits
+import fl.data
+import fl.formats
+import fl.plots
+import fl.splits
+import fl.transforms
 from conftest import QUICK, federation, refused, run
 from faults import images
 
@@ -29,10 +31,10 @@ SHAPES = ["--dataset", "shapes", *CPU]
 
 
 def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
-    x, y, u, v = data_sets.shapes()
+    x, y, u, v = fl.data.shapes()
     assert x.shape == (10_000, 32, 32, 3) and u.shape == (2_000, 32, 32, 3) and x.dtype == np.uint8
     assert set(np.bincount(y)) == {1000} and set(np.bincount(v)) == {200}
-    again = data_sets.shapes.__wrapped__()  # past the cache
+    again = fl.data.shapes.__wrapped__()  # past the cache
     assert all(np.array_equal(a, b) for a, b in zip((x, y, u, v), again))
     # the mean colour of an image, the best that a classifier blind to form could use, says next to
     # nothing about its class
@@ -44,22 +46,22 @@ def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
 
 def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
     given = images()
-    monkeypatch.setitem(data_sets.DATASETS, "cifar10", (8, 8, 3, 4))
+    monkeypatch.setitem(fl.data.DATASETS, "cifar10", (8, 8, 3, 4))
     np.savez(tmp_path / "mine.npz", **given)
     np.savez(tmp_path / "cifar10.npz", **given)
     for name in (str(tmp_path / "mine.npz"), "cifar10"):
-        data = data_sets.load_data(name, tmp_path)
+        data = fl.data.load_data(name, tmp_path)
         assert (data.n_train, data.classes, data.images.shape) == (40, 4, (60, 8, 8, 3))
         assert np.array_equal(data.images[:40], given["x_train"])
         assert np.array_equal(data.labels[40:], given["y_test"])
-    assert data_sets.load_data(str(tmp_path / "mine.npz")).name == "mine"
+    assert fl.data.load_data(str(tmp_path / "mine.npz")).name == "mine"
 
 
 def test_grey_images_get_a_channel(tmp_path):
     given = images()
     grey = {name: given[name][..., 0] for name in ("x_train", "x_test")}
     np.savez(tmp_path / "grey.npz", **{**given, **grey})
-    assert data_sets.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
+    assert fl.data.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
 
 
 def write_idx(path, array):
@@ -83,7 +85,7 @@ def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classe
         short = {"train": "train", "test": "test" if name == "emnist" else "t10k"}[part]
         write_idx(raw / pattern.format(short, "images", 3), x)
         write_idx(raw / pattern.format(short, "labels", 1), y)
-    data = data_sets.load_data(name, tmp_path)
+    data = fl.data.load_data(name, tmp_path)
     assert (data.n_train, data.classes) == (4 * classes, classes)
     # as stored: EMNIST stays transposed
     assert np.array_equal(data.images[: data.n_train, :, :, 0], wanted["train"][0])
@@ -93,7 +95,7 @@ def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classe
 def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
     """Class folders with JPEGs, and validation images with a list of annotations. The second time
     it is read from the .npz made of them."""
-    monkeypatch.setitem(data_sets.DATASETS, "tinyimagenet", (64, 64, 3, 3))
+    monkeypatch.setitem(fl.data.DATASETS, "tinyimagenet", (64, 64, 3, 3))
     root = tmp_path / "tiny-imagenet-200"
     wnids = ["n02", "n01", "n03"]
     (root / "val" / "images").mkdir(parents=True)
@@ -109,14 +111,14 @@ def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
         grey.save(root / "val" / "images" / f"val_{i}.JPEG")
         notes.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t62\t62")
     (root / "val" / "val_annotations.txt").write_text("\n".join(notes) + "\n")
-    data = data_sets.load_data("tinyimagenet", tmp_path)
+    data = fl.data.load_data("tinyimagenet", tmp_path)
     assert data.images.shape == (9, 64, 64, 3) and data.n_train == 6 and data.classes == 3
     brightness = data.images.mean((1, 2, 3)).round()  # in the order of the names: n01, n02, n03
     assert brightness.tolist() == [40, 50, 0, 10, 80, 90, 0, 40, 80]
     assert data.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 0, 2]
     for file in root.rglob("*.JPEG"):
         file.unlink()
-    assert data_sets.load_data("tinyimagenet", tmp_path).fingerprint() == data.fingerprint()
+    assert fl.data.load_data("tinyimagenet", tmp_path).fingerprint() == data.fingerprint()
 
 
 def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
@@ -142,8 +144,8 @@ def test_half_a_tiny_imagenet_and_garbage_are_refused(tmp_path, capsys):
 
 def test_limit_takes_equally_many_of_each_class():
     labels = np.array([0] * 30 + [1] * 8 + [2] * 2 + [0, 1] * 5)
-    data = data_sets.Data("x", np.zeros((50, 2, 2, 1), np.uint8), labels, 40, 3)
-    small = data_sets.limit_images(data, 12)
+    data = fl.data.Data("x", np.zeros((50, 2, 2, 1), np.uint8), labels, 40, 3)
+    small = fl.data.limit_images(data, 12)
     assert small.n_train == 12 and len(small.images) == 22
     assert np.bincount(small.labels[:12]).tolist() == [5, 5, 2]
 
@@ -205,7 +207,7 @@ ONCE = [name for name in common.SPLITS if name not in ("fedslr", "natural")]  # 
 
 def split(scheme, seed=0, labels=LABELS, classes=10, **args):
     """What a scheme gives each client, before train and test images are told apart."""
-    args = common.argparse.Namespace(**{"clients": 20, "per_client": 2, "alpha": 1.0, **args})
+    args = argparse.Namespace(**{"clients": 20, "per_client": 2, "alpha": 1.0, **args})
     return common.SPLITS[scheme](labels, classes, common.stream(seed, "split"), args)
 
 
@@ -444,7 +446,7 @@ def test_scale_and_centre():
     # one image of 1x2 pixels with 2 channels
     images = torch.tensor([[[[0, 255], [51, 102]]]], dtype=torch.uint8)
     want = torch.tensor([[[[0.0, 0.2]], [[1.0, 0.4]]]])
-    data = data_sets.Data("x", images.numpy(), np.zeros(1), 1, 2)
+    data = fl.data.Data("x", images.numpy(), np.zeros(1), 1, 2)
     torch.testing.assert_close(common.TRANSFORMS["scale"](data)(images), want)
     centred = common.TRANSFORMS["centre"](data)(images, torch.zeros(1, 0))
     torch.testing.assert_close(centred, want - 0.5)
@@ -462,15 +464,15 @@ def test_tensorflow_transform():
         torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-4)
 
     centre = images[:, 4:28, 4:28].permute(0, 3, 1, 2).double()
-    close(data_sets.tensorflow(images), standardised(centre))
+    close(fl.transforms.tensorflow(images), standardised(centre))
     # draws: window at row int(.5*9)=4, column int(.99*9)=8, mirrored, brightness +31.5 (which
     # mean 0 undoes), contrast .2 + 1.6*.5625 = 1.1
     u = torch.tensor([[0.5, 0.99, 0.2, 0.75, 0.5625]]).expand(4, -1)
     cut = images[:, 4:28, 8:32].flip(2).double()
     channel = cut.mean((1, 2), keepdim=True)
     want = (channel + (cut - channel) * 1.1).permute(0, 3, 1, 2)
-    close(data_sets.tensorflow(images, u), standardised(want))
-    flat = data_sets.tensorflow(torch.full((1, 32, 32, 3), 9, dtype=torch.uint8))
+    close(fl.transforms.tensorflow(images, u), standardised(want))
+    flat = fl.transforms.tensorflow(torch.full((1, 32, 32, 3), 9, dtype=torch.uint8))
     assert flat.isfinite().all() and flat.abs().max() == 0
 
 
@@ -480,11 +482,11 @@ def test_fedslr_transform(width):
     after normalisation."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (50, 8, width, 3), dtype=np.uint8)
-    data = data_sets.Data("x", images, np.arange(50) % 2, 40, 2)
-    transform = data_sets.fedslr(data)
+    data = fl.data.Data("x", images, np.arange(50) % 2, 40, 2)
+    transform = fl.transforms.fedslr(data)
     z = transform(torch.from_numpy(images[:40])).numpy()
     assert np.abs(z.mean((0, 2, 3))).max() < 1e-5 and np.abs(z.std((0, 2, 3)) - 1).max() < 1e-5
-    plain = data_sets.normalize(data)(torch.from_numpy(images[:40]))
+    plain = fl.transforms.normalize(data)(torch.from_numpy(images[:40]))
     assert np.array_equal(plain.numpy(), z)
     u = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.1, 0.0, 0.99], [0.9, 0.9, 0.0, 0.0]])
     flipped, moved, plain = transform(torch.from_numpy(images[:3]), u).numpy()
@@ -499,8 +501,8 @@ def test_augment_once_moves_and_mirrors_images_for_good():
     """Pixels of value 1 to 54 tell where an image was moved: each of the 81 ways and their mirror
     images occur."""
     images = np.tile(np.arange(1, 55, dtype=np.uint8).reshape(1, 6, 9, 1), (5000, 1, 1, 1))
-    data = data_sets.Data("x", images, np.arange(5000) % 2, 4000, 2)
-    changed = data_sets.augment_once(data, np.random.default_rng(0))
+    data = fl.data.Data("x", images, np.arange(5000) % 2, 4000, 2)
+    changed = fl.data.augment_once(data, np.random.default_rng(0))
     wide = np.pad(images[0, :, :, 0], 4)
     windows = [wide[i : i + 6, j : j + 9] for i in range(9) for j in range(9)]
     ways = [way.tobytes() for window in windows for way in (window, window[:, ::-1])]
@@ -551,8 +553,8 @@ BEFORE = {
 @pytest.mark.parametrize("scheme, K, alpha, share", BEFORE)
 def test_splits_of_balanced_data_are_those_of_before(scheme, K, alpha, share):
     labels = np.concatenate([LABELS, np.arange(600) % 10])
-    data = data_sets.Data("x", np.zeros((6600, 1, 1, 1), np.uint8), labels, 6000, 10)
-    args = common.argparse.Namespace(split=scheme, clients=K, alpha=alpha, client_test=share,
+    data = fl.data.Data("x", np.zeros((6600, 1, 1, 1), np.uint8), labels, 6000, 10)
+    args = argparse.Namespace(split=scheme, clients=K, alpha=alpha, client_test=share,
                                      client_val=share / 2, per_client=2, limit_test=None)
     split = common.split_clients(data, args, common.stream(0, "split"))
     assert split.fingerprint() == BEFORE[scheme, K, alpha, share]
@@ -561,7 +563,7 @@ def test_splits_of_balanced_data_are_those_of_before(scheme, K, alpha, share):
 def test_a_record_with_the_old_name_is_read_as_hsus(tmp_path, capsys):
     assert fedavgm.arguments([]).split == "dirichlet-hsu"
     for old, new in (("dirichlet", "dirichlet-hsu"), ("iid", "iid")):
-        assert splits.renamed({"split": old, "alpha": 1}) == {"split": new, "alpha": 1}
+        assert fl.splits.renamed({"split": old, "alpha": 1}) == {"split": new, "alpha": 1}
     argv = [*QUICK, "--split", "dirichlet-hsu", "--alpha", "1", "--model", "mnistnet"]
     record, state = run(fedavg, argv, tmp_path)
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -595,13 +597,13 @@ def test_the_two_conventions_differ_as_the_literature_says(tmp_path, capsys):
 
 
 def test_the_picture_of_the_split_says_classes_per_client(tmp_path, monkeypatch):
-    titles, drawing = [], plots.drawing
+    titles, drawing = [], fl.plots.drawing
 
     def noting(*args, **named):
         titles.append(named.get("title"))
         return drawing(*args, **named)
 
-    monkeypatch.setattr(plots, "drawing", noting)
+    monkeypatch.setattr(fl.plots, "drawing", noting)
     argv = [*QUICK, "--model", "mnistnet", "--split", "classes", "--per-client", "3", "--plot"]
     run(fedavg, argv, tmp_path)
     assert titles[-1].endswith("\nclasses per client: 3/3/3 (least/mean/most)")
@@ -638,7 +640,7 @@ def test_alpha_zero_takes_classes_by_their_shares():
 
 def test_fractions_go_up_as_often_as_they_say():
     rng, values = np.random.default_rng(0), np.array([0.2, 3.7, 0.0, 1.6, 2.5])
-    seen = np.array([splits.whole_numbers(values, rng) for _ in range(20_000)])
+    seen = np.array([fl.splits.whole_numbers(values, rng) for _ in range(20_000)])
     assert (seen.sum(1) == 8).all() and np.allclose(seen.mean(0), values, atol=0.02)
     assert (np.abs(seen - values) < 1).all() and (seen[:, 2] == 0).all()
 
@@ -722,23 +724,23 @@ def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
         "test/ant/1.png": e})
     (root / "train" / "ant" / "notes.txt").write_text("no image")
     (root / "train" / "ant" / "._9.png").write_text("what macOS leaves")
-    data = data_sets.load_data(str(root))
+    data = fl.data.load_data(str(root))
     assert (data.name, data.n_train, data.names) == ("pets", 3, ("ant", "zebra"))
     assert data.labels.tolist() == [0, 1, 1, 0, 1] and np.array_equal(data.images, [c, a, b, e, d])
     assert f"note    1 files or folders in {root} are not read" in data.notes[0]  # notes.txt
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda path: 1 / 0)
-        assert data_sets.load_data(str(root)).fingerprint() == data.fingerprint()
-        assert data_sets.load_data(str(root)).names == ("ant", "zebra")
+        assert fl.data.load_data(str(root)).fingerprint() == data.fingerprint()
+        assert fl.data.load_data(str(root)).names == ("ant", "zebra")
     folder_of(root, {"train/ant/9.png": d})
-    assert np.array_equal(data_sets.load_data(str(root)).images[0], d)
+    assert np.array_equal(fl.data.load_data(str(root)).images[0], d)
     (root / "images-whole.npz").write_bytes(b"half of it")
-    assert np.array_equal(data_sets.load_data(str(root)).images[0], d)
-    assert data_sets.load_data(str(root), resize=4).images.shape[1:] == (4, 4, 3)
+    assert np.array_equal(fl.data.load_data(str(root)).images[0], d)
+    assert fl.data.load_data(str(root), resize=4).images.shape[1:] == (4, 4, 3)
     assert {path.name for path in root.glob("*.*")} == {"images-whole.npz", "images-4.npz"}
     even = np.full((6, 6, 3), 77, np.uint8)
     Image.fromarray(even).save(root / "train" / "ant" / "10.jpg", quality=95)
-    data = data_sets.load_data(str(root))  # sorted: 10.jpg before 9.png
+    data = fl.data.load_data(str(root))  # sorted: 10.jpg before 9.png
     assert data.n_train == 4 and np.abs(data.images[0].astype(int) - even).max() <= 1
     record, _ = run(fedavg, ["--dataset", str(root), "--clients", "2", "--model", "mnistnet",
                              "--rounds", "1", *CPU], tmp_path / "out")
@@ -753,7 +755,7 @@ def test_a_folder_that_cant_be_written_to(tmp_path, monkeypatch):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(np, "savez", full)
-    data = data_sets.load_data(str(root))
+    data = fl.data.load_data(str(root))
     assert len(data.images) == 4 and not [*root.glob("images-*")]
     note, = data.notes
     assert "can't be written (Read-only file system): each run reads the images anew" in note
@@ -791,7 +793,7 @@ def test_images_of_unequal_size_are_cut_by_resize(tmp_path, capsys):
     argv = ["--dataset", str(root), "--model", "mnistnet", "--clients", "2", *CPU]
     words = f"{root}/train/a/1.png has 8x4 pixels, {root}/train/a/2.png 4x4; add --resize 4"
     refused(capsys, words, fedavg.main, argv)
-    x = data_sets.load_data(str(root), resize=4).images
+    x = fl.data.load_data(str(root), resize=4).images
     assert np.array_equal(x[0], wide[:, 2:6]) and np.array_equal(x[1], flat)
     assert np.abs(x[2].astype(int) - np.asarray(Image.fromarray(large).resize((4, 4)))).max() <= 1
 
@@ -801,16 +803,16 @@ def test_grey_and_deep_images_stay_what_they_are(tmp_path, capsys):
     deep = np.random.default_rng(0).integers(0, 65536, (6, 6), dtype=np.uint16)
     files = ("train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png")
     root = folder_of(tmp_path / "grey", dict(zip(files, (grey, other, grey, other))))
-    x = data_sets.load_data(str(root)).images
+    x = fl.data.load_data(str(root)).images
     assert x.shape == (4, 6, 6, 1) and np.array_equal(x[:, :, :, 0], [grey, other, grey, other])
     root = folder_of(tmp_path / "deep", dict.fromkeys(files, deep))
-    x = data_sets.load_data(str(root)).images
+    x = fl.data.load_data(str(root)).images
     assert x.dtype == np.float32 and np.abs(x[:, :, :, 0] - deep / 65535).max() < 1e-6
     root = folder_of(tmp_path / "mixed", {**dict.fromkeys(files, grey), files[0]: tiles()[0]})
-    assert np.array_equal(data_sets.load_data(str(root)).images[1], np.stack([grey] * 3, 2))
+    assert np.array_equal(fl.data.load_data(str(root)).images[1], np.stack([grey] * 3, 2))
     root = folder_of(tmp_path / "both", {**dict.fromkeys(files, grey), files[0]: deep})
     words = "images must have 8 bits, or all be grey with 16"
-    refused(capsys, words, data_sets.load_data, str(root))
+    refused(capsys, words, fl.data.load_data, str(root))
 
 
 # MedMNIST
@@ -903,42 +905,42 @@ def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path, capsy
 def test_leafs_other_layouts(tmp_path, capsys):
     users = {"f1": [0, 1], "f2": [1, 0]}
     root = leaf(tmp_path / "others", users, {"f5": [0, 1]})  # LEAF's -t user: new writers
-    data = data_sets.load_data(f"leaf:{root}")
+    data = fl.data.load_data(f"leaf:{root}")
     assert data.owner.tolist() == [0, 0, 1, 1] and data.test_owner is None
     assert "2 users have training images, 1 test images, 0 both" in " ".join(data.notes)
-    data = data_sets.load_data(f"leaf:{root}")  # from the .npz
+    data = fl.data.load_data(f"leaf:{root}")  # from the .npz
     assert "0 both" in " ".join(data.notes)
     root = leaf(tmp_path / "bytes", users, users, 8)
     content = json.loads((root / "train" / "data_0.json").read_text())
     for name in ("train", "test"):
         for path in (root / name).glob("*.json"):
             path.write_text(path.read_text().replace(".0", ""))
-    assert data_sets.load_data(f"leaf:{root}").images.dtype == np.uint8
+    assert fl.data.load_data(f"leaf:{root}").images.dtype == np.uint8
     content["user_data"]["f1"]["x"] = ["a.jpg", "b.jpg"]
     (root / "train" / "data_0.json").write_text(json.dumps(content))
-    refused(capsys, "data_0.json can't be read as images in LEAF's JSON", data_sets.load_data,
+    refused(capsys, "data_0.json can't be read as images in LEAF's JSON", fl.data.load_data,
             f"leaf:{root}")
     (root / "test" / "data_1.json").write_text("{")
-    refused(capsys, "can't be read as images in LEAF's JSON", data_sets.load_data, f"leaf:{root}")
+    refused(capsys, "can't be read as images in LEAF's JSON", fl.data.load_data, f"leaf:{root}")
     refused(capsys, "has no .json files; leaf:FOLDER wants FOLDER/train/*.json",
-            data_sets.load_data, f"leaf:{tmp_path}")
+            fl.data.load_data, f"leaf:{tmp_path}")
 
 
 @pytest.mark.parametrize("classes", [np.array(6), np.array([*"abcdef"])])
 def test_a_npz_can_say_how_many_classes_there_are(classes, tmp_path, capsys):
     file, y = str(tmp_path / "some.npz"), np.array([0, 1, 3] * 13 + [0])
     np.savez(file, **images(y_train=y), classes=classes)
-    data = data_sets.load_data(file)
+    data = fl.data.load_data(file)
     assert data.classes == 6 and data.names == (tuple("abcdef") if classes.ndim else ())
     fed = federation(["--dataset", file, "--clients", "2", "--model", "mnistnet", *CPU])
     missing = "c, e, f" if classes.ndim else "2, 4, 5"
     assert f"note    no training image is of class {missing}" in fed.notes
     assert fed.net(fed.initial_weights(), fed.transform(fed.images)).shape == (60, 6)
-    assert data_sets.load_data(file, classes=7).classes == 7
-    refused(capsys, "there is the label 3, but there are only 3 classes", data_sets.load_data, file,
+    assert fl.data.load_data(file, classes=7).classes == 7
+    refused(capsys, "there is the label 3, but there are only 3 classes", fl.data.load_data, file,
             classes=3)
     np.savez(file, **images(), classes=np.array([1.5, 2]))
-    refused(capsys, "classes must be their number, or their names", data_sets.load_data, file)
+    refused(capsys, "classes must be their number, or their names", fl.data.load_data, file)
 
 
 # Pixels of other types
@@ -973,7 +975,7 @@ def test_pixels_of_all_types(dtype, top, tmp_path):
 def test_floats_far_above_1_are_noted(top, noted):
     x = np.full((4, 2, 2, 1), top, np.float32)
     x[0] = 0
-    notes = data_sets.remarks(data_sets.Data("x", x, np.arange(4) % 2, 2, 2))
+    notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
     assert any("images are floats up to 255" in note for note in notes) == noted
 
 
@@ -981,14 +983,14 @@ def test_floats_far_above_1_are_noted(top, noted):
 def test_dark_whole_numbers_are_noted(top):
     x = np.full((4, 2, 2, 1), top, np.uint8)
     x[0] = 0
-    notes = data_sets.remarks(data_sets.Data("x", x, np.arange(4) % 2, 2, 2))
+    notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
     assert any(f"whole numbers up to {top}, where 255" in note for note in notes) == (top < 32)
 
 
 def test_normalize_has_the_bits_that_it_always_had():
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (50, 9, 9, 3), dtype=np.uint8)
-    data = data_sets.Data("x", x, np.zeros(50, int), 40, 2)
+    data = fl.data.Data("x", x, np.zeros(50, int), 40, 2)
     counts = np.stack([np.bincount(x[:40, :, :, c].ravel(), minlength=256) for c in range(3)], 1)
     values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
     mean = (share * values).sum(0)
@@ -1004,7 +1006,7 @@ def test_normalize_has_the_bits_that_it_always_had():
 def test_normalize_only_shifts_a_channel_that_is_constant_in_training():
     x = np.random.default_rng(0).integers(0, 256, (9, 4, 4, 2), dtype=np.uint8)
     x[:8, :, :, 1], x[8, :, :, 1] = 100, 98
-    z = data_sets.normalize(data_sets.Data("x", x, np.zeros(9, int), 8, 2))(torch.from_numpy(x))
+    z = fl.transforms.normalize(fl.data.Data("x", x, np.zeros(9, int), 8, 2))(torch.from_numpy(x))
     assert z[:8, 0].std() > 0.9 and z[:8, 1].abs().max() < 1e-6
     torch.testing.assert_close(z[8, 1], torch.full((4, 4), -2 / 255))
 
@@ -1013,8 +1015,8 @@ def test_the_tensorflow_transform_counts_pixels_from_0_to_255():
     x = np.random.default_rng(0).integers(0, 256, (4, 30, 30, 3), dtype=np.uint8)
     u = torch.rand(4, 5)
     for u in (None, torch.rand(4, 5)):
-        a = data_sets.tensorflow(torch.from_numpy(x), u)
-        b = data_sets.tensorflow(torch.from_numpy((x / 255).astype(np.float32)), u)
+        a = fl.transforms.tensorflow(torch.from_numpy(x), u)
+        b = fl.transforms.tensorflow(torch.from_numpy((x / 255).astype(np.float32)), u)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -1033,7 +1035,7 @@ def test_pixels_that_are_no_numbers_are_refused(bad, tmp_path, capsys):
 def advice(capsys, file):
     """The code in the refusal of a file."""
     with pytest.raises(SystemExit):
-        data_sets.load_data(str(file))
+        fl.data.load_data(str(file))
     return re.search(r"(\w+(, \w+)* = numpy\.[^;\n]+)", capsys.readouterr().err)[1]
 
 
@@ -1048,9 +1050,9 @@ def test_the_advice_numbers_all_labels_together(val, tmp_path, capsys):
     names = dict(arrays, numpy=np)
     exec(advice(capsys, file), names)
     np.savez(file, **{name: names[name] for name in arrays})
-    data = data_sets.load_data(str(file))
+    data = fl.data.load_data(str(file))
     assert data.labels.tolist() == [0, 1] * 20 + [1] * 20 + [0, 1, 0] * val
-    assert data_sets.remarks(data) == ["note    no test image is of class 0"]
+    assert fl.data.remarks(data) == ["note    no test image is of class 0"]
 
 
 def test_the_advice_numbers_the_clients_together(tmp_path, capsys):
@@ -1060,7 +1062,7 @@ def test_the_advice_numbers_the_clients_together(tmp_path, capsys):
     names = dict(arrays, numpy=np)
     exec(advice(capsys, tmp_path / "owned.npz"), names)
     np.savez(tmp_path / "owned.npz", **{name: names[name] for name in arrays})
-    data = data_sets.load_data(str(tmp_path / "owned.npz"))
+    data = fl.data.load_data(str(tmp_path / "owned.npz"))
     assert data.owner.tolist() == [2] * 10 + [0] * 10 + [1] * 10 + [3] * 10
     assert data.test_owner.tolist() == [3] * 5 + [0] * 5 + [1] * 5 + [2] * 5
 
@@ -1089,8 +1091,8 @@ def test_a_bound_on_test_images(tmp_path, capsys):
 
 
 def test_a_model_that_cant_take_24x24_is_told_who_cut_them(capsys, monkeypatch):
-    monkeypatch.setattr(readers, "read_torchvision", lambda *_: dict(zip(
-        data_sets.ARRAYS, data_sets.shapes(200, 100))))
+    monkeypatch.setattr(fl.formats, "read_torchvision", lambda *_: dict(zip(
+        fl.data.ARRAYS, fl.data.shapes(200, 100))))
     argv = ["--dataset", "cifar10", "--data-dir", "nowhere", "--model", "cnn", *CPU]
     refused(capsys, "--transform tensorflow, fedavg.py's default on cifar10, cuts 32x32 images so: "
             "--transform normalize leaves them whole", fedavg.main, argv)
@@ -1106,7 +1108,7 @@ def test_a_test_share_may_not_take_all_images_of_a_client(tmp_path, capsys):
         owner[one] = 2
         np.savez(path, x_train=x, y_train=y, client_train=owner)
         try:
-            data = data_sets.load_data(str(path), test_share=0.5)
+            data = fl.data.load_data(str(path), test_share=0.5)
         except SystemExit:
             assert "takes all images of a client" in capsys.readouterr().err
         else:

@@ -10,7 +10,7 @@ from PIL import Image
 
 import common
 from docs import build
-from tables import figures
+from papers import figures
 
 HERE = pathlib.Path(build.HERE)
 PAGES = build.pages()

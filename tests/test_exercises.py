@@ -1,13 +1,13 @@
-"""The exercises of docs/*.md beside tests/exercises.py, which runs them, and its record."""
+"""The exercises of docs/*.md beside checks/exercises.py, which runs them, and its record."""
 
 import json
 import re
 import shlex
 
+import exercises
 import pytest
 
-import exercises
-import reproduce
+from papers import __main__ as reproduce
 
 KNOWN = exercises.exercises()
 RECORD = json.loads(exercises.RECORD.read_text())

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import common
 import fedavg
 import fedavgm
-import records
+import fl.run
 from conftest import QUICK, federation, killed, paths, pixels, run, same, softmax_gradient
-from tables import fedavg_figure_1, fedavg_how_often
+from papers import fedavg_figure_1, fedavg_how_often
 
 TOY = ["--model", "linear", "--momentum", "0", "--lr", "0.5", "--rounds", "1", "--epochs", "1",
        "--batch-size", "0", "--client-test", "0.2", "--device", "cpu"]
@@ -197,11 +197,11 @@ def test_rounds_to_a_target_by_hand(target, rounds):
     """Where the straight lines between the rounds of the monotone curve cross the target for the
     first time. Rounds without a measure do not count."""
     history = [{"round": t + 1, "top1": top1} for t, top1 in enumerate(CURVE)]
-    found = records.rounds_to(target, history)
+    found = fl.run.rounds_to(target, history)
     assert found == (rounds if rounds is None else pytest.approx(rounds))
     unmeasured = [{"round": 0}, *history, {"round": 7, "diverged": True}]
-    assert records.rounds_to(target, unmeasured) == found
-    assert records.rounds_to(target, []) is None
+    assert fl.run.rounds_to(target, unmeasured) == found
+    assert fl.run.rounds_to(target, []) is None
 
 
 WITH_MOMENTUM = ["--model", "cnn", "--transform", "scale", "--beta", "0.5"]

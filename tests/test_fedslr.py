@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-import engine
 import fedavg
 import fedslr
+import fl.training
 from conftest import QUICK, killed, paths, pixels, refused, run, same, softmax_gradient
-from tables import fedslr_factors
+from papers import fedslr_factors
 
 SMALL = [*QUICK, "--model", "mnistnet", "--split", "iid", "--transform", "scale", "--lr", "0.1",
          "--lr-decay", "0.998", "--parallel", "1"]
@@ -104,7 +104,7 @@ def test_the_nuclear_prox_against_its_optimality_condition(net):
         np.testing.assert_allclose(Z @ Vh[:r].T, 0, atol=1e-9)
         at += 1
     assert at == 4 and 0 < sum(ranks.tolist()) < 15 + 3 + 18 + 4
-    in_threads = fedslr.prox_nuclear(net, v, tau, engine.pool(2))
+    in_threads = fedslr.prox_nuclear(net, v, tau, fl.training.pool(2))
     assert torch.equal(in_threads[0], w) and torch.equal(in_threads[1], ranks)
 
 
@@ -566,7 +566,7 @@ def test_what_a_run_sends_and_reports(tmp_path):
     assert (tmp_path / "ranks.png").stat().st_size > 5000
 
 
-# The factorised network (tables/fedslr_factors.py)
+# The factorised network (papers/fedslr_factors.py)
 
 
 def dense(net, w):

@@ -17,10 +17,10 @@ import tempfile
 
 import numpy as np
 import pytest
+from bits import MORE
 from torch.utils._pytree import tree_leaves
 
 import common
-from bits import MORE
 from conftest import run
 from test_processes import COMMANDS as OTHERS
 

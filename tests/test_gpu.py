@@ -5,18 +5,18 @@ import json
 import sys
 from types import SimpleNamespace
 
+import bench
+import gpu_check
+import memory
 import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
 import baselines
-import bench
 import common
-import engine
 import fedavg
-import gpu_check
-import memory
+import fl.training
 import pretend
 import superfed
 from conftest import QUICK, eager, federation, killed, refused, run
@@ -96,7 +96,7 @@ def test_a_way_that_fails_is_given_up_with_one_line(ways, name, tmp_path, capsys
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engine")]
     why = str(PROBLEMS[name] or "two minibatches do not give what the plain loop gives")
     assert len(said) == ways and all(line.endswith(f"slower: {why}") for line in said)
-    assert record["environment"]["slower"] == [f"{way}: {why}" for way in engine.WAYS[:ways]]
+    assert record["environment"]["slower"] == [f"{way}: {why}" for way in fl.training.WAYS[:ways]]
     torch.testing.assert_close(state["w"], want["w"], rtol=0, atol=1e-6 if ways == 1 else 0)
 
 
@@ -107,8 +107,8 @@ def test_an_error_that_leaves_the_gpu_unusable_is_raised_again(monkeypatch):
     def fails(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine, "capture", fails)
-    monkeypatch.setattr(engine, "now", fails)  # it is the answer to everything from then on
+    monkeypatch.setattr(fl.training, "capture", fails)
+    monkeypatch.setattr(fl.training, "now", fails)  # it is the answer to everything from then on
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         fed.train(fedavg.local_training(fed.net, fed.args), np.arange(4), 0,
                   own=[fed.initial_weights().expand(4, -1)], shared=[fed.eta(0)])
@@ -174,7 +174,7 @@ def test_an_old_gpu_is_the_one_of_the_device(monkeypatch):
         return cards[name]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    old = [engine.before_ampere(name) for name in ("cuda", "cuda:1", "cuda:2")]
+    old = [fl.training.before_ampere(name) for name in ("cuda", "cuda:1", "cuda:2")]
     assert old == [True, False, False]
 
 
@@ -194,7 +194,7 @@ NOT_TO_BE_CAPTURED = [
     lambda x: x.to("cpu"), lambda x: torch.bincount(x.long()), lambda x: x * torch.tensor(0.1),
     lambda x: x * torch.ones(3).to(x.device), lambda x: x.copy_(torch.ones(3)),
     lambda x: torch.func.vmap(lambda a: a * torch.tensor(0.1))(x),
-    lambda x: engine.grad(lambda a: (a * torch.tensor(0.1)).sum())(x)]
+    lambda x: fl.training.grad(lambda a: (a * torch.tensor(0.1)).sum())(x)]
 
 
 def test_what_a_gpu_refuses_the_pretended_one_refuses():
@@ -226,7 +226,7 @@ def test_what_a_gpu_does_the_pretended_one_does():
 def test_the_check_of_a_gpu(tmp_path, capsys, monkeypatch):
     """A table and a record, row by row; a row that fails says why."""
     monkeypatch.setitem(bench.WORKLOADS, "fedavg", (bench.LEAF, 5, (2, 10), None))
-    monkeypatch.setattr(engine, "SMALL", 500_000)
+    monkeypatch.setattr(fl.training, "SMALL", 500_000)
     rows = ["fedavg", "fedspa", "fedavg, tfcnn", "10 x fedavg", "none"]
     with pretend.gpu():
         gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)

@@ -16,8 +16,8 @@ from torch import nn
 import baselines
 import common
 import fedavg
-import models
-import records
+import fl.models
+import fl.run
 from conftest import QUICK, federation, refused, run
 
 CPU = ["--device", "cpu"]
@@ -115,7 +115,7 @@ def test_local_response_norm_is_tensorflows():
     for c in range(11):
         around = x[:, max(0, c - 4) : c + 5].square().sum(1)
         want[:, c] = x[:, c] / (1 + 0.001 / 9 * around) ** 0.75
-    torch.testing.assert_close(models.LocalResponseNorm(11)(x), want)
+    torch.testing.assert_close(fl.models.LocalResponseNorm(11)(x), want)
 
 
 @pytest.mark.parametrize("model, name, std", [
@@ -626,7 +626,7 @@ def test_torchvisions_mobilenet_takes_a_step(tmp_path, capsys):
     record, _ = run(fedavg, argv, tmp_path)
     assert "model   BatchNorm layers that became GroupNorm: 34\n" in capsys.readouterr().out
     assert record["batchnorm_layers"] == 34 and record["parameters"] == 1_528_106
-    assert set(record["environment"]["sources"]) == {"fedavg.py", *records.SHARED}
+    assert set(record["environment"]["sources"]) == {"fedavg.py", *fl.run.SHARED}
 
 
 # State dicts: --init, model.pt, clients.pt

@@ -9,10 +9,9 @@ from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
-import engine
 import fedavg
-import models
-import path
+import fl.models
+import fl.training
 from conftest import QUICK, eager, federation, paths, refused
 
 LINEAR = [*QUICK, "--split", "iid", "--model", "mnistnet", "--fraction", "1"]
@@ -206,7 +205,7 @@ def test_a_graph_sees_what_changes(monkeypatch):
 def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, capsys):
     """A number that changes from call to call would make a graph for each."""
     fed = federation(LINEAR)
-    monkeypatch.setattr(engine, "capture", eager)
+    monkeypatch.setattr(fl.training, "capture", eager)
     fed.way, fed.map = "together", map
 
     @common.step
@@ -219,9 +218,9 @@ def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, c
                 w = step(w, b, number)
         return w
 
-    for t in range(2 * engine.MOST + 1):
+    for t in range(2 * fl.training.MOST + 1):
         w = fed.train(client_update, np.arange(2), t, own=[torch.zeros(2, 3)], shared=[float(t)])
-        assert w.eq(2 * t).all() and len(fed.graphs) <= engine.MOST
+        assert w.eq(2 * t).all() and len(fed.graphs) <= fl.training.MOST
     assert fed.used == "loop"
     assert capsys.readouterr().out.count("pass numbers as tensors") == 2
 
@@ -240,18 +239,18 @@ def test_grad_is_that_of_torch_func():
     def same(x, y):
         torch.testing.assert_close(x, y, atol=0, rtol=0)
 
-    same(engine.grad(f)(a, b), a.cos() * b**2)
-    same(engine.grad(f, argnums=(1, 0))(a, b), torch.func.grad(f, argnums=(1, 0))(a, b))
-    same(engine.grad(f, argnums=(0, 2))(a, b, a), (a.cos() * b**2, torch.zeros_like(a)))
-    g, aux = engine.grad(with_aux, has_aux=True)(a, b)
+    same(fl.training.grad(f)(a, b), a.cos() * b**2)
+    same(fl.training.grad(f, argnums=(1, 0))(a, b), torch.func.grad(f, argnums=(1, 0))(a, b))
+    same(fl.training.grad(f, argnums=(0, 2))(a, b, a), (a.cos() * b**2, torch.zeros_like(a)))
+    g, aux = fl.training.grad(with_aux, has_aux=True)(a, b)
     same((g, aux), torch.func.grad(with_aux, has_aux=True)(a, b))
     # a state that held on to its history would fill the memory
     assert not any(z.requires_grad for z in (a, b, g, *aux))
     with torch.no_grad():
-        same(engine.grad(f)(a, b), torch.func.grad(f)(a, b))
+        same(fl.training.grad(f)(a, b), torch.func.grad(f)(a, b))
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(engine.STEPS, "vmapped", True, raising=False)
-    same(vmap(engine.grad(f))(a, b), vmap(torch.func.grad(f))(a, b))
+    monkeypatch.setattr(fl.training.STEPS, "vmapped", True, raising=False)
+    same(vmap(fl.training.grad(f))(a, b), vmap(torch.func.grad(f))(a, b))
     monkeypatch.undo()
 
 
@@ -264,7 +263,7 @@ def test_grad_keeps_nothing_for_second_derivatives():
             return op(*args, **(kwargs or {}))
 
     x, own = torch.randn(2, 4, 5), []
-    for gradient in (engine.grad, torch.func.grad):
+    for gradient in (fl.training.grad, torch.func.grad):
         names = []
         with Names():
             gradient(lambda x: F.group_norm(x, 2).sin().sum())(x)
@@ -276,8 +275,8 @@ def test_grad_keeps_nothing_for_second_derivatives():
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(monkeypatch):
-    seen, forward = [], models.MnistNet.forward
-    monkeypatch.setattr(models.MnistNet, "forward",
+    seen, forward = [], fl.models.MnistNet.forward
+    monkeypatch.setattr(fl.models.MnistNet, "forward",
                         lambda self, x: (seen.append(x.dtype), forward(self, x))[1])
     fed = federation([*UNEQUAL, "--precision", "bf16"])
     seen.clear()
@@ -296,7 +295,7 @@ def test_tf32_is_for_gpus_from_ampere_on(capsys, monkeypatch):
     parser = common.parser("test")
     refused(capsys, "--precision tf32 is for GPUs", federation, [*QUICK, "--precision", "tf32"])
     for old, default in ((False, "tf32"), (True, "fp32")):
-        monkeypatch.setattr(engine, "before_ampere", lambda name, old=old: old)
+        monkeypatch.setattr(fl.training, "before_ampere", lambda name, old=old: old)
         assert common.parse(parser, {}, ["--device", "cuda"]).precision == default
         assert common.parse(parser, {}, ["--device", "cpu"]).precision == "fp32"
     refused(capsys, "--precision bf16 is for GPUs from Ampere on", common.parse, parser, {},
@@ -307,14 +306,6 @@ def test_tf32_and_cudnns_timing_are_for_training_alone():
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     flags = lambda: (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
     for precision, tf32 in (("tf32", True), ("fp32", False)):
-        with engine.fast_kernels(precision):
+        with fl.training.fast_kernels(precision):
             assert flags() == (tf32, tf32, True)
         assert flags() == (False, False, False)
-
-
-@pytest.mark.parametrize("name, most", [
-    ("fedavg", 158), ("fedavgm", 158), ("psinet", 155), ("persfl", 158), ("superfed", 173),
-    ("fedslr", 174), ("scaffold", 173)])
-def test_a_round_is_followed_in_few_lines(name, most):
-    """Those that a reader opens outside of the algorithm's file (path.py says which)."""
-    assert sum(path.entered(name).values()) <= most

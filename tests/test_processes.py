@@ -16,8 +16,8 @@ import torch
 
 import baselines
 import common
-import engine
 import fedavg
+import fl.training
 from conftest import QUICK, refused, run
 
 HERE = pathlib.Path(__file__).parent
@@ -189,7 +189,7 @@ def test_a_wrong_command_line_is_refused_by_the_first_process_alone(tmp_path):
 
 
 def test_more_processes_than_clients_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(engine, "join_processes", lambda device: (0, 9))
+    monkeypatch.setattr(fl.training, "join_processes", lambda device: (0, 9))
     monkeypatch.setattr(common.dist, "barrier", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
@@ -201,5 +201,5 @@ def test_a_rank_without_a_world_is_another_programs(monkeypatch):
     """Some schedulers set RANK: this is one process with all clients."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert engine.is_main_process()
-    assert engine.join_processes(torch.device("cpu")) == (0, 1)
+    assert fl.training.is_main_process()
+    assert fl.training.join_processes(torch.device("cpu")) == (0, 1)

@@ -11,12 +11,12 @@ from torch import nn
 from torch.func import grad
 
 import common
-import engine
 import fedavg
-import models
+import fl.models
+import fl.training
 import psinet
 from conftest import QUICK, federation, killed, paths, refused, run, same
-from tables import psinet_depth, psinet_softmax
+from papers import psinet_depth, psinet_softmax
 
 # all nodes take part
 TINY = [*QUICK, "--clients", "5", "--fraction", "1", "--model", "tiny", "--transform", "scale",
@@ -34,7 +34,7 @@ def tiny(channels, classes):
         conv2=nn.Conv2d(6, 10, 3), pool2=nn.MaxPool2d(2), tanh2=nn.Tanh(),
         conv3=nn.Conv2d(10, 10, 1), pool3=nn.MaxPool2d(2), tanh3=nn.Tanh(),
         flatten=nn.Flatten(), fc1=nn.Linear(10, 15), tanh4=nn.Tanh(), fc2=nn.Linear(15, classes)))
-    network.start = models.pytorch_default
+    network.start = fl.models.pytorch_default
     return network
 
 
@@ -208,7 +208,7 @@ def test_groups_have_their_own_initial_scale():
 @pytest.mark.parametrize("vmapped", [False, True])
 def test_batchnorm_and_its_running_statistics_are_pytorchs(vmapped, monkeypatch):
     """In a plain loop on a CPU, which uses PyTorch's function, and by our formula."""
-    monkeypatch.setattr(engine.STEPS, "vmapped", vmapped, raising=False)
+    monkeypatch.setattr(fl.training.STEPS, "vmapped", vmapped, raising=False)
     net = psi(groups=0, norm="bn")
     w, r = start(net)
     model = nn.Sequential(
@@ -589,7 +589,7 @@ def test_nodes_that_lack_a_groups_classes_do_without_it_unless_told_otherwise(mo
     assert set(has.sum(1).tolist()) <= set(counts)
 
 
-# Class preferences and total variance: tables/psinet_depth.py
+# Class preferences and total variance: papers/psinet_depth.py
 
 
 def flat(module):
@@ -597,10 +597,10 @@ def flat(module):
 
 
 def network(model, monkeypatch, *args, **named):
-    """A network of psinet.py, in float64, as tables/psinet_depth.py sees it."""
+    """A network of psinet.py, in float64, as papers/psinet_depth.py sees it."""
     def build(channels, classes):
         layers = nn.Sequential(OrderedDict(model(channels, classes)))
-        layers.start = models.pytorch_default
+        layers.start = fl.models.pytorch_default
         return layers
 
     monkeypatch.setitem(common.MODELS, "model", build)

@@ -14,11 +14,11 @@ import types
 import numpy as np
 import pytest
 
-import data_sets
-import records
-import reproduce
+import fl.data
+import fl.run
 from conftest import refused
-from tables import reading, table
+from papers import __main__ as reproduce
+from papers import reading, table
 
 COMMANDS = list(reproduce.runs())
 
@@ -184,8 +184,8 @@ def test_two_tables_share_a_run():
 
 def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
     """One of each file and method, and 20 by a seeded draw: two rounds, everything made small."""
-    images = data_sets.shapes(200, 100)
-    monkeypatch.setattr(data_sets, "shapes", lambda: images)
+    images = fl.data.shapes(200, 100)
+    monkeypatch.setattr(fl.data, "shapes", lambda: images)
     smaller = ["--dataset=shapes", "--limit=200", "--clients=10", "--rounds=2", "--epochs=1",
                "--batch-size=5", "--eval-every=2", "--device=cpu"]
     drawn = random.Random(0).sample(COMMANDS, len(COMMANDS))
@@ -342,15 +342,15 @@ def test_a_record_is_stale_when_its_algorithms_numbers_have_changed(small, monke
     """A change of a source file makes nothing stale, nor does a change of other numbers."""
     go()
     (small / "common.py").write_text("# changed")
-    monkeypatch.setitem(records.NUMBERS, "another", 1)
+    monkeypatch.setitem(fl.run.NUMBERS, "another", 1)
     assert "| A | 47.09 / 50.00 (1) |" in page(small) and "| stale |" not in written(small)
-    monkeypatch.setitem(records.NUMBERS, "stand_in", 1)
+    monkeypatch.setitem(fl.run.NUMBERS, "stand_in", 1)
     assert "| A | 47.09 / 50.00 (1) [stale] |" in page(small)
     assert written(small).count("| stale |") == 2 and "2 of them stale" in written(small)
     write_stand_in(small, number=1)
     go()
     assert len(log(small)) == 4 and "| stale |" not in written(small)
-    monkeypatch.setitem(records.NUMBERS, "all", 1)
+    monkeypatch.setitem(fl.run.NUMBERS, "all", 1)
     assert page(small).count("| stale |") == 2
 
 
@@ -361,7 +361,7 @@ def test_a_record_without_a_number_is_of_number_0(small, monkeypatch):
         del record["environment"]["numbers"]
         path.write_text(json.dumps(record))
     assert "| stale |" not in page(small)
-    monkeypatch.setitem(records.NUMBERS, "stand_in", 1)
+    monkeypatch.setitem(fl.run.NUMBERS, "stand_in", 1)
     assert page(small).count("| stale |") == 2
 
 

@@ -1,4 +1,4 @@
-"""The record, the state on disk, resuming, interruption, divergence, plots: what records.Run
+"""The record, the state on disk, resuming, interruption, divergence, plots: what fl.run.Run
 promises."""
 
 import contextlib
@@ -24,12 +24,12 @@ import torch
 
 import baselines
 import common
-import engine
 import fedavg
 import fedavgm
+import fl.run
+import fl.training
 import persfl
 import psinet
-import records
 import superfed
 from conftest import QUICK, eager, equal, federation, killed, refused, run, same
 
@@ -69,7 +69,7 @@ def test_the_record(tmp_path):
     assert 0 <= final["global"]["top1"] <= final["global"]["top5"] <= 1
     environment = record["environment"]
     assert environment["torch"] == torch.__version__
-    assert set(environment["sources"]) == {"fedavg.py", *records.SHARED}
+    assert set(environment["sources"]) == {"fedavg.py", *fl.run.SHARED}
     assert all(re.fullmatch("[0-9a-f]{64}", z) for z in environment["sources"].values())
     assert not list(tmp_path.glob("*.part"))
 
@@ -267,7 +267,7 @@ def test_a_full_disk(name, end, tmp_path, capsys):
     the run, or the missing state of an interrupted one. What was there stays, nothing half lies
     about, and when there is room again --resume writes it all."""
     argv, out = [*QUICK, "--rounds", "4", "--eval-every", "1"], tmp_path / "out"
-    file, write, train = out / name, records.Run.write, common.Federation.train
+    file, write, train = out / name, fl.run.Run.write, common.Federation.train
     killed(fedavg, argv, out, lambda t, _: t == 2)
     before = file.read_bytes() if file.exists() else None
 
@@ -287,7 +287,7 @@ def test_a_full_disk(name, end, tmp_path, capsys):
     code = {"finished": 2 * fault, "interrupted": 143}[end]
     ends = pytest.raises(SystemExit, match=str(code)) if code else contextlib.nullcontext()
     with pytest.MonkeyPatch.context() as patch, ends:
-        patch.setattr(records.Run, "write", full)
+        patch.setattr(fl.run.Run, "write", full)
         if end == "interrupted":
             patch.setattr(common.Federation, "train", interrupted)
         fedavg.main([*argv, "--resume", "--out", str(out)])
@@ -306,14 +306,14 @@ def test_a_full_disk(name, end, tmp_path, capsys):
 
 def test_a_disk_too_full_for_state_and_model(tmp_path, capsys, monkeypatch):
     """Then what was trained is lost: a fault, though the record is there."""
-    write = records.Run.write
+    write = fl.run.Run.write
 
     def full(self, path, put, together=False):
         if path.suffix == ".pt":
             path.with_name(path.name + ".part").symlink_to("/dev/full")
         return write(self, path, put, together)
 
-    monkeypatch.setattr(records.Run, "write", full)
+    monkeypatch.setattr(fl.run.Run, "write", full)
     with pytest.raises(SystemExit, match="2"):
         fedavg.main([*QUICK, "--rounds", "1", "--out", str(tmp_path)])
     assert capsys.readouterr().err.endswith(
@@ -335,7 +335,7 @@ def test_init_is_no_file_that_the_run_replaces(tmp_path, capsys):
 def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
     """A clock that lets every write take 40 seconds and every round 100: after the first, one in
     eight rounds."""
-    seconds, put, sample, written = [0.0], records.Run.put_state, common.Federation.sample, []
+    seconds, put, sample, written = [0.0], fl.run.Run.put_state, common.Federation.sample, []
 
     def slow(self, file):
         written.append(len(self.history))
@@ -346,8 +346,8 @@ def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
         seconds[0] += 100
         return sample(self, *args)
 
-    monkeypatch.setattr(records.time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(records.Run, "put_state", slow)
+    monkeypatch.setattr(fl.run.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(fl.run.Run, "put_state", slow)
     monkeypatch.setattr(common.Federation, "sample", begins)
     run(fedavg, [*QUICK, "--rounds", "21", "--eval-every", "1", "--limit", "40", "--clients", "2",
                  "--per-client", "4"], tmp_path)
@@ -466,8 +466,8 @@ def test_a_signal_while_saving_waits_for_the_files_to_be_whole(tmp_path, monkeyp
 
 def test_a_record_has_no_number_that_json_has_not(tmp_path, monkeypatch):
     """As an algorithm's own measure can have."""
-    log, own = records.Run.log, {"a": [float("nan"), 1.5], "b": float("-inf")}
-    monkeypatch.setattr(records.Run, "log", lambda self, *both: log(self, *both, own=own))
+    log, own = fl.run.Run.log, {"a": [float("nan"), 1.5], "b": float("-inf")}
+    monkeypatch.setattr(fl.run.Run, "log", lambda self, *both: log(self, *both, own=own))
     fedavg.main([*QUICK, "--out", str(tmp_path)])
     text = (tmp_path / "result.json").read_text()
     record = json.loads(text, parse_constant=pytest.fail)
@@ -500,7 +500,7 @@ def test_interruption_writes_the_record_and_the_state(number, code, tmp_path):
 def test_an_interruption_in_the_midst_of_a_vmapped_step_writes_the_state(tmp_path, monkeypatch):
     """The record and the state of the round before it, from which --resume goes on."""
     begin, cross_entropy = common.Federation.__init__, common.cross_entropy
-    log, logged = records.Run.log, []
+    log, logged = fl.run.Run.log, []
 
     def together(self, *args):
         begin(self, *args)
@@ -508,7 +508,7 @@ def test_an_interruption_in_the_midst_of_a_vmapped_step_writes_the_state(tmp_pat
 
     def interrupted(logits, b):
         if logged == [1, 2]:
-            assert engine.STEPS.vmapped
+            assert fl.training.STEPS.vmapped
             logged.append("interrupted")
             os.kill(os.getpid(), signal.SIGTERM)
         return cross_entropy(logits, b)
@@ -518,9 +518,9 @@ def test_an_interruption_in_the_midst_of_a_vmapped_step_writes_the_state(tmp_pat
         return log(self, *measures, **more)
 
     monkeypatch.setattr(common.Federation, "__init__", together)
-    monkeypatch.setattr(engine, "capture", eager)
+    monkeypatch.setattr(fl.training, "capture", eager)
     monkeypatch.setattr(common, "cross_entropy", interrupted)
-    monkeypatch.setattr(records.Run, "log", logs)
+    monkeypatch.setattr(fl.run.Run, "log", logs)
     argv = [*QUICK, "--rounds", "3", "--eval-every", "1"]
     with pytest.raises(SystemExit) as stop:
         fedavg.main([*argv, "--out", str(tmp_path / "parts")])
@@ -550,8 +550,8 @@ def test_the_commit_is_recorded(tmp_path, monkeypatch):
     files = [here / name for name in ("records.py", "fedavg.py", "other.py")]
     for path in (mine, *files):
         path.write_text("one\n")
-    monkeypatch.setattr(records, "__file__", str(files[0]))
-    assert records.commit(files) is None  # no checkout
+    monkeypatch.setattr(fl.run, "__file__", str(files[0]))
+    assert fl.run.commit(files) is None  # no checkout
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
@@ -564,9 +564,9 @@ def test_the_commit_is_recorded(tmp_path, monkeypatch):
     (here / "new.py").write_text("one\n"), (here / "ignored.py").write_text("one\n")
     files[2].write_text("two\n")
     head = git("rev-parse", "HEAD")
-    assert records.commit(files[:2]) == head
+    assert fl.run.commit(files[:2]) == head
     for more in (files[2], here / "new.py", here / "ignored.py", mine):
-        assert records.commit([*files[:2], more]) == f"{head}+"
+        assert fl.run.commit([*files[:2], more]) == f"{head}+"
 
 
 def test_the_record_has_the_file_of_a_model_from_elsewhere(toy, tmp_path):
@@ -591,12 +591,12 @@ small = functools.partial(net, width=Width(5))
         argv = ["--dataset", toy, "--model", f"{tmp_path}/mine.py:small", "--split", "iid",
                 "--clients", "4", "--rounds", "1", "--device", "cpu", *more]
         record, _ = run(module, argv, tmp_path / module.__name__)
-        sources = {f"{module.__name__}.py", "mine.py", *records.SHARED}
+        sources = {f"{module.__name__}.py", "mine.py", *fl.run.SHARED}
         assert set(record["environment"]["sources"]) == sources
 
 
 def test_another_file_in_the_folder_is_no_state(tmp_path):
-    """tables/fedslr_factors.py exports factors to this name, beside a run's record."""
+    """papers/fedslr_factors.py exports factors to this name, beside a run's record."""
     (tmp_path / "state-factors.pt").write_bytes(b"")
     record, _ = run(fedavg, [*QUICK, "--rounds", "1", "--resume"], tmp_path)
     assert record["status"] == "finished"
@@ -607,7 +607,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
     free again afterwards."""
     argv = [*QUICK, "--out", str(tmp_path / "run")]
     fed = federation(argv)
-    rounds = records.Run(fedavg.__file__, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
+    rounds = fl.run.Run(fedavg.__file__, fed).rounds(SimpleNamespace(w=torch.zeros(2)))
     next(rounds)
     refused(capsys, "another run is writing to", fedavg.main, argv)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

@@ -1,0 +1,1 @@
+"""What is run by hand, not by the tests."""

@@ -1,0 +1,327 @@
+"""The tables and figures of comparisons: means and spreads, paired differences, Markdown, LaTeX,
+CSV. docs/compare.md explains every column.
+
+records: of each method a list of result.json's contents, in the same order of splits and seeds.
+"""
+
+import csv
+import itertools
+import json
+import re
+
+import numpy as np
+
+import common
+from fl.run import FREE
+
+MEASURES = {  # title: its value in a record
+    "global": lambda r: r["final"].get("global", {}).get("top1"),
+    "personal": lambda r: r["final"].get("personal", {}).get("mean"),
+    "worst tenth": lambda r: r["final"].get("personal", {}).get("worst_decile"),
+    "validation": lambda r: r["final"].get("personal", {}).get("val_mean"),
+    "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6,
+    "s a round": lambda r: r["seconds_per_round"],
+    "minutes": lambda r: sum(row["seconds"] + row.get("evaluation_seconds", 0)
+                             for row in r["rounds"]) / 60,
+}
+GAIN, DIGITS = "gain over Local", {"MB sent": 1, "s a round": 2, "minutes": 1}  # others: 3
+COLUMNS = [*list(MEASURES)[:4], GAIN, "rounds", *list(MEASURES)[4:], "own"]
+STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
+          for i in range(7)]  # common.drawing has 7 colours
+
+
+def flags(settings):
+    """{"batch_size": 20, "lambda_": .1, "augment_once": True, "limit": None, "target": []} ->
+    ["--batch-size=20", "--lambda=0.1", "--augment-once"]"""
+    given = {name: value for name, value in settings.items()
+             if value is not None and value is not False and value != []}
+    return [flag(name) if value is True else f"{flag(name)}={value}"
+            for name, value in given.items()]
+
+
+def flag(name):
+    return f"--{name.strip('_').replace('_', '-')}"
+
+
+def own_settings(method, args, shared):
+    """Returns a method's settings that are not shared, and those set for it alone."""
+    all_share = json.loads(json.dumps(vars(shared), default=str))
+    no_part = (*FREE, *common.unused(shared.split), "seed", "split_seed", "device", "eval_every")
+    own = [word.partition("=")[0].partition(".") for word in args.set]
+    own = {key.replace("-", "_") for name, _, key in own if name == method.name}
+    own |= method.own.keys()
+    foreign = method.method.endswith(".py")
+    return flags({key: int(value) if isinstance(value, float) and value.is_integer() else value
+                  for key, value in method.args.items() if key not in no_part and (
+                      value != all_share[key] if key in all_share
+                      else foreign or key.rstrip("_") in own)})
+
+
+def spreads(values, splits):
+    """Returns the mean, the standard deviation between seeds (within a split), and that between
+    the splits' means; None where there is one seed, or one split."""
+    groups = [[value for value, at in zip(values, splits) if at == split] for split in set(splits)]
+    within = [np.var(group, ddof=1) for group in groups if len(group) > 1]
+    return (float(np.mean(values)), float(np.mean(within) ** 0.5) if within else None,
+            float(np.std([np.mean(group) for group in groups], ddof=1)) if groups[1:] else None)
+
+
+def paired(runs, others):
+    """Returns the mean difference of the personal accuracy over equal splits, seeds and clients,
+    its 95 % interval, and "ahead", "behind" or "not decided" (None and "" for one pair of runs);
+    None without a pair.
+
+    The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
+    split, clients, because both vary. A split's seeds get the same clients, because a client's
+    difference is similar with every seed.
+    """
+    by_split = {}
+    for pair in zip(runs, others):
+        if not any(r["diverged"] or "personal" not in r["final"] for r in pair):
+            a, b = (np.array(r["final"]["personal"]["per_client"]) for r in pair)
+            by_split.setdefault(pair[0]["args"]["split_seed"], []).append(a - b)
+    if not by_split:
+        return None
+    splits = [np.array(D) for D in by_split.values()]  # [runs, K] each
+    n, rng, sampled = sum(map(len, splits)), np.random.default_rng(0), []
+    mean = float(np.concatenate([D.mean(1) for D in splits]).mean())
+    if n == 1:
+        return mean, None, ""
+    for _ in range(10):  # a thousand at a time: less memory
+        means = [rng.multinomial(K, [1 / K] * K, 1000) / K @ D.T
+                 for D in splits for K in [D.shape[1]]]
+        weights = rng.multinomial(n, [1 / n] * n, 1000) / n
+        sampled.append((weights * np.concatenate(means, 1)).sum(1))
+    low, high = map(float, np.percentile(sampled, [2.5, 97.5]))
+    return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "not decided"
+
+
+def table(records, methods, args, shared):
+    """Returns a row for each method, the best personal models first: its name, runs, how many
+    diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
+    difference to each method of --against. bold: the best one, and those not decided from it."""
+    rows = []
+    for method in methods:
+        finished = [r for r in records[method.name] if not r["diverged"]]
+        runs = len(records[method.name])
+        row = {"method": method.name, "runs": runs, "diverged": runs - len(finished),
+               "rounds": method.args["rounds"], "own": own_settings(method, args, shared)}
+        for title, measure in MEASURES.items():
+            found = [(value, r["args"]["split_seed"]) for r in finished
+                     if (value := measure(r)) is not None]
+            row[title] = spreads(*zip(*found)) if found else None
+        rows.append(row)
+    rows.sort(key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
+    best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
+    references = dict.fromkeys(args.against or filter(None, (best, local)))
+    for row in rows:
+        to = {name: None if name in (None, row["method"]) else
+              paired(records[row["method"]], records[name]) for name in {*references, best, local}}
+        row["against"] = {name: to[name] for name in references}
+        row[GAIN] = to[local]
+        row["bold"] = bool(row["personal"]) and (
+            row["method"] == best or bool(to[best]) and to[best][2] == "not decided")
+    return rows
+
+
+def main_table(rows):
+    """Returns titles and cells, without empty columns."""
+    def cell(row, title):
+        value, digits = row[title], DIGITS.get(title, 3)
+        if not value or title in ("own", "rounds"):
+            return f"`{' '.join(value)}`" if value and title == "own" else str(value or "")
+        if title == GAIN:
+            return f"{value[0]:+.3f}"
+        spread = [f" ± {std:.3f}" for std in value[1:] if std is not None and digits == 3]
+        return f"{value[0]:.{digits}f}{''.join(spread)}"
+
+    titles = [title for title in COLUMNS if any(row[title] for row in rows)]
+    names = [row["method"] + f" ({row['diverged']} of {row['runs']} diverged)"
+             * (row["diverged"] > 0) for row in rows]
+    return (["method", *(title.replace("own", "own settings") for title in titles)],
+            [[name, *(cell(row, title) for title in titles)] for row, name in zip(rows, names)])
+
+
+def paired_table(rows):
+    """Returns the titles and cells of the paired differences, if any."""
+    def words(z):
+        return "" if not z else f"{z[0]:+.3f}" + (
+            f" [{z[1][0]:+.3f}, {z[1][1]:+.3f}] {z[2]}" if z[1] else "")
+
+    return (["method", *(f"minus {name}" for name in rows[0]["against"])],
+            [[row["method"], *map(words, row["against"].values())] for row in rows
+             if any(row["against"].values())])
+
+
+def lines(titles, body):
+    """A table in Markdown."""
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles),
+            *(f"| {' | '.join(row)} |" for row in body)]
+
+
+def about_split(record):
+    """Returns a split's clients, images, classes as words."""
+    split = record["split"]
+    classes = f" of {common.spread(split['classes'])} classes" if "classes" in split else ""
+    return (f"{split['clients']} clients with {common.spread(split['sizes'])} training images"
+            f"{classes} (least/mean/most), fingerprint {split['fingerprint']}")
+
+
+def about_runs(args):
+    """Returns words on the means, on ± and on what --tune chose."""
+    counts = (args.seeds, "seed", "seeds"), (args.split_seeds, "split", "splits' means")
+    many = " on ".join(f"{n} {word}{'s' * (n > 1)}" for n, word, _ in counts)
+    between = " ± that between ".join(what for n, _, what in counts if n > 1)
+    grids = "; ".join(word.replace("=", " from ", 1).replace(",", ", ") for word in args.tune)
+    return (f"means over {many}" + f" ± the standard deviation between {between}" * bool(between)
+            + f". Chosen for each method on validation images (first seed and split): {grids}"
+            * bool(grids))
+
+
+def about_differences(rows):
+    intervals = (", with 95 % bootstrap intervals over runs and clients. A method is ahead or "
+                 "behind if its interval excludes 0." if rows[0]["runs"] > 1 else
+                 ". One run of each method gives no interval, so nothing is decided.")
+    return "Differences of the personal accuracy over equal splits, seeds and clients" + intervals
+
+
+def write_table(rows, records, methods, shared, args, out):
+    """Writes compare.md, .tex, .csv and runs.csv."""
+    some = records[methods[0].name][0]
+    no_part = (*FREE, *common.unused(shared.split), "seed", "device")
+    settings = {name: value for name, value in vars(shared).items() if name not in no_part}
+    notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
+    notes += [f"- {m.name}: {m.why}." for m in methods if m.why]
+    text = f"""# {len(records)} methods on {some['data']['name']}
+
+Settings that all share: `{' '.join(flags(settings))}`.
+
+The {'first ' * (args.split_seeds > 1)}split: {about_split(some)}.
+
+Accuracies after the last round, without runs that diverged: {about_runs(args)}.
+docs/compare.md explains the columns. Times are those on {some['environment']['device']}.
+
+"""
+    text += "\n".join(lines(*main_table(rows))) + "\n\n"
+    if paired_table(rows)[1]:
+        text += "\n".join([about_differences(rows), "", *lines(*paired_table(rows))]) + "\n\n"
+    if notes:
+        text += "What is not shared:\n\n" + "\n".join(notes) + "\n\n"
+    if any(row["personal"] for row in rows):  # otherwise nothing is drawn
+        text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
+    (out / "compare.md").write_text(text, encoding="utf-8")
+    (out / "compare.tex").write_text(latex(rows, some, args), encoding="utf-8")
+    titles = [title.replace(" ", "_") for title in MEASURES]
+    kinds = [f"{title}_{kind}" for title in titles for kind in ("mean", "std_seeds", "std_splits")]
+    own = {row["method"]: [row["method"], row["rounds"], " ".join(row["own"])] for row in rows}
+    methods = [[*own[row["method"]], row["runs"], row["diverged"], row[GAIN] and row[GAIN][0],
+                *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))]
+               for row in rows]
+    runs = [[*own[name], r["args"]["split_seed"], r["args"]["seed"], int(r["diverged"]),
+             *(None if r["diverged"] else measure(r) for measure in MEASURES.values())]
+            for name in own for r in records[name]]
+    for name, body, *more in (
+            ("compare.csv", methods, "runs", "diverged", "gain_over_local", *kinds),
+            ("runs.csv", runs, "split_seed", "seed", "diverged", *titles)):
+        with open(out / name, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["method", "rounds", "own_settings", *more], *body])
+
+
+def tex(text):
+    """Returns text for LaTeX. Between dollars it is mathematics already."""
+    parts = text.replace("`", "").replace("--", "").split("$")
+    parts[::2] = [re.sub(r"[_&%#{}]", r"\\\g<0>", part) for part in parts[::2]]
+    text = "$".join(parts).replace("±", r"$\pm$")
+    return re.sub(r"(?<![\w.])[-+]\d+\.\d+", r"$\g<0>$", text)
+
+
+def latex(rows, some, args):
+    """Returns both tables and the figure in LaTeX."""
+    def floating(kind, label, caption, *body):
+        return "\n".join([rf"\begin{{{kind}*}}[t]", r"\centering\small",
+                          rf"\caption{{{tex(caption)}}}", rf"\label{{{label}}}", *body,
+                          rf"\end{{{kind}*}}", ""])
+
+    def tabular(label, caption, titles, body):
+        head, *body = [" & ".join(line) + r" \\" for line in [list(map(tex, titles)), *body]]
+        last = "l"
+        if "own settings" in titles:
+            last = r">{\raggedright\arraybackslash}p{0.2\linewidth}"
+        return floating("table", f"tab:{label}", caption,
+                        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+                        rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}{last}}}",
+                        r"\toprule", head, r"\midrule", *body, r"\bottomrule",
+                        r"\end{tabular}}")
+
+    classes = some["split"].get("classes")
+    classes = f", {common.spread(classes)} classes per client (least/mean/most)" if classes else ""
+    about = f"{common.setting(some)}{classes}."
+    titles, body = main_table(rows)
+    shown = [title not in ("validation", "s a round") for title in titles]
+    body = [[tex(text) for text in itertools.compress(line, shown)] for line in body]
+    titles = list(itertools.compress(titles, shown))
+    for row, line in zip(rows, body):
+        if row["bold"]:
+            at = titles.index("personal")
+            line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
+    bold = ", and those whose paired difference to it is not decided" * (rows[0]["runs"] > 1)
+    text = ["% needs \\usepackage{array,booktabs,graphicx}", tabular(
+        "compare", f"{about} Accuracies after the last round: {about_runs(args)}. Bold: the best "
+        f"personal accuracy{bold}.", titles, body)]
+    titles, body = paired_table(rows)
+    if body:
+        text.append(tabular("differences", f"{about_differences(rows)} {about}", titles,
+                            [list(map(tex, line)) for line in body]))
+    if any(row["personal"] for row in rows):
+        text.append(floating("figure", "fig:curves", "Learning curves: means and standard "
+                             f"deviations over all runs. {about}",
+                             r"\includegraphics[width=\linewidth]{curves.pdf}"))
+    return "\n".join(text)
+
+
+def curve(runs, part, key):
+    """Returns the rounds [n], and the mean and std [n] of a measure over the finished runs; n is 0
+    if it was not measured."""
+    runs = [[row for row in r["rounds"] if part in row] for r in runs if not r["diverged"]]
+    y = np.array([[row[part][key] for row in rows] for rows in runs])
+    return np.array([row["round"] for row in runs[0]]), y.mean(0), y.std(0, ddof=min(1, len(y) - 1))
+
+
+def draw(rows, records, shared, out):
+    """Draws curves and clients: .png, .svg and, untitled, .pdf."""
+    rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
+    some, names, n = records[rows[0]["method"]][0], [row["method"] for row in rows], rows[0]["runs"]
+    styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
+    title = f"{common.setting(some)}, {n} run{'s' * (n > 1)}"
+    parts = (("global", "top1", "accuracy of the server's model"),
+             ("personal", "mean", "mean accuracy of the clients' models"))
+    both = f"{title}: mean and standard deviation over the runs"
+    with common.drawing(out / "curves.png", 1, 2, (11, 5.5), both) as axes:
+        for axis, (part, key, label) in zip(axes, parts):
+            for name in names:
+                style = styles[name]
+                x, mean, std = curve(records[name], part, key)
+                # fewer rounds, each with more work; a line through one point can't be seen
+                x = x * shared.rounds / records[name][0]["args"]["rounds"]
+                axis.plot(x, mean, label=name, marker="o" if len(x) == 1 else None, **style)
+                band = (mean - std).clip(0), (mean + std).clip(max=1)
+                axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
+            axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
+    with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
+        finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
+        clients = [np.concatenate([r["final"]["personal"]["per_client"] for r in runs])
+                   for runs in finished]
+        axis.boxplot(clients, orientation="horizontal", patch_artist=True,
+                     flierprops={"markersize": 2}, boxprops={"facecolor": "C5"},
+                     medianprops={"color": "black"})
+        axis.set_yticks(range(1, len(names) + 1), names[::-1])
+        seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
+        axis.plot([x for x, _ in seen], [y for _, y in seen], "D", color="C1",
+                  label="the server's model, on the central test images")
+        axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all runs")
+    from matplotlib import rc_context
+
+    for name, figure in (("curves.pdf", axes[0].figure), ("clients.pdf", axis.figure)):
+        figure.suptitle("")  # a paper has captions for titles, and wants no Type 3 fonts
+        with rc_context({"pdf.fonttype": 42}):
+            figure.savefig(out / name, metadata={"CreationDate": None})

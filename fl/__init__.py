@@ -1,0 +1,1 @@
+"""What stands behind common.py."""

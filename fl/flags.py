@@ -1,0 +1,192 @@
+"""The flags that all files share, their types, and `parse`."""
+
+import argparse
+import sys
+
+import torch
+
+from . import training
+from .data import DATASETS
+from .models import MODELS
+from .net import find
+from .splits import SPLITS, USED_BY, scheme, unused
+from .training import refuse
+from .transforms import TRANSFORMS
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(f"{message} (see --help)")
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        plain = action.default is None or action.default is False
+        return action.help if plain else super()._get_help_string(action)
+
+
+def between(kind, low, high=float("inf"), without_low=False):
+    """An argparse type: a finite number in [low, high], or in (low, high]."""
+
+    def parse_number(text):
+        value, inf = kind(text), float("inf")
+        if not (low < value <= high if without_low else low <= value <= high) or value == inf:
+            limits = f"{'above' if without_low else 'at least'} {low}"
+            limits += f" and at most {high}" if high < inf else ""
+            limits = "finite" if value == inf == high else limits
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return value
+
+    parse_number.__name__ = "number" if kind is float else "whole number"
+    return parse_number
+
+
+positive_int, nonnegative_int = between(int, 1), between(int, 0)
+positive, nonnegative = between(float, 0, without_low=True), between(float, 0)
+fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without_low=True)
+
+
+class Arguments(argparse.Namespace):
+    __slots__ = "argv",  # the command line, which vars(args) lacks
+
+
+def parser(doc, **defaults):
+    """Returns a parser of the common flags, with an algorithm's defaults. doc: the file's."""
+    about, command, *_ = (doc or "").split("\n\n") + [""]
+    p = Parser(description=about, epilog=command, formatter_class=Help, allow_abbrev=False)
+    flag = p.add_argument_group("data (the same in every file)").add_argument
+    flag("--dataset", default="cifar10",
+         help=f"{' '.join(DATASETS)}, the path of a .npz or of a folder of images, or leaf:FOLDER "
+              "(docs/extend.md); defaults of other flags depend on it (--dataset NAME --help)")
+    flag("--data-dir", default="data",
+         help="NAME.npz is taken from here if it exists, else downloads go here")
+    flag("--resize", type=positive_int, metavar="N",
+         help="scale and cut the images of a folder to N x N pixels")
+    flag("--test-share", type=fraction, metavar="SHARE",
+         help="of a data set without test images: hold out this share of each class")
+    flag("--classes", type=positive_int,
+         help="how many classes there are, if the training images lack some")
+    flag("--limit", type=positive_int,
+         help="use only this many training images, equally many of each class")
+    flag("--limit-test", type=positive_int,
+         help="test on only this many central images, equally many of each class, and on as many "
+              "of all clients' own test images together")
+    flag("--augment-once", action="store_true",
+         help="move every image by up to 4 pixels each way and mirror half of them, once "
+              "and for all")
+    flag("--split", default="shards", metavar="NAME",
+         help=f"how the training images are given to the clients: {' '.join(SPLITS)}, or "
+              "path/to/file.py:function (docs/extend.md); natural: as the data set says (the "
+              "array client_train of a .npz, the users of LEAF)")
+    flag("--alpha", type=nonnegative, default=1.0,
+         help="alpha of the Dirichlet splits. dirichlet-classes, fedma: of each class's shares "
+              "over the clients; fedslr: of each client's shares over the classes; dirichlet-hsu: "
+              "alpha * p, where p are the classes' shares; others refuse it")
+    flag("--per-client", type=positive_int, default=2,
+         help="s, shards (--split shards) or classes (--split classes, lognormal) a client; "
+              "others refuse it")
+    flag("--clients", type=positive_int, default=100,
+         help="K, clients in all (--split semantic and natural find their own)")
+    flag("--client-test", type=fraction, default=0.2,
+         help="share of a client's images held out as its own test images; 0: it is tested on "
+              "central test images instead, drawn in its class proportions")
+    flag("--client-val", type=fraction, default=0.0,
+         help="share of a client's images held out for validation: the record then has val_mean "
+              "and val_loss; superfed.py and persfl.py also choose on these images")
+    flag("--transform", default="scale", choices=TRANSFORMS,
+         help="of pixels. scale: to [0, 1]; centre: to [-1/2, 1/2]; half: to [-1, 1], by (x - .5)"
+              " / .5; normalize: each channel to mean 0 and deviation 1; the others: a paper's")
+    flag = p.add_argument_group("training (the same in every file)").add_argument
+    flag("--model", default="cnn", metavar="NAME",
+         help=f"the network: {' '.join(MODELS)}, torchvision:NAME, or path/to/file.py:NAME of a "
+              "class or function that gives an nn.Module (docs/extend.md)")
+    flag("--batchnorm", choices=("group", "frozen"),
+         help="for networks with BatchNorm. group: GroupNorm replaces each BatchNorm; frozen: its "
+              "running statistics are constants, for a pretrained --init")
+    flag("--no-dropout", action="store_true",
+         help="makes a network's dropout inactive, as in eval()")
+    flag("--init", metavar="FILE", help="w_0: the state dict of a network, as torch.save writes it")
+    flag("--fraction", type=fraction, default=0.1,
+         help="C, share of the clients in a round; at least one is drawn")
+    flag("--rounds", type=positive_int, default=100, help="T, R or E_G, rounds of communication")
+    flag("--epochs", type=positive_int, default=1, help="E (E_L in PersFL), local epochs")
+    flag("--batch-size", type=nonnegative_int, default=20,
+         help="B, local minibatch; 0: all the client has")
+    flag("--lr", type=positive, default=0.01, help="eta, local learning rate")
+    flag("--lr-decay", type=positive_fraction, default=1.0,
+         help="eta is multiplied by this every round")
+    flag("--momentum", type=fraction, default=0.0,
+         help="of local SGD; its buffer starts at 0 in every round")
+    flag("--weight-decay", type=nonnegative, default=0.0,
+         help="adds this times w to the gradient (of tfcnn: for the kernels of its two hidden "
+              "fully connected layers)")
+    flag = p.add_argument_group("running (the same in every file)").add_argument
+    seed = between(int, 0, 2**32 - 1)
+    flag("--seed", type=seed, default=0,
+         help="of initial weights, sampled clients, order of images, augmentation")
+    flag("--split-seed", type=seed, default=0, help="of the split, and of --augment-once")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+         help="cpu, cuda, cuda:1, ...")
+    flag("--parallel", type=positive_int,
+         help="on a CPU: clients trained at once, a thread each (default: its cores)")
+    flag("--precision", choices=("fp32", "tf32", "bf16"),
+         help="of a network in training (tf32: of its matrix products and convolutions); all else "
+              "is fp32 (default: tf32 on a GPU from Ampere on, else fp32)")
+    flag("--engine", choices=("auto", "loop"), default="auto",
+         help="on a GPU. auto: all clients at once, or CUDA graphs, where they give what the loop "
+              "gives; loop: plainly one client after the other")
+    flag("--eval-every", type=positive_int, default=5,
+         help="rounds between evaluations; the last is always evaluated")
+    if "target" in defaults:  # of files that hand their global model to run.evaluates
+        flag("--target", type=positive_fraction, nargs="*", metavar="TOP1",
+             help="measure the global model after every round; stop when its accuracy has reached "
+                  "all these")
+    flag("--out", help="folder of the record (default: runs/<algorithm>-<dataset>-<seed>)")
+    flag("--resume", action="store_true",
+         help="continue the run whose state lies in the --out folder")
+    flag("--save-clients", action="store_true",
+         help="write the clients' own models, if there are any, to clients.pt, beside the global "
+              "model.pt")
+    flag("--tensorboard", action="store_true",
+         help="write the measures for TensorBoard into --out, too (needs the package tensorboard)")
+    flag("--plot", action="store_true",
+         help="draw learning curves, accuracy per client and the split into --out")
+    p.set_defaults(**defaults)
+    return p
+
+
+def parse(p, by_dataset, argv=None):
+    """Returns the parsed argv. by_dataset[DATASET], then by_dataset[DATASET, SPLIT], if given,
+    replace defaults."""
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dataset", default=p.get_default("dataset"))
+    first.add_argument("--split")
+    for name in USED_BY:
+        first.add_argument(f"--{name}".replace("_", "-"))
+    given = first.parse_known_args(argv)[0]
+    p.set_defaults(**by_dataset.get(given.dataset, {}))
+    if given.dataset.startswith("leaf:"):
+        p.set_defaults(split="natural")
+    split = given.split or p.get_default("split")
+    p.set_defaults(**by_dataset.get((given.dataset, split), {}))
+    args = p.parse_args(argv, Arguments())
+    args.argv = sys.argv[1:] if argv is None else argv
+    if not args.model.startswith("torchvision:"):
+        find("model", args.model, MODELS)  # refuses a name that nothing has
+    scheme(args.split)
+    for name in unused(args.split):
+        if getattr(given, name):
+            default = "" if given.split else " (the default here)"
+            flag = "--" + name.replace("_", "-")
+            p.error(f"--split {args.split}{default} has no use for {flag}; leave it out, or take "
+                    f"--split {' or '.join(USED_BY[name])}")
+    if args.out == "":
+        p.error("--out is empty; name a folder, or leave it out")
+    gpu = args.device.startswith("cuda")
+    old = gpu and training.before_ampere(args.device)
+    args.precision = args.precision or ("tf32" if gpu and not old else "fp32")
+    if args.precision == "tf32" and not gpu:
+        p.error("--precision tf32 is for GPUs; use fp32 or bf16")
+    if args.precision != "fp32" and old:
+        p.error(f"--precision {args.precision} is for GPUs from Ampere on; use fp32")
+    return args

@@ -1,0 +1,305 @@
+"""Images and labels as arrays: from a .npz, a folder of images, LEAF's JSON or torchvision; and
+`shapes`, which is synthetic and needs no file.
+
+Readers return a dict with some of ARRAYS, `shapes` a tuple. Files that can't be read are refused
+here; data_sets.make_data checks the rest. A record has the images' fingerprint, and so needs no
+hash of this file.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import zipfile
+from math import isqrt
+
+import numpy as np
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+from .training import first_line, refuse
+
+ARRAYS = ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val", "client_train", "client_test",
+          "classes")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+
+# --------------------------------------------------------------------------------------------------
+# 1. A .npz, and what is kept as one
+
+
+def read_npz(path):
+    """Returns those of ARRAYS in a .npz. MedMNIST calls them train_images, train_labels, ..."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {}
+            for key in ARRAYS:  # if one can't be read, the refusal below names it
+                also = {"x": f"{key[2:]}_images", "y": f"{key[2:]}_labels"}.get(key[0], key)
+                for name in (also, key):
+                    if name in file:
+                        arrays[key] = file[name]
+            return arrays
+    except FileNotFoundError:
+        refuse(f"there is no file {path}")
+    except Exception as problem:  # numpy, zipfile and zlib raise nearly anything on a broken file
+        why = repr(problem)
+        if not zipfile.is_zipfile(path):
+            why = "it is none, or a part of one"
+        elif "Object arrays" in why:
+            why = f"{key} holds Python objects; images must have one size, and labels be integers"
+        refuse(f"{path} can't be read as a .npz: {why}")
+
+
+def write_npz(path, arrays):
+    """Writes a .npz whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            np.savez(file, **arrays)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def kept(path, files, read):
+    """Returns the arrays that read() makes of `files`. Keeps them as `path`, a .npz, and takes them
+    from there until one of the files changes."""
+    stats = [(str(file.relative_to(path.parent)), file.stat()) for file in files]
+    key = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    key = hashlib.sha256(key.encode()).hexdigest()
+    with contextlib.suppress(Exception), np.load(path) as there:  # none, or a broken one
+        if there["files"] == key:
+            return {name: there[name] for name in there if name != "files"}
+    arrays = read()
+    try:
+        write_npz(path, {**arrays, "files": key})
+    except OSError as problem:
+        arrays["notes"] = [f"note    {path} can't be written ({problem.strerror}): each run reads "
+                           "the images anew"]
+    return arrays
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. A folder of images
+
+
+def read_folder(root, resize=None):
+    """Returns the images in ROOT/train/CLASS, ROOT/test/CLASS and, if it is there, ROOT/val/CLASS;
+    or those in ROOT/CLASS, all for training. Classes are numbered in the order of their names."""
+    def folders(home):
+        return sorted(z.name for z in home.iterdir() if z.is_dir() and z.name[0] != ".")
+
+    homes = {part: root / part for part in ("train", "test", "val") if (root / part).is_dir()}
+    homes = homes if "train" in homes else {"train": root}
+    names, files, there = folders(homes["train"]), {}, 0
+    for part, home in homes.items():
+        files[part] = [(path, c) for c, name in enumerate(names)
+                       for path in sorted((home / name).glob("[!.]*"))
+                       if path.suffix.lower() in SUFFIXES]
+        there += sum(1 for name in names for _ in (home / name).glob("[!.]*"))
+        if strange := [name for name in folders(home) if name not in names]:
+            refuse(f"{home / strange[0]}: {homes['train']} has no class of this name; name the "
+                   "folders alike")
+        if not files[part]:
+            leaf = f"; for LEAF's JSON say leaf:{root}" * any(home.glob("*.json"))
+            refuse(f"{home} has no images in folders; it wants a folder for each class with its "
+                   f"images ({', '.join(SUFFIXES)}){leaf}")
+    full = {c for _, c in files["train"]}
+    if empty := [name for c, name in enumerate(names) if c not in full]:
+        refuse(f"{homes['train'] / empty[0]} has no images; remove the folder, or fill it")
+    arrays = kept(root / f"images-{resize or 'whole'}.npz",
+                  [path for rows in files.values() for path, _ in rows],
+                  lambda: decode(files, resize))
+    if others := there - sum(map(len, files.values())):
+        arrays["notes"] = [*arrays.get("notes", []), f"note    {others} files or folders in {root} "
+                           f"are not read: they are no {', '.join(SUFFIXES)}"]
+    return {**arrays, "classes": np.array(names)}
+
+
+def decode(files, resize=None):
+    """Returns the arrays of images of one size; files: part -> [(path, class)]. resize scales each
+    so that its shorter side has that many pixels, and cuts the longer one to as many. The images
+    are grey if all files are, and have 16 bits if all have."""
+    def look(path, at):
+        try:
+            with Image.open(path) as image:
+                return at(image)
+        except Exception as problem:  # Pillow raises nearly anything on a broken file
+            refuse(f"{path} can't be read as an image: {first_line(problem)}; replace or remove it")
+
+    def pixels(image):
+        image = image if mode == "I;16" else image.convert(mode)
+        return np.asarray(ImageOps.fit(image, (resize, resize)) if resize else image)
+
+    sizes, modes, arrays = {}, {}, {}  # size, mode: a file that has it
+    for path in (path for rows in files.values() for path, _ in rows):
+        size, mode = look(path, lambda image: (image.size, image.mode))
+        sizes.setdefault(size, path)
+        modes.setdefault(mode, path)
+    if len(sizes) > 1 and not resize:
+        (a, one), (b, other), *_ = sizes.items()
+        refuse(f"{one} has {a[0]}x{a[1]} pixels, {other} {b[0]}x{b[1]}; add --resize "
+               f"{min(map(min, sizes))}, which scales and cuts all images to one size")
+    deep = [mode for mode in modes if mode[0] in "IF"]
+    if deep and {*modes} != {"I;16"}:
+        refuse(f"{modes[deep[0]]} is of Pillow's mode {deep[0]}; images must have 8 bits, or all "
+               "be grey with 16")
+    mode = "I;16" if deep else "L" if {*modes} <= {"1", "L"} else "RGB"
+    for part, rows in files.items():
+        bar = tqdm(rows, f"decoding {part} images", leave=False, disable=None)
+        arrays[f"x_{part}"] = np.stack([look(path, pixels) for path, _ in bar])
+        arrays[f"y_{part}"] = np.array([c for _, c in rows])
+    return arrays
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. LEAF
+
+
+def read_leaf(root):
+    """Returns ROOT/train/*.json and ROOT/test/*.json as LEAF makes them: x and y of each user. The
+    users are the clients, in the order of their names. If test/ has the same users, they have test
+    images of their own."""
+    root = root / "data" if (root / "data" / "train").is_dir() else root
+    files = {part: sorted((root / part).glob("*.json")) for part in ("train", "test")}
+    for part, paths in files.items():
+        if not paths:
+            refuse(f"{root / part} has no .json files; leaf:FOLDER wants FOLDER/train/*.json and "
+                   "FOLDER/test/*.json, as LEAF's preprocess.sh makes them")
+    arrays = kept(root / "images-leaf.npz", [*files["train"], *files["test"]],
+                  lambda: decode_leaf(files))
+    (users, arrays["client_train"]), (others, test) = (
+        np.unique(arrays.pop(f"client_{part}"), return_inverse=True) for part in files)
+    if np.array_equal(users, others):
+        return {**arrays, "client_test": test}
+    both = len(np.intersect1d(users, others))
+    return {**arrays, "notes": [*arrays.get("notes", ()), (
+        f"note    {len(users)} users have training images, {len(others)} test images, {both} both: "
+        "so the test images are central ones only, and no client's own")]}
+
+
+def decode_leaf(files):
+    """Returns the arrays of LEAF's files; client_train and client_test hold the users' names."""
+    arrays = {}
+    for part, paths in files.items():
+        x, y, users = [], [], []
+        try:
+            for path in tqdm(paths, f"reading {part}/*.json", leave=False, disable=None):
+                content = json.loads(path.read_bytes())
+                for user in content["users"]:
+                    own = content["user_data"][user]
+                    rows = np.array(own["x"])
+                    rows = rows if rows.dtype.kind in "iu" else rows.astype(np.float32)
+                    x += [rows] * bool(len(rows))
+                    y += own["y"]
+                    users += [user] * len(own["y"])
+            x = np.concatenate(x)
+        except (ValueError, KeyError, TypeError) as problem:
+            refuse(f"{path} can't be read as images in LEAF's JSON (users, user_data, x, y): "
+                   f"{type(problem).__name__}: {first_line(problem)}")
+        for channels in (1, 3):  # rows of numbers are square images
+            side = isqrt(x.shape[-1] // channels)
+            if x.ndim == 2 and side * side * channels == x.shape[1]:
+                x = x.reshape(len(x), side, side, channels)
+        if x.dtype.kind in "iu" and x.min() >= 0 and x.max() < 256:
+            x = x.astype(np.uint8)
+        arrays |= {f"x_{part}": x, f"y_{part}": np.array(y), f"client_{part}": np.array(users)}
+    return arrays
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Data sets with a name
+
+
+def read_torchvision(name, path):
+    """Returns a data set of torchvision, downloaded beside `path` if it is not there. EMNIST is
+    split by class, as stored."""
+    import torchvision  # not above: it takes as long as all other imports, and most runs do without
+
+    kind = getattr(torchvision.datasets, name.upper())
+    more = {"split": "byclass"} if name == "emnist" else {}
+    parts = [kind(path.parent, train=train, download=True, **more) for train in (True, False)]
+    arrays = [np.asarray(array) for part in parts for array in (part.data, part.targets)]
+    return dict(zip(ARRAYS, arrays))
+
+
+def read_tiny_imagenet(path):
+    """Returns Tiny ImageNet from its official layout, in tiny-imagenet-200 beside `path`. Its
+    validation images are the test set. The decoded images are kept as `path`."""
+    root = path.parent / "tiny-imagenet-200"
+    if not root.exists():
+        import torchvision
+
+        torchvision.datasets.utils.download_and_extract_archive(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip", str(path.parent),
+            md5="90528d7ca1a48142e341f4ef8d21d0de")
+    label = {wnid: c for c, wnid in enumerate(sorted((root / "wnids.txt").read_text().split()))}
+    train = [(file, c) for wnid, c in label.items()
+             for file in sorted((root / "train" / wnid / "images").glob("*.JPEG"))]
+    notes = (root / "val" / "val_annotations.txt").read_text().splitlines()
+    test = [(root / "val" / "images" / name, label[wnid])
+            for name, wnid, *_ in (note.split("\t") for note in notes)]
+    if not test or len(set(np.bincount([c for _, c in train], minlength=len(label)))) != 1:
+        raise ValueError(f"{root} is incomplete; remove it to download it again")
+    arrays = decode({"train": train, "test": test})
+    write_npz(path, arrays)
+    return arrays
+
+
+@functools.cache
+def shapes(train=10_000, test=2_000, size=32, seed=0):
+    """Returns synthetic images of ten shapes with random place, size, angle, colours, background,
+    noise: disc, ring, square, triangle, plus, star, crescent, two discs, bars, half disc. Colour
+    is independent of the class."""
+    rng = np.random.default_rng([seed, 2026])
+    n = train + test
+    label = np.concatenate([rng.permutation(np.arange(m) % 10) for m in (train, test)])
+
+    def uniform(low, high, *shape):
+        return rng.uniform(low, high, (n, *shape)).astype(np.float32)
+
+    axis = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
+    radius, angle = uniform(0.5, 0.8, 1, 1), uniform(-0.5, 0.5, 1, 1)
+    right, down = uniform(-0.25, 0.25, 1, 1), uniform(-0.25, 0.25, 1, 1)
+    ground, tilt = uniform(0.0, 0.6, 1, 1, 3), uniform(-0.2, 0.2, 2, 3)
+    lighter = uniform(0.0, 0.6, 1, 1, 3)
+    noise = rng.standard_normal((n, size, size, 3), dtype=np.float32)
+    loud = uniform(0.02, 0.15, 1, 1, 1)
+
+    def disc(u, v, r):
+        return r - np.sqrt(u * u + v * v)
+
+    def box(u, v, a, b):
+        return np.minimum(a - np.abs(u), b - np.abs(v))
+
+    inside = (  # positive inside of the shape, about a distance to its outline
+        lambda u, v: disc(u, v, 0.9),
+        lambda u, v: 0.2 - np.abs(disc(u, v, 0.75)),
+        lambda u, v: box(u, v, 0.75, 0.75),
+        lambda u, v: 0.5 - np.maximum(-v, np.abs(u) * 0.866 + v * 0.5),
+        lambda u, v: np.maximum(box(u, v, 0.28, 0.95), box(u, v, 0.95, 0.28)),
+        lambda u, v: 0.65 + 0.3 * np.cos(5 * np.arctan2(v, u)) - np.sqrt(u * u + v * v),
+        lambda u, v: np.minimum(disc(u, v, 0.95), -disc(u - 0.45, v, 0.75)),
+        lambda u, v: np.maximum(disc(u - 0.5, v, 0.42), disc(u + 0.5, v, 0.42)),
+        lambda u, v: np.maximum.reduce([box(u + x, v, 0.17, 0.8) for x in (-0.62, 0.62, 0)]),
+        lambda u, v: np.minimum(disc(u, v + 0.4, 0.95), v + 0.4),
+    )
+
+    def draw(i):
+        x, y = axis[None, None, :] - right[i], axis[None, :, None] - down[i]
+        # the shape's own axes, in which it has about the size 1
+        u = (x * np.cos(angle[i]) + y * np.sin(angle[i])) / radius[i]
+        v = (y * np.cos(angle[i]) - x * np.sin(angle[i])) / radius[i]
+        depth = np.empty_like(u)
+        for c, shape in enumerate(inside):
+            depth[label[i] == c] = shape(u[label[i] == c], v[label[i] == c])
+        # a soft outline, one pixel wide
+        cover = np.clip(depth * radius[i] * size / 2 + 0.5, 0, 1)[..., None]
+        back = (ground[i] + axis[None, :, None, None] * tilt[i, None, None, 0]
+                + axis[None, None, :, None] * tilt[i, None, None, 1])
+        colour = back.mean((1, 2), keepdims=True) + lighter[i]  # any hue, lighter than the ground
+        light = np.clip(back + cover * (colour - back) + noise[i] * loud[i], 0, 1)
+        return (light * 255).astype(np.uint8)
+
+    images = np.concatenate([draw(slice(i, i + 250)) for i in range(0, n, 250)])  # faster in parts
+    return images[:train], label[:train], images[train:], label[train:]

@@ -1,0 +1,118 @@
+"""FedAvg's own tables: rounds until the test accuracy reaches a target. fedavg_figure_1.py has its
+Figure 1."""
+
+from . import pairs, table, values_of
+
+TITLE = ("McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from "
+         "Decentralized Data (FedAvg)")
+SETTINGS = {
+    "2nn": "--model 2nn --target 0.97 --eval-every 20",
+    "cnn": "--model mnistcnn --target 0.99 --eval-every 20",
+    "fedsgd": "--epochs 1 --batch-size 0 --lr-decay 0.9934 --rounds 6600 --target 0.8 0.82",
+}
+
+# For each cell the paper takes the best of 11 to 13 rates in steps of 10^(1/3) or 10^(1/6). Here it
+# is the best of three. The rates were chosen around the best of first runs.
+ETA = {  # model, split, B; where it matters, C
+    ("2nn", "iid", 10): "0.1 0.147 0.215", ("2nn", "iid", 0): "0.1 0.147 0.215",
+    ("2nn", "shards", 10): "0.0681 0.1 0.147", ("2nn", "shards", 0): "0.1 0.147 0.215",
+    # with one client a smaller rate is better
+    ("2nn", "iid", 10, "0.0"): "0.0681 0.1 0.147",
+    ("2nn", "shards", 10, "0.0"): "0.0215 0.0464 0.1",
+    ("cnn", "iid", 10): "0.1 0.215 0.464", ("cnn", "iid", 50): "0.1 0.215 0.464",
+    ("cnn", "iid", 0): "0.1 0.215 0.464",
+    ("cnn", "shards", 10): "0.0464 0.1 0.215", ("cnn", "shards", 50): "0.0464 0.1 0.215",
+    ("cnn", "shards", 0): "0.0464 0.1 0.215",
+}
+SPLIT = {"IID": "iid", "non-IID": "shards"}
+MEASURE = {"2nn": "rounds_to/0.97", "cnn": "rounds_to/0.99"}
+
+
+def mnist(model, part, C, E, B, published):
+    """A cell of Tables 1 and 2. It is not reached if twice the paper's rounds are not enough."""
+    B, split = 0 if B == "inf" else int(B), SPLIT[part]
+    rates = ETA.get((model, split, B, C), ETA[model, split, B])
+    run = (f"fedavg.py --dataset mnist @{model} --split {split} --fraction {C} --epochs {E} "
+           f"--batch-size {B}")
+    return [f"{run} --lr {eta} --rounds {2 * published}" for eta in rates.split()], MEASURE[model]
+
+
+TABLE_1 = """
+    2NN C=0.0 | 1455 316  4278 3275
+    2NN C=0.1 | 1474  87  1796  664
+    2NN C=0.2 | 1658  77  1528  619
+    2NN C=0.5 |    -  75     -  443
+    2NN C=1.0 |    -  70     -  380
+    CNN C=0.0 |  387  50  1181  956
+    CNN C=0.1 |  339  18  1100  206
+    CNN C=0.2 |  337  18   978  200
+    CNN C=0.5 |  164  18  1067  261
+    CNN C=1.0 |  246  16     -   97
+    """
+TABLE_2 = """
+    FedSGD E=1 B=inf  | 626  483
+    FedAvg E=5 B=inf  | 179 1000
+    FedAvg E=1 B=50   |  65  600
+    FedAvg E=20 B=inf | 234  672
+    FedAvg E=1 B=10   |  34  350
+    FedAvg E=5 B=50   |  29  334
+    FedAvg E=20 B=50  |  32  426
+    FedAvg E=5 B=10   |  20  229
+    FedAvg E=20 B=10  |  18  173
+    """
+
+
+def published(text, row, column, columns):
+    return int(values_of(text)[row][columns.index(column)])
+
+
+def table_1(row, column):
+    (model, C), (part, B) = row.split(" C="), column.split(" B=")
+    if (model, C) == ("CNN", "0.1"):
+        return table_2(f"FedAvg E=5 B={B}", part)
+    rounds = published(TABLE_1, row, column, COLUMNS_1)
+    return mnist(model.lower(), part, C, {"2NN": 1, "CNN": 5}[model], B, rounds)
+
+
+def table_2(row, column):
+    _, E, B = row.split()
+    return mnist("cnn", column, "0.1", E[2:], B[2:], published(TABLE_2, row, column, list(SPLIT)))
+
+
+def table_3(row, column):
+    own = " @fedsgd" if row == "FedSGD" else ""
+    commands = [f"fedavg.py --dataset cifar10{own} --lr {eta}" for eta in (0.0464, 0.1, 0.215)]
+    return commands, f"rounds_to/{column}"
+
+
+def fedsgd_1(row, column):
+    if row.startswith("2NN") and "B=10" in column:
+        return row, column.replace("B=10", "B=inf")
+
+
+COLUMNS_1 = pairs("IID|non-IID", "B=inf|B=10")
+COUNTED = ("A number is how many rounds it took until the test accuracy, best so far, reached the "
+           "target. Ours is the best of three rates eta. Behind `;` stands the speed-up: FedSGD's "
+           "rounds divided by the cell's, the paper's and ours. ")
+PIXELS = ("The paper does not say how it scales pixels. We chose it by the 2NN's numbers with seed "
+          "0; the CNN was run afterwards ([why](../docs/fedavg.md#why-these-pixels)).")
+TABLES = [
+    table("fedavg-1", "Table 1: MNIST, the share C of the clients in a round", COLUMNS_1, TABLE_1,
+          table_1, 1,
+          COUNTED + "2NN: 97 %, E=1; B=inf is then FedSGD. CNN: 99 %, E=5. C=0 is one client. `-`: "
+                    "the paper's run did not reach the target. " + PIXELS, base=fedsgd_1),
+    table("fedavg-2", "Table 2: MNIST, CNN, C=.1, the work in a round", list(SPLIT), TABLE_2,
+          table_2, 2,
+          COUNTED + "The target is 99 %. The paper's Tables 1 and 2 differ where they show one "
+                    "setting: E=5, B=inf (339 and 179 rounds, non-IID 1100 and 1000) and E=5, B=10 "
+                    "(18 and 20, non-IID 206 and 229). " + PIXELS,
+          base=lambda row, column: ("FedSGD E=1 B=inf", column) if row[:6] == "FedAvg" else None),
+    table("fedavg-3", "Table 3: CIFAR-10, IID, C=.1", "0.8 0.82 0.85", """
+    FedSGD | 3750 6600    -
+    FedAvg |  280  630 2000
+    """, table_3, 4,
+          COUNTED + "FedAvg: E=5, B=50, eta times .99 a round. FedSGD: eta times .9934 a round. "
+                    "The paper does not say the first eta. SGD on all images in minibatches of 100 "
+                    "took 18000, 31000 and 99000 minibatches.",
+          base=lambda row, column: ("FedSGD", column) if row == "FedAvg" else None),
+]
