@@ -27,6 +27,13 @@ EVERY_ROUND = "round", "seconds", "bytes_up", "bytes_down", "evaluation_seconds"
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
 
 
+def at(folder):
+    """Returns the path of the record of a run: FOLDER.json, as under results/ where a run has left
+    nothing else, or FOLDER/result.json."""
+    one = folder.with_name(folder.name + ".json")
+    return one if one.exists() else folder / "result.json"
+
+
 def read(path):
     """Returns the record in the file `path`, with a row for each round. Refuses a file that is no
     record."""
