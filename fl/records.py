@@ -8,8 +8,10 @@ tables of columns, which pandas.DataFrame takes as they are:
     "evaluations": {"round": [5, 10, ...], "global/top1": [0.31, ...], ...}
 
 `rounds` has what is known of every round. A number in place of a list is that of each round.
-`evaluations` has the rounds in which run.log was called. "global/top1" is row["global"]["top1"]. A
-null stands for what a round does not have, or for a measure that is not finite.
+`evaluations` has the rounds in which run.log was called, and its "global/top1" is a row's
+row["global"]["top1"]. A null stands for what a round does not have, and for a measure that is not
+finite. "final" stands for a list, such as accuracies by user, that is in the record's `final`.
+Seconds are rounded to .01, and measures to ten digits. Those in `final` and `best` have all.
 """
 
 import json
@@ -23,15 +25,16 @@ from .training import refuse
 
 # what the record has of every round, and what it can have without run.log
 EVERY_ROUND = "round", "seconds", "bytes_up", "bytes_down", "evaluation_seconds", "top1"
+IN_FINAL = "final"
 # flags that change no result
 FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
 
 
 def at(folder):
-    """Returns the path of the record of a run: FOLDER.json, as under results/ where a run has left
-    nothing else, or FOLDER/result.json."""
-    one = folder.with_name(folder.name + ".json")
-    return one if one.exists() else folder / "result.json"
+    """Returns the path of a run's record: FOLDER/result.json, or FOLDER.json, as under results/,
+    where most runs have left nothing else."""
+    inside, alone = folder / "result.json", folder.with_name(folder.name + ".json")
+    return alone if alone.exists() and not inside.exists() else inside
 
 
 def read(path):
@@ -39,10 +42,11 @@ def read(path):
     record."""
     try:
         record = json.loads(pathlib.Path(path).read_bytes())
-        record["rounds"] = rows(record["rounds"], record.pop("evaluations", {}))
-        if record["status"] == "diverged" and record["rounds"]:
-            record["rounds"][-1]["diverged"] = True
-        record["args"]["seed"], record["final"], record["environment"]["sources"]  # every file's
+        if isinstance(record["rounds"], dict):  # before, records had rows on the disk, too
+            record["rounds"] = rows(record["rounds"], record.pop("evaluations"), record["final"])
+            if record["status"] == "diverged" and record["rounds"]:
+                record["rounds"][-1]["diverged"] = True
+        record["args"]["seed"], record["final"], record["environment"]["sources"]  # all have them
     except FileNotFoundError:
         refuse(f"there is no record {path}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -52,19 +56,23 @@ def read(path):
 
 def text(record):
     """Returns what is written to result.json: the record with columns, a line for each list."""
-    parts = ((columns(value) if name == "rounds" else {name: value}).items()
-             for name, value in record.items())
-    return in_lines(dict(item for part in parts for item in part)) + "\n"
+    whole = {}
+    for name, value in record.items():
+        whole |= columns(value, record["final"]) if name == "rounds" else {name: value}
+    return in_lines(whole) + "\n"
 
 
-def columns(history):
-    """Returns {"rounds": table, "evaluations": table} of a list of rows. Seconds are rounded to
-    .01, and bytes that are the same in every round become one number."""
-    every = [{name: round(row[name], 2) if name.endswith("seconds") else row[name]
-              for name in EVERY_ROUND if name in row} for row in history]
-    others = {*EVERY_ROUND, "diverged"} - {"round"}
+def columns(history, final):
+    """Returns {"rounds": table, "evaluations": table} of a list of rows. final: the record's."""
+    every = [{name: row[name] for name in EVERY_ROUND if name in row} for row in history]
+    others, known = {*EVERY_ROUND[1:], "diverged"}, flat(final)
     measured = [flat({name: z for name, z in row.items() if name not in others})
                 for row in history]
+    measured = [{name: IN_FINAL if isinstance(z, list) and known.get(name) == z else z
+                 for name, z in row.items()} for row in measured]
+    if len({frozenset(row) for row in every}) > 1:  # not every round was measured
+        for row, more in zip(every, measured):
+            more |= {name: row.pop(name) for name in EVERY_ROUND[4:] if name in row}
     rounds = table(every)
     for name in ("bytes_up", "bytes_down"):
         if len(set(rounds.get(name, ()))) == 1:
@@ -72,22 +80,19 @@ def columns(history):
     return {"rounds": rounds, "evaluations": table([row for row in measured if len(row) > 1])}
 
 
-def rows(rounds, evaluations):
-    """Returns a row for each round, from the tables of `columns`, or from rows, which records had
-    before."""
-    if isinstance(rounds, list):
-        return rounds
-    n = len(rounds["round"])
+def rows(rounds, evaluations, final):
+    """Returns a row for each round, from the tables of `columns`."""
+    n, known = len(rounds["round"]), flat(final)
     lists = {name: z if isinstance(z, list) else [z] * n for name, z in rounds.items()}
     found = {row["round"]: row for row in cut(lists)}
     for measured in cut(evaluations):
-        row = found[measured.pop("round")]
+        row = found[measured["round"]]
         for path, value in measured.items():
             *parts, name = path.split("/")
             inner = row
             for part in parts:
                 inner = inner.setdefault(part, {})
-            inner[name] = value
+            inner[name] = known.get(path, value) if value == IN_FINAL else value
     return list(found.values())
 
 
@@ -102,9 +107,15 @@ def unlike(record, args, but=()):
 
 
 def table(some):
-    """Returns {name: a value for each row}, None where a row has none."""
+    """Returns {name: a value for each row}, rounded, None where a row has none."""
     names = dict.fromkeys(["round", *(name for row in some for name in row)])
-    return {name: [row.get(name) for row in some] for name in names}
+    return {name: [rounded(name, row.get(name)) for row in some] for name in names}
+
+
+def rounded(name, tree):
+    """Returns the floats in a tree with the digits that a record keeps of them."""
+    short = (lambda z: round(z, 2)) if name.endswith("seconds") else (lambda z: float(f"{z:.10g}"))
+    return tree_map(lambda z: short(z) if isinstance(z, float) else z, tree)
 
 
 def cut(lists):
