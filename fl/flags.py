@@ -5,17 +5,18 @@ import sys
 
 import torch
 
-from . import training
 from .data import DATASETS
 from .models import MODELS
 from .net import find
 from .splits import SPLITS, USED_BY, scheme, unused
-from .training import refuse
+from .machine import lacks_tf32, refuse
 from .transforms import TRANSFORMS
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
+        if "unrecognized arguments: --seeds" in message:
+            message += "; one run has one --seed, and python compare.py --seeds N makes several"
         refuse(f"{message} (see --help)")
 
 
@@ -158,6 +159,7 @@ def parser(doc, **defaults):
 def parse(p, by_dataset, argv=None):
     """Returns the parsed argv. by_dataset[DATASET], then by_dataset[DATASET, SPLIT], if given,
     replace defaults."""
+    argv = sys.argv[1:] if argv is None else [*map(str, argv)]
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
@@ -170,7 +172,7 @@ def parse(p, by_dataset, argv=None):
     split = given.split or p.get_default("split")
     p.set_defaults(**by_dataset.get((given.dataset, split), {}))
     args = p.parse_args(argv, Arguments())
-    args.argv = sys.argv[1:] if argv is None else argv
+    args.argv = argv
     if not args.model.startswith("torchvision:"):
         find("model", args.model, MODELS)  # refuses a name that nothing has
     scheme(args.split)
@@ -183,7 +185,7 @@ def parse(p, by_dataset, argv=None):
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
     gpu = args.device.startswith("cuda")
-    old = gpu and training.before_ampere(args.device)
+    old = gpu and lacks_tf32(args.device)
     args.precision = args.precision or ("tf32" if gpu and not old else "fp32")
     if args.precision == "tf32" and not gpu:
         p.error("--precision tf32 is for GPUs; use fp32 or bf16")

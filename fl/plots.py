@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from .splits import USED_BY, renamed
-from .training import is_main_process, say
+from .machine import is_main_process, say
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 STYLE = {  # of all figures. The colours are Okabe and Ito's, which the colour-blind tell apart
@@ -74,11 +74,11 @@ def spread(values):
     return f"{min(values)}/{np.mean(values):.1f}/{max(values)}".replace(".0/", "/")
 
 
-def plot(record, setting, data, split, out, marks):
+def plot(record, data, split, out, marks):
     """Draws curves.png, clients.png and split.png (in the form of Hsu et al.'s Figure 1) into the
-    folder out. setting: words for the titles. split: of all clients. marks: a round -> what begins
-    with it."""
-    title = f"{record['algorithm']}, {setting}, seed {record['args']['seed']}"
+    folder out. marks: a round -> what begins with it."""
+    words = setting(record)
+    title = f"{record['algorithm']}, {words}, seed {record['args']['seed']}"
     title += "\n" + plain("/".join(out.parts[-2:]))
     with drawing(out / "curves.png", 1, 2, (10, 4), title) as axes:
         for part, key, where in (("global", "top1", "central test images"),
@@ -115,7 +115,7 @@ def plot(record, setting, data, split, out, marks):
     start = counts.cumsum(1) - counts
     kinds = f"\nclasses per client: {spread(split.classes(labels))} (least/mean/most)"
     some = f"\n30 of the {K} clients, drawn at random" if K > 30 else ""
-    with drawing(out / "split.png", size=(6, 7), title=setting + kinds + some) as axis:
+    with drawing(out / "split.png", size=(6, 7), title=words + kinds + some) as axis:
         for c in range(classes):
             name = data.names[c] if data.names else f"class {c}"
             axis.barh(range(len(shown)), counts[:, c], left=start[:, c], height=0.9,

@@ -1,165 +1,288 @@
-"""How the work is spread: threads on a CPU, CUDA graphs on a GPU, several processes. The plain loop
-is the specification; tests compare every faster way with it. fed is common.py's Federation."""
+"""How the work of a round is spread: several processes, threads on a CPU, CUDA graphs on a GPU. The
+plain loop (Federation.one_by_one) is the specification; tests compare every faster way with it, and
+on a GPU each run does so before it uses one."""
 
-import atexit
 import contextlib
-import ctypes
-import datetime
 import functools
+import math
 import os
-import pathlib
-import platform
-import re
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.func import vmap
+from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
-from tqdm import tqdm
 
-# --------------------------------------------------------------------------------------------------
-# 1. Errors, processes, devices
+from .machine import (
+    cores,
+    find_device,
+    first_line,
+    is_main_process,
+    join_processes,
+    keep_memory,
+    now,
+    refuse,
+    say,
+)
 
-
-def is_main_process():
-    """Returns whether this is the only process, or the one of torchrun's that prints and writes."""
-    # no WORLD_SIZE: not torchrun's
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
-
-
-def refuse(message, alone=False):
-    """Ends the program with one line on stderr and exit code 2. Only the first process prints the
-    line; if `alone`, this one does, since others don't come here."""
-    if not (is_main_process() or alone):
-        raise SystemExit  # without an error: at the first error torchrun ends all processes
-    print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def first_line(problem):
-    return (str(problem).splitlines() or [type(problem).__name__])[0]
-
-
-def say(text):
-    """Prints a line, above a progress bar, by the first process alone. If nobody reads any more
-    (`| head`), the run goes on."""
-    if is_main_process():
-        try:
-            encoding = sys.stdout.encoding or "utf-8"
-            tqdm.write(text.encode(encoding, "replace").decode(encoding))  # ascii has no ±
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def find_device(name):
-    """Returns the torch.device of this name, with its number. Refuses one that isn't there."""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if several and name.startswith("cuda:"):
-        refuse(f"--device {name} is one GPU for {os.environ['WORLD_SIZE']} processes; use --device "
-               "cuda, which gives each its own")
-    try:
-        own = f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and several else name
-        device = torch.zeros(1, device=own).device
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-    except (RuntimeError, AssertionError) as problem:
-        refuse(f"--device {name} can't be used: {first_line(problem)}; use --device cpu",
-               alone=name == "cuda" and torch.cuda.is_available())  # fewer GPUs than processes
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    return device
-
-
-def before_ampere(name="cuda"):
-    """Returns whether this GPU lacks TF32 and is slow with bf16."""
-    with contextlib.suppress(RuntimeError, AssertionError):  # find_device refuses what isn't there
-        return torch.cuda.get_device_capability(name) < (8, 0)
-    return False
-
-
-def join_processes(device):
-    """Joins torchrun's other processes, if any. Returns the rank and the number of processes."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    atexit.unregister(dist.destroy_process_group)  # Run.finish registers it
-    if processes > 1 and not dist.is_initialized():
-        gpu = device.type == "cuda"
-        patience = datetime.timedelta(hours=2)  # the others wait while one downloads
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=patience,
-                                device_id=device if gpu else None)
-    return int(os.environ.get("RANK", 0)) if processes > 1 else 0, processes
-
-
-def cores():
-    """Returns how many CPU cores this process may use: its share, if torchrun started several."""
-    whole = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))
-    return max(1, whole // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def device_name(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return f"{found.group(1) if found else platform.processor() or 'CPU'} ({cores()} cores)"
-
-
-def keep_memory():
-    """Has glibc keep freed memory for the next tensor. Otherwise large ones go back to the system
-    and are zeroed page by page when they are asked for again: a tenth of a step on a CPU."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another system's C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing has pages of its own
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
-def now(device):
-    """Waits until the device has finished its work. Returns the clock, in seconds."""
-    getattr(torch, device.type).synchronize(device)  # torch.cpu's does nothing
-    return time.perf_counter()
-
-
-@contextlib.contextmanager
-def fast_kernels(precision):
-    """Inside it cuDNN times its kernels for each convolution. With precision "tf32",
-    convolutions and matrix products in fp32 use TF32."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    cudnn.benchmark = True
-    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = False
-
-
-def pool(threads):
-    """Returns a map over items by this many threads; for 0, Python's map. In each, PyTorch
-    uses one core: its own threads wait for each other if another program takes a core."""
-    if not threads:
-        return map
-
-    def begin(worker=True):
-        torch.set_num_threads(1)
-        STEPS.worker = worker  # a worker's map is Python's own: a pool must not wait for itself
-
-    begin(worker=False)
-    workers = ThreadPoolExecutor(threads, initializer=begin)
-    return lambda *work: (map if getattr(STEPS, "worker", False) else workers.map)(*work)
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. Steps, and training on a GPU
-
-STEPS = threading.local()  # .vmapped: in a step of all clients; .worker: a thread of pool()
+STEPS = threading.local()  # .vmapped: in a step of all clients; .alone: in one item of `each`
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
 SMALL = 3_000_000  # weights; above it "together" gains up to 1.5x for much memory (speed.md)
+WIDEST = 32  # clients at once in "together"; each needs memory for its activations
 MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
+# how far a fast way may be from the loop, as a share of each tensor's change in two minibatches
+TOLERANCE = {"fp32": 0.01, "tf32": 0.05, "bf16": 0.25}
+
+
+def ways_to_try(device, args, d):
+    """Returns those of WAYS that a run may use, the fastest first. d: weights in the model."""
+    if device.type != "cuda" or args.engine == "loop" or torch.version.hip:
+        return ("loop",)
+    return WAYS if d <= SMALL else WAYS[1:]
+
+
+class Training:
+    """Trains and evaluates on one device: `each` shares items out among processes and threads, and
+    `train` chooses the fastest way on a GPU. Nobody else writes its attributes.
+
+    rank, processes: this process's number among all. threads: 0 on a GPU. map: Python's map, with
+    these threads. part: images that are evaluated at once. used: the way of the last call of train.
+    gave_up: way -> why it is not used any more.
+    """
+
+    def __init__(self, device, args):
+        self.device, self.args = device, args
+        self.rank, self.processes = join_processes(device)
+        self.threads = 0 if device.type == "cuda" else args.parallel or cores()
+        self.map = pool(self.threads)
+        self.used, self.gave_up, self.proved, self.graphs = "loop", {}, set(), {}
+        keep_memory()
+
+    def begin(self, d, largest):
+        """Prepares for a model with d weights and clients with at most `largest` images."""
+        # minibatches of a GPU are filled up to B images: all have one shape
+        self.B = min(self.args.batch_size or largest, largest)
+        # fewer for a large model on a CPU, whose cache is small
+        self.part = 500 if self.device.type == "cuda" or d <= 500_000 else 100
+        self.ways = ways_to_try(self.device, self.args, d)
+        self.reset_peak()  # that of an earlier run in this process
+
+    def reset_peak(self):
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    # Several processes: each has the server's whole state. The i-th item is work of process i mod P
+
+    @contextlib.contextmanager
+    def one_after_the_other(self):
+        """Lets the first process of each machine go first. The others wait for it."""
+        first = self.processes == 1 or not int(os.environ["LOCAL_RANK"])
+        if not first:
+            dist.barrier()
+        yield
+        if first and self.processes > 1:
+            dist.barrier()
+
+    def each(self, work, n):
+        """Yields (i, work(i)) for this process's share of the items 0 to n-1 (at least for one, from
+        whose result the caller sees its shape), on a CPU with several at once. `work` may call it
+        again, and then gets all items, one after the other."""
+        if getattr(STEPS, "alone", False):
+            yield from ((i, work(i)) for i in range(n))
+            return
+
+        def alone(i):
+            with set_in_thread(alone=True):
+                return work(i)
+
+        mine = range(self.rank, n, self.processes) or [0]
+        yield from zip(mine, self.map(alone, mine))
+
+    def exchange(self, tree, places=None):
+        """Returns the tensors with all rows, in all processes: row i, or places[i], is sent by the
+        process that has made it by `each`."""
+        if self.processes == 1 or getattr(STEPS, "alone", False):
+            return tree
+        for z in tree_leaves(tree):
+            for i in range(len(places or z)):
+                row = z[places[i] if places else i]
+                row = row.view(torch.uint8) if row.dtype == torch.bool else row  # gloo has no bool
+                dist.broadcast(row, i % self.processes)
+        return tree
+
+    def agree(self, value):
+        """Returns process 0's value (anything that pickle takes), in all processes."""
+        if self.processes == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def same(self, z):
+        """Returns process 0's tensor z, in all processes."""
+        if self.processes == 1:
+            return z
+        z = z.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(z.view(torch.uint8) if z.dtype == torch.bool else z, 0)
+        return z
+
+    def end_round(self, done):
+        """done: rounds that are complete. The first has its peak of memory to itself, since cuDNN's
+        search takes the largest candidate's workspace."""
+        if done == 1:
+            self.reset_peak()
+
+    def end(self):
+        self.graphs.clear()
+
+    # Training
+
+    def train(self, fed, client_update, own, clients, shared):
+        """Federation.train, with the Epochs of the clients."""
+        if self.ways == ("loop",) and self.device.type != "cuda":
+            return self.exchange(fed.one_by_one(client_update, own, clients, shared))
+        m, mine = len(clients), np.arange(self.rank, len(clients), self.processes)
+        if self.processes == 1:
+            return self.train_fast(fed, client_update, own, clients, shared)
+        mine = mine if len(mine) else np.array([0])
+        with set_in_thread(alone=True):
+            found = self.train_fast(fed, client_update, [Some(z, mine) for z in own],
+                                    [clients[i] for i in mine], shared)
+        whole = tree_map(lambda z: z.new_empty((m, *z.shape[1:])), found)
+        for z, part in zip(tree_leaves(whole), tree_leaves(found)):
+            z[torch.from_numpy(mine).to(z.device)] = part
+        return self.exchange(whole)
+
+    def train_fast(self, fed, client_update, own, clients, shared):
+        """Trains clients on a GPU: all at once where the model is small and they have equally many
+        minibatches, else one after the other by CUDA graphs. A way that fails, or does not give
+        what the plain loop gives, is given up for good, with one line."""
+        B = self.args.batch_size or math.inf
+        alike = len({-(-len(one.images) // B) for one in clients}) == 1
+        for way in self.ways[:-1]:
+            if way in self.gave_up or way == "together" and not alike:
+                continue
+            self.used = way
+            try:
+                with fast_kernels(self.args.precision, search=True):
+                    self.prove(way, fed, client_update, own, clients, shared)
+                    return self.by(way, fed, client_update, own, clients, shared, len(clients))
+            except Exception as problem:
+                now(self.device)  # raises if the GPU can't be used any more
+                self.gave_up[way] = why = first_line(problem)
+            instead = next(z for z in self.ways if z not in self.gave_up)
+            say(f"engine  {instead!r} in place of {way!r} from here on, slower: {why}")
+            self.graphs.clear()
+            with contextlib.suppress(RuntimeError):  # after a capture that broke
+                torch.cuda.empty_cache()
+        self.used = "loop"
+        try:
+            with fast_kernels(self.args.precision):
+                return fed.one_by_one(client_update, own, clients, shared)
+        except torch.OutOfMemoryError as problem:
+            refuse(f"out of GPU memory with one client at a time ({first_line(problem)}); use a "
+                   "smaller --batch-size or --model", alone=True)
+
+    def by(self, way, fed, client_update, own, clients, shared, m):
+        """Trains the clients in a way that is not the loop. m: how many train in this round."""
+        if way == "graphs":
+            filled = [FilledEpochs(fed, [one], way) for one in clients]
+            return fed.one_by_one(client_update, own, filled, shared)
+        width, results = min(m, WIDEST), []
+        for start in range(0, len(clients), width):  # all chunks have one width, hence one graph
+            here = range(start, min(start + width, len(clients)))
+            places = [*here, *[0] * (width - len(here))]  # filled up with client 0
+            rows = slice(here.start, here.stop) if len(here) == width else np.array(places)
+            epochs = FilledEpochs(fed, [clients[i] for i in places], way)
+            found = client_update(*(z[rows] for z in own), epochs, *shared)
+            results.append(tree_map(lambda z, n=len(here): z[:n], found))
+        if len(results) == 1:
+            return results[0]
+        return tree_map(lambda *parts: torch.cat(parts), *results)
+
+    def prove(self, way, fed, client_update, own, clients, shared):
+        """Raises ValueError unless this way gives what the plain loop gives: after two minibatches
+        of the first and of the last client, in every tensor of the model."""
+        ends = sorted({0, len(clients) - 1})
+        start = [[z[i] for i in ends] for z in own]
+        key = client_update, way, *(z[0].shape for z in start)
+        if key in self.proved:
+            return
+        two = [few(clients[i]) for i in ends]
+        wanted = [client_update(*(z[j] for z in start), one, *shared) for j, one in enumerate(two)]
+        found = self.by(way, fed, client_update, [torch.stack(z) for z in start], two, shared,
+                        len(clients))
+        for j, want in enumerate(wanted):
+            compare(fed.net, [z[j] for z in start], want, tree_map(lambda z, j=j: z[j], found),
+                    TOLERANCE[self.args.precision])
+        self.proved.add(key)
+
+
+def compare(net, start, wanted, found, tolerance):
+    """Raises ValueError if `found`, a client's tensors after two minibatches, differs from `wanted`
+    by more than this share of the change since `start`, in any tensor of the model by itself.
+    Changes far below the whole model's, such as of a bias before a normalisation, are rounding."""
+    for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
+        want, got = want.double(), got.double()
+        if not want.isfinite().all():
+            raise ValueError("the plain loop diverges in two minibatches: nothing to compare with")
+        near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
+        change = min((want - z for z in [*near, torch.zeros_like(want)]), key=torch.norm)
+        whole = change.square().mean().sqrt()
+        sizes = net.sizes if want.dim() and want.shape[-1] == net.d else want.shape[-1:]
+        for w, g, c in zip(*(z.split(sizes, -1) if z.dim() else [z] for z in (want, got, change))):
+            rounding = 1e-6 * w.norm() + 1e-4 * whole * w.numel() ** 0.5
+            if not (g - w).norm() <= tolerance * c.norm() + rounding:
+                raise ValueError("two minibatches do not give what the plain loop gives")
+
+
+class Some:
+    """Some rows of z, each fetched when it is asked for."""
+
+    def __init__(self, z, places):
+        self.z, self.places = z, places
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, i):
+        return self.z[self.places[i]]
+
+
+def few(one):
+    """Returns Epochs of one client with two minibatches, the second as large as an epoch's last."""
+    n, B = len(one.images), one.fed.args.batch_size
+    images = one.images[-B - (n % B or B) :] if B else one.images
+    return one.again(images=images, epochs=1 if 0 < B < n else 2)
+
+
+class FilledEpochs:
+    """Epochs for CUDA graphs, of one client or, with "together", of several, a row for each.
+    Minibatches are filled up to B images, so that all have one shape."""
+
+    def __init__(self, fed, clients, way):
+        self.fed, self.clients, self.way = fed, clients, way
+
+    def again(self, **options):
+        return FilledEpochs(self.fed, [one.again(**options) for one in self.clients], self.way)
+
+    def __iter__(self):
+        fed, wide = self.fed, []
+        plans = [one.plan() for one in self.clients]
+        sizes = [min(fed.args.batch_size or math.inf, index.shape[1]) for index, *_ in plans]
+        for (index, uniform, draw), size in zip(plans, sizes):
+            (epochs, n), steps = index.shape, draw.shape[1]
+            place = np.full((steps, max(fed.training.B, *sizes)), n)  # in 0..n-1; n: padding
+            place[:, :size].flat[:n] = np.arange(n)
+            index, uniform = (np.append(z, np.zeros_like(z[:, :1]), 1)[:, place]
+                              for z in (index, uniform))
+            wide.append((index, uniform, draw, np.tile(np.float32(place < n), (epochs, 1, 1))))
+        arrays = (np.stack(z, 2) if self.way == "together" else z[0] for z in zip(*wide))
+        for epoch in zip(*(torch.as_tensor(z, device=fed.device) for z in arrays)):
+            yield (Filled(fed, self.way, inputs) for inputs in zip(*epoch))
 
 
 class Filled(NamedTuple):  # a minibatch that a Graph makes: fed.batch(*inputs)
@@ -168,55 +291,8 @@ class Filled(NamedTuple):  # a minibatch that a Graph makes: fed.batch(*inputs)
     inputs: tuple
 
 
-def train(fed, client_update, own, clients, shared):
-    """Federation.train on a GPU: all clients at once where the model is small and they have equally
-    many minibatches, else one after the other by CUDA graphs. A way that fails, or does not give
-    what the plain loop gives, is given up for good, with one line."""
-
-    def trained(way, few=False):
-        if way != "together":
-            epochs = [one.by(way, few) for one in clients]
-            return fed.one_by_one(client_update, own, epochs, shared)
-        epochs = clients[0].by(way, few, [one.clients[0] for one in clients])
-        return client_update(*(z[:] for z in own), epochs, *shared)
-
-    B = fed.args.batch_size or float("inf")
-    alike = len({-(-len(images) // B) for one in clients for _, images in one.clients}) == 1
-    with fast_kernels(fed.args.precision):
-        while fed.way != "loop":
-            fed.used = way = fed.way if alike else "graphs"
-            try:
-                if (client_update, way) not in fed.proved:
-                    start = [z[0] for z in own]
-                    wanted = client_update(*start, clients[0].by("loop", True), *shared)
-                    prove(start, wanted, tree_map(lambda z: z[0], trained(way, few=True)))
-                    fed.proved.add((client_update, way))
-                return trained(way)
-            except Exception as problem:
-                now(fed.device)  # raises if the GPU can't be used any more
-                fed.way, why = WAYS[WAYS.index(way) + 1], first_line(problem)
-            fed.failed.append(f"{way}: {why}")
-            say(f"engine  {fed.way!r} in place of {way!r} from here on, slower: {why}")
-            fed.graphs.clear()
-            with contextlib.suppress(RuntimeError):  # after a capture that broke
-                torch.cuda.empty_cache()
-        fed.used = "loop"
-        try:
-            return trained("loop")
-        except torch.OutOfMemoryError as problem:
-            refuse(f"out of GPU memory with one client at a time ({first_line(problem)}); use a "
-                   "smaller --batch-size or --model", alone=True)
-
-
-def prove(start, wanted, found):
-    """Raises ValueError if `found`, a client's tensors after two minibatches, differs from the
-    plain loop's by over a quarter of the change since `start`. Rounding is far smaller."""
-    for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
-        want, got = want.double(), got.double()
-        near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
-        change = min((want - z).norm() for z in [*near, torch.zeros_like(want)])
-        if change.isfinite() and not (got - want).norm() <= change / 4 + 1e-5 * want.norm():
-            raise ValueError("two minibatches do not give what the plain loop gives")
+# --------------------------------------------------------------------------------------------------
+# Steps
 
 
 def step(function):
@@ -238,7 +314,7 @@ def step(function):
 
 def by_graph(function, place, *args):
     """Runs a step by its graph. place: the minibatch's among args."""
-    b, graphs = args[place], args[place].fed.graphs
+    b, graphs = args[place], args[place].fed.training.graphs
     given = *args[:place], *b.inputs, *args[place + 1 :]
     form = ((z.shape, z.dtype) if torch.is_tensor(z) else z for z in given)
     key = function, b.way, *form
@@ -261,12 +337,9 @@ class Graph:
             args = (*memory[:place], fed.batch(*memory[place:end]), *memory[end:])
             if b.way != "together":
                 return function(*args)
-            STEPS.vmapped = True
-            try:
-                rows = tuple(0 if i <= place else None for i in range(len(args)))
+            rows = tuple(0 if i <= place else None for i in range(len(args)))
+            with set_in_thread(vmapped=True):
                 return vmap(function, rows)(*args)
-            finally:
-                STEPS.vmapped = False
 
         self.memory, self.replay = memory, capture(once, fed.device)
 
@@ -300,13 +373,14 @@ def capture(function, device):
     return replay
 
 
-def grad(function, argnums=0, has_aux=False):
-    """Returns torch.func.grad of a function of tensors. Outside vmap it uses torch.autograd.grad,
-    which gives no second derivatives and saves a sixth of a small CNN's step."""
+def grad(function, argnums=0, has_aux=False, each=False):
+    """Returns the gradient of a function of tensors, as torch.func.grad does, but without what only
+    second derivatives need: a sixth of a small CNN's step, and half the memory under vmap. each:
+    the function and its gradients are of one row, and all arguments have rows."""
 
     def gradient(*args):
         if getattr(STEPS, "vmapped", False):
-            return torch.func.grad(function, argnums, has_aux)(*args)
+            return by_vjp(*args)
         wanted = [argnums] if isinstance(argnums, int) else argnums
         chosen = {i: args[i].detach().requires_grad_() for i in wanted}
         with torch.enable_grad():
@@ -317,4 +391,59 @@ def grad(function, argnums=0, has_aux=False):
         found = found[0] if isinstance(argnums, int) else found
         return (found, *tree_map(torch.Tensor.detach, aux)) if has_aux else found
 
-    return gradient
+    def by_vjp(*args):
+        wanted = [argnums] if isinstance(argnums, int) else argnums
+
+        def of_wanted(*chosen):
+            new = dict(zip(wanted, chosen))
+            return function(*(new.get(i, z) for i, z in enumerate(args)))
+
+        value, pull, *aux = vjp(of_wanted, *(args[i] for i in wanted), has_aux=has_aux)
+        found = pull(torch.ones_like(value), retain_graph=False, create_graph=False)
+        found = found[0] if isinstance(argnums, int) else found
+        return (found, *aux) if has_aux else found
+
+    return vmap(by_vjp) if each else gradient
+
+
+# --------------------------------------------------------------------------------------------------
+# Threads, and how a GPU computes
+
+
+@contextlib.contextmanager
+def set_in_thread(**flags):
+    """Sets STEPS' flags in this thread, inside it."""
+    before = {name: getattr(STEPS, name, False) for name in flags}
+    vars(STEPS).update(flags)
+    try:
+        yield
+    finally:
+        vars(STEPS).update(before)
+
+
+def pool(threads):
+    """Returns a map over items by this many threads; for 0, Python's map. In each, PyTorch
+    uses one core: its own threads wait for each other if another program takes a core."""
+    if not threads:
+        return map
+
+    def begin(worker=True):
+        torch.set_num_threads(1)
+        STEPS.worker = worker  # a worker's map is Python's own: a pool must not wait for itself
+
+    begin(worker=False)
+    workers = ThreadPoolExecutor(threads, initializer=begin)
+    return lambda *work: (map if getattr(STEPS, "worker", False) else workers.map)(*work)
+
+
+@contextlib.contextmanager
+def fast_kernels(precision, search=False):
+    """With precision "tf32", convolutions and matrix products in fp32 use TF32 inside it. search:
+    cuDNN times its kernels for each convolution, which pays where shapes repeat."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn.benchmark = search
+    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = False

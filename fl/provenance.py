@@ -1,0 +1,108 @@
+"""Where a result comes from: source files, their hashes, the commit, versions and the device."""
+
+import hashlib
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import torch
+
+from .machine import device_name, refuse
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# the files, beside the algorithm's, on which a result depends
+SHARED = ("common.py", *(f"fl/{name}.py" for name in (
+    "data", "flags", "models", "net", "run", "splits", "state", "training", "transforms")))
+
+
+def sources(file, args):
+    """Returns {name: path} of the files on which a run depends, the algorithm's first: this
+    repository's, those of --model, --split and --init, and what they import beside them. Refuses
+    two files of one name."""
+    own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
+    folders = {pathlib.Path(name).resolve().parent for name in (*own, file)} - {ROOT}
+    own += [args.init] if args.init else []
+    found = {pathlib.Path(file).name: pathlib.Path(file)}
+    for name, path in (*((name, ROOT / name) for name in SHARED),
+                       *((path.name, path) for path in map(pathlib.Path, own))):
+        if found.setdefault(name, path).resolve() != path.resolve():
+            refuse(f"two files of this run are called {name}: the record names files by their "
+                   "names; rename yours")
+    for folder in folders:
+        for name, path in imported(folder).items():
+            found.setdefault(name, path)
+    return found
+
+
+def imported(folder):
+    """Returns {name: path} of the modules that were imported from a folder."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        for path in (name.replace(".", "/") + end for end in (".py", "/__init__.py")):
+            if getattr(module, "__file__", None) == str(folder / path):
+                found[path] = folder / path
+    return found
+
+
+def command(file, argv):
+    """Returns the command of a run without --resume, relative to this repository; None if it was
+    not made from a command line."""
+    path = pathlib.Path(file).resolve()
+    path = path.relative_to(ROOT) if ROOT in path.parents else path
+    if argv is None:
+        return None
+    return shlex.join([str(path), *(word for word in argv if word != "--resume")])
+
+
+def identity(federation):
+    """Returns what a state must share with the run that resumes it."""
+    args = {name: str(z) if isinstance(z, os.PathLike) else z
+            for name, z in vars(federation.args).items()}
+    return {"args": {**args, "device": str(federation.device)},
+            "data": federation.data.fingerprint(), "split": federation.split_fingerprint,
+            "network": [[name, list(shape)] for name, _, shape in federation.net.tensors]}
+
+
+def environment(files, federation):
+    """Returns the environment of a record. files: {name: path} of `sources`."""
+    return {
+        "python": platform.python_version(), "torch": str(torch.__version__),
+        "numpy": np.__version__, "cuda": torch.version.cuda,
+        "device": device_name(federation.device), "processes": federation.training.processes,
+        "commit": commit(files.values()),
+        "sources": {name: hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+                    for name, path in files.items()},
+    }
+
+
+def commit(files):
+    """Returns the git commit of this checkout, with + if one of the files differs from it; None
+    without one."""
+    def git(*words):
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+
+    try:
+        head = git("rev-parse", "HEAD")
+    except OSError:  # no git
+        return None
+    found = git("status", "--porcelain", "--ignored", "--",
+                *(pathlib.Path(path).resolve() for path in files))
+    changed = found.stdout or found.returncode  # git fails on a file elsewhere
+    return None if head.returncode else head.stdout.strip() + "+" * bool(changed)
+
+
+def peak_memory(device):
+    """Returns the most memory that was in use, in MiB: the GPU's, or this process's; None where the
+    system does not say it."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / 2**(20 if sys.platform == "darwin" else 10), 1)
