@@ -4,20 +4,20 @@ are wanted.
 In memory `record["rounds"]` is a list with a row (a dict) for each round. On the disk it is two
 tables of columns, which pandas.DataFrame takes as they are:
 
-    "rounds": {"round": [1, 2, ...], "seconds": [0.52, ...], "bytes_up": 80000, ...}
+    "rounds": {"seconds": [0.52, 0.49, ...], "bytes_up": 80000, ...}
     "evaluations": {"round": [5, 10, ...], "global/top1": [0.31, ...], ...}
 
-`rounds` has what is known of every round. A number in place of a list is that of each round.
+`rounds` has what is known of rounds 1, 2, ...; a number in place of a list is that of each round.
 `evaluations` has the rounds in which run.log was called, and its "global/top1" is a row's
 row["global"]["top1"]. A null stands for what a round does not have, and for a measure that is not
 finite. "final" stands for a list, such as accuracies by user, that is in the record's `final`.
-Seconds are rounded to .01, and measures to ten digits. Those in `final` and `best` have all.
+Seconds are rounded to .01, and measures to eight digits. Those in `final` and `best` have all.
 """
 
 import json
+import math
 import pathlib
 
-import numpy as np
 from torch.utils._pytree import tree_map
 
 from .splits import unused
@@ -49,7 +49,7 @@ def read(path):
         record["args"]["seed"], record["final"], record["environment"]["sources"]  # all have them
     except FileNotFoundError:
         refuse(f"there is no record {path}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
         refuse(f"{path} can't be read as a record ({type(problem).__name__}); move it elsewhere")
     return record
 
@@ -73,27 +73,28 @@ def columns(history, final):
     if len({frozenset(row) for row in every}) > 1:  # not every round was measured
         for row, more in zip(every, measured):
             more |= {name: row.pop(name) for name in EVERY_ROUND[4:] if name in row}
-    rounds = table(every)
+    rounds, evaluations = table(every), table([row for row in measured if len(row) > 1])
+    del rounds["round"]
     for name in ("bytes_up", "bytes_down"):
         if len(set(rounds.get(name, ()))) == 1:
             rounds[name] = rounds[name][0]
-    return {"rounds": rounds, "evaluations": table([row for row in measured if len(row) > 1])}
+    return {"rounds": rounds, "evaluations": evaluations}
 
 
 def rows(rounds, evaluations, final):
     """Returns a row for each round, from the tables of `columns`."""
-    n, known = len(rounds["round"]), flat(final)
+    n, known = len(rounds["seconds"]), flat(final)
     lists = {name: z if isinstance(z, list) else [z] * n for name, z in rounds.items()}
-    found = {row["round"]: row for row in cut(lists)}
+    found = cut({"round": list(range(1, n + 1)), **lists})
     for measured in cut(evaluations):
-        row = found[measured["round"]]
+        row = found[measured["round"] - 1]
         for path, value in measured.items():
             *parts, name = path.split("/")
             inner = row
             for part in parts:
                 inner = inner.setdefault(part, {})
             inner[name] = known.get(path, value) if value == IN_FINAL else value
-    return list(found.values())
+    return found
 
 
 def unlike(record, args, but=()):
@@ -113,9 +114,10 @@ def table(some):
 
 
 def rounded(name, tree):
-    """Returns the floats in a tree with the digits that a record keeps of them."""
-    short = (lambda z: round(z, 2)) if name.endswith("seconds") else (lambda z: float(f"{z:.10g}"))
-    return tree_map(lambda z: short(z) if isinstance(z, float) else z, tree)
+    """Returns a number or nested lists and dicts with the digits that a record keeps of floats."""
+    if isinstance(tree, float):
+        return round(tree, 2) if name.endswith("seconds") else float(f"{tree:.8g}")
+    return tree_map(lambda z: rounded(name, z), tree) if isinstance(tree, list | dict) else tree
 
 
 def cut(lists):
@@ -139,5 +141,9 @@ def in_lines(tree, indent=""):
         lines = (f"{inner}{json.dumps(str(name))}: {in_lines(value, inner)}"
                  for name, value in tree.items())
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    tree = tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)
-    return json.dumps(tree, separators=(",", ":"))
+    try:
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        finite = tree_map(lambda z: None if isinstance(z, float) and not math.isfinite(z)
+                          else z, tree)
+        return json.dumps(finite, separators=(",", ":"))
