@@ -30,13 +30,14 @@ from fl.flags import (
     positive_fraction,
     positive_int,
 )
+from fl.machine import find_device, is_main_process, now, refuse, say
 from fl.models import MODELS
 from fl.net import Net, find, load_file, with_part
 from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients, without_nan
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused
 from fl.state import Rows
-from fl.training import Training, find_device, grad, is_main_process, now, refuse, say, step
+from fl.training import Training, grad, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"

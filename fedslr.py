@@ -1,12 +1,30 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized
 Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed from the text.
 
-    python fedslr.py --dataset cifar10    Table 1, Non-IID (published: GKR .8752, mixed .9530)
-    with --model cnn we reach .7449 and .9130: results/fedslr/cifar10-cnn-1000-rounds
+    python fedslr.py --dataset cifar10                Table 1, Non-IID, with the paper's ResNet-18
+    python fedslr.py --dataset cifar10 --model cnn    a smaller network, which we have run
+
+    network    GKR    mixed  1,000 rounds, Non-IID
+    ResNet-18  .8752  .9530  published
+    CNN        .7449  .9130  ours: results/fedslr/cifar10-cnn-1000-rounds
 
 All clients share w, the "global knowledge representation" (GKR); lambda lowers its rank. p_i stays
 with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i
-(mixed), "global" w on the test set. docs/fedslr.md explains D1-D8; see fedavg.py for the notation.
+(mixed), "global" w on the test set. docs/fedslr.md explains our choices:
+
+    D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices (authors' code).
+    D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
+    D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
+    D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
+    D5  Line 7 shrinks matrices, and kernels as matrices (by pi), no vectors; line 20 all of p_i.
+    D6  Per layer the server sends min(rows*columns, rank*(rows+columns)) weights; clients send w_i.
+    D7  A client tests on floor(100 * its class proportion) central images of each class.
+    D8  Class proportions follow Dir(.1); used-up classes are dealt again; images shift and flip.
+
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Client i of
+M has the loss f_i; w_l is w's layer l. C is the fraction of clients that a round samples. In the
+code Phase II runs before lines 15 and 16, and line 6 stands for line 16: neither reads what the
+other changes.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -29,15 +47,7 @@ with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "perso
     18          for each minibatch b:
     19              g = gradient of f_i(w^t + p_i; b) with respect to p_i
     20              p_i = soft(p_i - eta * g, eta*mu)                                        (7)
-
-    D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices (authors' code).
-    D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
-    D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
-    D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices, and kernels as matrices (by pi), no vectors; line 20 all of p_i.
-    D6  Per layer the server sends min(rows*columns, rank*(rows+columns)) weights; clients send w_i.
-    D7  A client tests on floor(100 * its class proportion) central images of each class.
-    D8  Class proportions follow Dir(.1); used-up classes are dealt again; images shift and flip."""
+"""
 
 from types import SimpleNamespace as State
 
@@ -46,42 +56,23 @@ import torch
 import common
 
 
+def first_p(net, args, w):
+    """Returns p_i of line 1: 0, or w^0's kernels and matrices, with 0 elsewhere (D1)."""
+    in_matrices = net.per_weight([float(len(shape) > 1) for shape in net.shapes])
+    return in_matrices * w if args.p_start == "copy" else torch.zeros_like(w)  # l.1
+
+
 def soft(x, tau):
     """Returns sign(x) * max(|x| - tau, 0): x's entries move towards 0 by tau and stop at 0."""
     return x - x.clamp(-tau, tau)
 
 
-def pi(kernel):
-    """Returns a kernel of n outputs, c inputs and k1 x k2 pixels as a matrix: [n, c, k1, k2] ->
-    [n*k1, c*k2]. A matrix [n, c] stays as it is."""
-    n, c, k1, k2 = (*kernel.shape, 1, 1)[:4]  # a matrix is like a kernel of 1 x 1 pixel
-    return kernel.reshape(n, c, k1, k2).transpose(1, 2).reshape(n * k1, c * k2)
-
-
-def prox_nuclear(net, v, tau, map=map):
-    """Returns line 7's w [d] and the ranks [L] of its pi(w_l). w is the argmin of tau * sum over
-    layers l of ||pi(w_l)||_* + ||w - v||^2 / 2, where ||.||_* is the sum of the singular values."""
-    if not v.isfinite().all():
-        return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
-    parts, layers = list(v.split(net.sizes)), matrices(net)  # parts: one for each tensor of w
-
-    def shrink(layer):
-        place, shape = layer[0], net.tensors[layer[0]][2]
-        U, s, Vh = torch.linalg.svd(pi(parts[place].view(shape)).double(), full_matrices=False)
-        s = soft(s, tau)  # singular values up to tau become 0, so the rank falls
-        return pi_inverse((U * s) @ Vh, shape).to(v).flatten(), (s > 0).sum()
-
-    found = list(map(shrink, layers))  # D5
-    for (place, *_), (part, _) in zip(layers, found):
-        parts[place] = part
-    return torch.cat(parts), torch.stack([rank for _, rank in found])
-
-
 def local_training(net, args):
-    """Returns client_update(w, gamma, p, epochs, eta): lines 8-15 and 17-20 for one client."""
+    """Returns client_update(w, gamma, p, epochs, eta): lines 8-15 and 17-20 for one client.
+    `epochs` yields E passes over its images, each cut into minibatches b (common.Epochs)."""
     decay = args.weight_decay * net.decayed  # [d] (D3)
 
-    @common.step
+    @common.step  # on a GPU it runs for all clients at once, or as a CUDA graph
     def step_w(w, gamma, w_t, b, eta):  # [d] each
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
@@ -103,12 +94,65 @@ def local_training(net, args):
         for minibatches in epochs:  # l.10
             for b in minibatches:  # l.11: step_w does lines 12-14
                 w = step_w(w, gamma, w_t, b, eta)
-        for minibatches in epochs(epochs=args.fusion_epochs, order=1):  # l.17: Phase II, reshuffled
+        # l.17: Phase II, with other shuffling
+        for minibatches in epochs.again(epochs=args.fusion_epochs, order=1):
             for b in minibatches:  # l.18: step_p does lines 19 and 20
                 p = step_p(p, w_t, b, eta)
         return w, p  # l.15: w_i goes to the server; p_i stays
 
     return client_update
+
+
+def pi(kernel):
+    """Returns a kernel of n outputs, c inputs and k1 x k2 pixels as a matrix: [n, c, k1, k2] ->
+    [n*k1, c*k2]. A matrix [n, c] stays as it is."""
+    n, c, k1, k2 = (*kernel.shape, 1, 1)[:4]  # a matrix is like a kernel of 1 x 1 pixel
+    return kernel.reshape(n, c, k1, k2).transpose(1, 2).reshape(n * k1, c * k2)
+
+
+def pi_inverse(matrix, shape):
+    """Returns the kernel of the given shape whose pi is the matrix."""
+    n, c, k1, k2 = (*shape, 1, 1)[:4]
+    return matrix.reshape(n, k1, c, k2).transpose(1, 2).reshape(shape)
+
+
+def shrink(v_l, tau):
+    """Returns line 7's w_l for one kernel or matrix v_l, the argmin of tau * ||pi(w_l)||_* +
+    ||w_l - v_l||^2 / 2, and the rank of pi(w_l). ||.||_* is the sum of the singular values."""
+    if v_l.is_cuda:
+        return shrink_on_gpu(v_l, tau)
+    U, s, Vh = torch.linalg.svd(pi(v_l).double(), full_matrices=False)
+    s = soft(s, tau)  # l.7: singular values up to tau become 0, so the rank falls
+    return pi_inverse((U * s) @ Vh, v_l.shape).to(v_l), (s > 0).sum()
+
+
+def prox_nuclear(net, v, tau, map=map):
+    """Returns line 7's w [d], and the ranks [L] of its kernels and matrices. map: Python's, or one
+    that takes several layers at once."""
+    if not v.isfinite().all():
+        return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
+    parts = [part.view(shape) for part, shape in zip(v.split(net.sizes), net.shapes)]
+    layers, ranks = matrices(net), []  # D5
+    for l, (w_l, rank) in zip(layers, map(lambda l: shrink(parts[l], tau), layers)):
+        parts[l] = w_l
+        ranks.append(rank)
+    return torch.cat([part.flatten() for part in parts]), torch.stack(ranks)
+
+
+def matrices(net):
+    """Returns [L]: the places of w's kernels and matrices among its tensors."""
+    return [l for l, shape in enumerate(net.shapes) if len(shape) > 1]
+
+
+def size_in_factors(net, ranks):
+    """Returns how many weights the server sends for a w whose pi(w_l) have these ranks [L]: a
+    matrix whole or as two factors, whichever takes fewer (D6)."""
+    sizes = list(net.sizes)
+    for l, rank in zip(matrices(net), ranks.tolist()):
+        n, c, k1, k2 = (*net.shapes[l], 1, 1)[:4]
+        rows, columns = n * k1, c * k2
+        sizes[l] = min(rows * columns, rank * (rows + columns))
+    return sum(sizes)
 
 
 def main(argv=None):
@@ -119,29 +163,29 @@ def main(argv=None):
     client_update = local_training(net, args)
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w_0, ranks=full_ranks(net), numbers=net.d,  # numbers: w^t's size (D6)
+    state = State(w=w_0, ranks=full_ranks(net), size=net.d,  # size: weights that w^t takes (D6)
                   gamma=federation.per_client(torch.zeros_like(w_0)),  # l.1: [M, d]
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): [M, d]
     for t in run.rounds(state, clients=lambda S: state.w + state.p[S]):  # l.2
-        S = federation.sample(t)  # l.3: max(C*M, 1) random clients (D2)
-        w_t = state.w.expand(len(S), -1)  # [m, d]
-        # state.p.of(S) is state.p[S], but a client's row is fetched only when its turn comes
+        m = max(int(args.fraction * M + 1e-9), 1)  # l.3 (D2)
+        S = federation.sample(t, m)  # l.3: [m]
+        w_t = state.w.expand(m, -1)  # [m, d]
+        # train calls client_update for each client of S, with its row of `own`, its epochs, and
+        # what is `shared`. state.p.of(S) is state.p[S], fetched row by row, when it is needed
         w_i, p_i = federation.train(client_update, S, t, shared=[federation.eta(t)],
                                     own=[w_t, state.gamma.of(S), state.p.of(S)])  # l.4-5: [m, d]
         for j, i in enumerate(S):  # one by one, to save memory
             state.gamma[i] += 1 / args.eta_g * (state.w - w_i[j])  # l.6, l.16: one copy serves both
-        gamma_mean = federation.sum(state.gamma) / M  # of all M clients
-        v = federation.mean(w_i) - args.eta_g * gamma_mean  # l.7: not weighted (D2): [d]
+        v = w_i.mean(0) - args.eta_g * (state.gamma.sum(0) / M)  # l.7: not weighted (D2): [d]
         del w_i
         tau = args.lambda_ * args.eta_g
-        state.w, state.ranks = prox_nuclear(net, v, tau, federation.map)  # l.7
+        state.w, state.ranks = prox_nuclear(net, v, tau, federation.training.map)  # l.7
         state.p[S] = p_i  # l.20
         del p_i
-        run.sent(up=len(S) * net.d, down=len(S) * state.numbers)  # w_i up, w^t down (D6)
-        state.numbers = count_factors(net, state.ranks)  # D6
+        run.sent(up=m * net.d, down=m * state.size)  # w_i up, w^t down (D6)
+        state.size = size_in_factors(net, state.ranks)
         if run.evaluates():
             run.log(federation.evaluate(state.w), **measures(federation, state))
-    finish(run)
     return run.record()
 
 
@@ -179,92 +223,37 @@ def arguments(argv):
     return args
 
 
-# Matrices
-
-
-def matrices(net):
-    """Returns [L] triples, one for each kernel or matrix: its place among the model's tensors, and
-    its pi's rows and columns."""
-    shapes = [(l, (*shape, 1, 1)) for l, (_, _, shape) in enumerate(net.tensors) if len(shape) > 1]
-    return [(l, n * k1, c * k2) for l, (n, c, k1, k2, *_) in shapes]
+def shrink_on_gpu(v_l, tau):
+    """Returns what `shrink` returns, from the eigenvalues of A A^T, of which a GPU is faster than
+    of A's SVD. A is pi(v_l) or its transpose, whichever has fewer rows."""
+    A = pi(v_l).double()
+    wide = A if A.shape[0] <= A.shape[1] else A.T
+    squares, U = torch.linalg.eigh(wide @ wide.T)
+    s = squares.clamp(min=0).sqrt()  # the singular values
+    kept = soft(s, tau)
+    shrunk = (U * (kept / s.clamp(min=1e-300))) @ (U.T @ wide)
+    shrunk = shrunk if wide is A else shrunk.T
+    return pi_inverse(shrunk, v_l.shape).to(v_l), (kept > 0).sum()
 
 
 def full_ranks(net):
     """Returns [L]: the largest ranks that the pi(w_l) can have."""
-    ranks = [min(rows, columns) for _, rows, columns in matrices(net)]
-    return torch.tensor(ranks, device=net.device)
-
-
-def first_p(net, args, w):
-    """Returns p_i of line 1: 0, or w^0's kernels and matrices, with 0 elsewhere (D1)."""
-    in_matrices = net.per_weight([float(len(shape) > 1) for _, _, shape in net.tensors])
-    return in_matrices * w if args.p_start == "copy" else torch.zeros_like(w)
-
-
-def pi_inverse(matrix, shape):
-    """Returns the kernel of the given shape whose pi is the matrix."""
-    n, c, k1, k2 = (*shape, 1, 1)[:4]
-    return matrix.reshape(n, k1, c, k2).transpose(1, 2).reshape(shape)
-
-
-def count_factors(net, ranks):
-    """Returns how many weights are sent for a model whose pi(w_l) have these ranks [L]. A matrix is
-    sent whole or as two factors, whichever takes fewer."""
-    sizes = list(net.sizes)
-    for (l, rows, columns), rank in zip(matrices(net), ranks.tolist()):
-        sizes[l] = min(rows * columns, rank * (rows + columns))  # D6
-    return sum(sizes)
-
-
-# Measuring and printing
+    shapes = [pi(torch.empty(net.shapes[l], device="meta")).shape for l in matrices(net)]
+    return torch.tensor([min(shape) for shape in shapes], device=net.device)
 
 
 def measures(federation, state):
     """Returns the GKR's and the mixed models' sizes and results on test images, and w's ranks."""
-    nonzeros = [float(state.p[i].count_nonzero()) for i in federation.rows()]
-    mixed = torch.tensor(nonzeros, dtype=torch.double, device=state.w.device)
-    mixed = state.numbers + federation.gather(mixed)  # [M]
+    nonzeros = [float(state.p[i].count_nonzero()) for i in federation.everyone]
+    mixed = state.size + torch.tensor(nonzeros, dtype=torch.double)  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0
-    net = federation.net
-    names = [net.names[l].removesuffix(".weight") for l, _, _ in matrices(net)]
+    names = [federation.net.names[l].removesuffix(".weight") for l in matrices(federation.net)]
     return {
         "personal": federation.evaluate_clients(lambda S: state.w + state.p[S]),  # D4
         "gkr": common.without_clients(federation.evaluate_clients(state.w)),
-        "numbers": {"gkr": state.numbers, "mixed": float(mixed.mean()), "mixed_std": std},
+        "numbers": {"gkr": state.size, "mixed": float(mixed.mean()), "mixed_std": std},
         "ranks": dict(zip(names, state.ranks.tolist())),
     }
-
-
-def finish(run):
-    """Prints both models' results and the ranks; with --plot draws ranks.png."""
-    history, full = run.record()["rounds"], full_ranks(run.federation.net).tolist()
-    rows = [row for row in history if "gkr" in row]
-    columns = ("mean", "std", "worst_decile", "loss")
-    titles = "".join(f"{name:>14}" for name in (*columns, "10^6 numbers"))
-    common.say(f"\n{'model':<12}{'round':>8}{titles}")
-    for name, part, model in (("GKR", "gkr", "gkr"), ("mixed", "personal", "mixed")):
-        best = max(rows, key=lambda row: row[part]["mean"])
-        for when, row in (("last", rows[-1]), ("best", best)):
-            values = [*(row[part][key] for key in columns), row["numbers"][model] / 1e6]
-            common.say(f"{name + ', ' + when:<12}{row['round']:>8}"
-                       + "".join(f"{value:>14.4f}" for value in values))
-    ranks = rows[-1]["ranks"]
-    common.say("ranks   " + ", ".join(f"{name} {rank}/{most}"
-                                      for (name, rank), most in zip(ranks.items(), full)))
-    if not run.args.plot:
-        return
-    rounds, title = [row["round"] for row in rows], f"FedSLR, {common.setting(run.record())}"
-    with common.drawing(run.out / "ranks.png", 1, 3, (15, 4.5), title) as axes:
-        for part, label, style in (("gkr", "GKR", "k--"), ("personal", "mixed", "k-")):
-            axes[0].plot(rounds, [row[part]["mean"] for row in rows], style, label=label)
-        for i, (name, most) in enumerate(zip(ranks, full)):  # there are seven colours
-            axes[1].plot(rounds, [row["ranks"][name] / most for row in rows],
-                         ["-", "--", ":"][i // 7 % 3], label=name)
-        bytes_down = [row["bytes_down"] / 1e6 for row in history]
-        axes[2].plot([row["round"] for row in history], bytes_down, "k-")
-        labels = "accuracy, mean over clients", "rank / full rank", "MB down per round"
-        for axis, label in zip(axes, labels):
-            axis.set(xlabel="round", ylabel=label, ylim=(0, None))
 
 
 if __name__ == "__main__":

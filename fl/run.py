@@ -280,8 +280,8 @@ class Run:
         """Returns the record of a run that has ended, with a list of rows as "rounds"; docs/run.md
         says what each field means."""
         if self.status == "unfinished":
-            refuse("the loop over run.rounds was left before its end (by `break`?): its results are "
-                   "not complete; use --rounds or --target to end it sooner")
+            refuse("the loop over run.rounds was left before its end (by `break`?), so there are no "
+                   "results; use --rounds or --target to end it sooner")
         return self.content()
 
     def content(self):
@@ -335,8 +335,8 @@ class Run:
                 lock.acquire(blocking=False)
                 (self.out / ".lock").write_text(str(os.getpid()))
         except filelock.Timeout:
-            refuse(f"another run{process_in(lock.lock_file)} is writing to {self.out}; wait for it, "
-                   "end it, or use another --out", alone=True)
+            refuse(f"another run{process_in(lock.lock_file)} is writing to {self.out}; wait for "
+                   "it, end it, or use another --out", alone=True)
         except (OSError, NotImplementedError):
             pass  # a file system without locks
         try:

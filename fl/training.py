@@ -18,9 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .machine import (
     cores,
-    find_device,
     first_line,
-    is_main_process,
     join_processes,
     keep_memory,
     now,
@@ -87,8 +85,8 @@ class Training:
             dist.barrier()
 
     def each(self, work, n):
-        """Yields (i, work(i)) for this process's share of the items 0 to n-1 (at least for one, from
-        whose result the caller sees its shape), on a CPU with several at once. `work` may call it
+        """Yields (i, work(i)) for this process's share of the items 0 to n-1 (at least for one, so
+        that the caller sees a result's shape), on a CPU with several at once. `work` may call it
         again, and then gets all items, one after the other."""
         if getattr(STEPS, "alone", False):
             yield from ((i, work(i)) for i in range(n))
@@ -198,7 +196,8 @@ class Training:
             rows = slice(here.start, here.stop) if len(here) == width else np.array(places)
             epochs = FilledEpochs(fed, [clients[i] for i in places], way)
             found = client_update(*(z[rows] for z in own), epochs, *shared)
-            results.append(tree_map(lambda z, n=len(here): z[:n], found))
+            kept = len(here)
+            results.append(tree_map(lambda z, kept=kept: z[:kept], found))
         if len(results) == 1:
             return results[0]
         return tree_map(lambda *parts: torch.cat(parts), *results)
