@@ -6,10 +6,10 @@ import sys
 import torch
 
 from .data import DATASETS
+from .machine import lacks_tf32, refuse
 from .models import MODELS
 from .net import find
 from .splits import SPLITS, USED_BY, scheme, unused
-from .machine import lacks_tf32, refuse
 from .transforms import TRANSFORMS
 
 

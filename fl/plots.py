@@ -6,8 +6,8 @@ import pathlib
 
 import numpy as np
 
-from .splits import USED_BY, renamed
 from .machine import is_main_process, say
+from .splits import USED_BY, renamed
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 STYLE = {  # of all figures. The colours are Okabe and Ito's, which the colour-blind tell apart

@@ -85,14 +85,16 @@ class Run:
 
     # The loop
 
-    def rounds(self, state, model="w", clients=None):
+    def rounds(self, state, model="w", clients=None, more_follows=False):
         """Yields t = 0 .. T-1. After each it completes the round: its row of the record, its state.
 
         model: the global model [d], which becomes model.pt in the end: a name in `state`, a
         function of `state`, or None where there is none. clients: the clients' own models [K, d],
-        for --save-clients: a name in `state`, or a function of clients S: [m, d].
+        for --save-clients: a name in `state`, or a function of clients S: [m, d]. more_follows: the
+        caller goes on after the loop; its run.log adds to the last round, and run.finish() ends it.
         """
         self.state, self.model, self.models = state, model, clients
+        self.more_follows = more_follows
         self.names = set(vars(state))
         self.check_state()
         with self.open():  # after --resume `state` is as it was saved
@@ -103,7 +105,9 @@ class Run:
                 self.clock = machine.now(self.federation.device)
                 yield len(self.history)
                 self.end_round()
-            self.finish("finished")
+            self.row = self.history[-1]
+            if not more_follows:
+                self.finish()
 
     def end_round(self):
         """Completes the row, and writes the state if that is worth it. May end the run."""
@@ -123,7 +127,8 @@ class Run:
         self.history.append(row)
         self.bar.update()
         training.end_round(len(self.history))
-        if row["round"] < self.last and time.monotonic() - self.saved > 20 * self.cost:
+        goes_on = row["round"] < self.last or self.more_follows
+        if goes_on and time.monotonic() - self.saved > 20 * self.cost:
             self.save()  # takes at most a twentieth of the time
 
     def check_state(self):
@@ -202,10 +207,12 @@ class Run:
             return f"{how} from round {self.written + 1}"
         return "no state was written yet"
 
-    def finish(self, status):
+    def finish(self, status="finished"):
         """Writes the record and the models, prints the results, and draws --plot's figures."""
         self.status = status
         self.bar.close()
+        if status == "finished":  # what was logged after the loop
+            self.per_client = self.row.pop("per_client", self.per_client)
         if not self.complete:
             self.save()
         if status == "finished":
@@ -280,8 +287,8 @@ class Run:
         """Returns the record of a run that has ended, with a list of rows as "rounds"; docs/run.md
         says what each field means."""
         if self.status == "unfinished":
-            refuse("the loop over run.rounds was left before its end (by `break`?), so there are no "
-                   "results; use --rounds or --target to end it sooner")
+            refuse("the loop over run.rounds was left before its end (by `break`?), so there are "
+                   "no results; use --rounds or --target to end it sooner")
         return self.content()
 
     def content(self):
