@@ -57,7 +57,6 @@ V[S] = y replaces them; V.all has all rows. federation.mean(x) is the plain mean
 over S_t; mean(x, n_k) weights them by n_k; sum(x) adds them up.
 """
 
-import sys
 from itertools import chain, islice
 from math import ceil, cos, pi
 from types import SimpleNamespace as State
@@ -1164,6 +1163,8 @@ BY_DATASET = {
 # no momentum on shapes (docs/shapes.md says why)
 WITHOUT_MOMENTUM = "centralised", "scaffold", "per-fedavg"
 
+SGD_RATE = {"pfedme": "theta-lr"}  # the flag of SGD's learning rate, where that is not --lr
+
 
 def arguments(argv):
     """Returns the arguments. A flag group's title names its methods."""
@@ -1197,7 +1198,8 @@ def arguments(argv):
     flag("--personal-epochs", type=common.positive_int, help="s, epochs on v_k (default: --epochs)")
     flag = p.add_argument_group("pfedme").add_argument
     flag("--pfedme-lambda", type=common.positive, default=15.0,
-         help="lambda in lambda/2 ||theta_k - w_k||^2")
+         help="lambda in lambda/2 ||theta_k - w_k||^2; given without --lr it makes --lr 1/lambda, "
+              "with which the first step sets w_k to theta_k")
     flag("--pfedme-beta", type=common.positive, default=1.0,
          help="beta, the server's step to the mean")
     flag("--theta-lr", type=common.positive, default=0.001,
@@ -1222,13 +1224,15 @@ def arguments(argv):
     if args.method in WITHOUT_MOMENTUM and args.dataset == "shapes":
         p.set_defaults(momentum=0.0, lr=0.05)  # flags on the command line win
         args = common.parse(p, {}, argv)
-    refuse_foreign(p, args.method, sys.argv[1:] if argv is None else argv)
+    given = {word.partition("=")[0] for word in args.argv}
+    refuse_foreign(p, args.method, given)
+    if "--pfedme-lambda" in given and "--lr" not in given:
+        args.lr = float(f"{1 / args.pfedme_lambda:.3g}")
     return args
 
 
-def refuse_foreign(p, method, argv):
+def refuse_foreign(p, method, given):
     """Refuses a flag of other methods, which would change nothing."""
-    given = {word.partition("=")[0] for word in argv}
     for group in p._action_groups:
         methods = group.title.split(", ")
         if methods[0] in METHODS and method not in methods:
