@@ -37,7 +37,7 @@ from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients, without_nan
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused
 from fl.state import Rows
-from fl.training import Training, grad, step
+from fl.training import Training, grad, may_look, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"

@@ -10,7 +10,24 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     FedAvg, GroupNorm  .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
-proportions. The listing restates the notes. See fedavg.py for notation, docs/psinet.md for D1-D9.
+proportions. docs/psinet.md explains our choices:
+
+    D1  Line 3: the first grouped layer sees all channels and is initialised as if ungrouped.
+    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
+    D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
+    D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
+    D5  Lines 9, 10 weight node i by its number of images. A group that S lacks is unchanged.
+    D6  Line 6: a node lacks a group if it has none of its classes; the notes say "only if all local
+        data belong to its task", which we think means this. We treat every split as extreme
+        (--no-prune: none). The softmax has only the classes of G_i.
+    D7  eta, B, decay, momentum (reset per round) are FedMA's; T is that of Fed2's figures, flips
+        and crops are FedSLR's, and E = 1, the best of five in a figure of Fed2, is a guess.
+    D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
+    D9  papers/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
+
+[d]: the d weights of the whole network, of which each node trains its part: what it lacks has no
+gradient and no share in lines 9 and 10. net.forward returns a minibatch's logits. The listing
+restates the notes.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -27,16 +44,6 @@ proportions. The listing restates the notes. See fedavg.py for notation, docs/ps
     LocalUpdate(i, omega)
     11  for each of E local epochs, for each minibatch b:
     12      omega = omega - eta * gradient of the cross-entropy; running statistics move towards b's
-
-    D1  Line 3: the first grouped layer sees all channels and is initialised as if ungrouped.
-    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
-    D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
-    D4  GroupNorm has as many groups as the node. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group that S lacks is unchanged.
-    D6  Line 6 treats every split as extreme (--no-prune: none). The softmax has only G_i's classes.
-    D7  eta, B, decay, momentum (reset per round) are FedMA's; T, E Fed2's; flips, crops FedSLR's.
-    D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
-    D9  papers/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
 """
 
 import argparse
@@ -48,10 +55,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 import common
-import fl.training
 
 # VGG-9 in ten groups for CIFAR-10. A group "sees" its inputs and "gives" its outputs, which are
 # channels or neurons.
@@ -68,35 +73,36 @@ import fl.training
 
 
 class PsiNet(nn.Module):
-    """A network in G groups, or the part of it that a node with s of these groups has. G = 0 means
-    no groups, for FedAvg. `plain` is the same network without groups, an nn.Sequential of named
-    layers (VGG9 of models.py). Layers keep their names; conv5-norm follows conv5. `depth` is the
-    first layer with groups; `norm` is "gn", "bn" or "none"."""
+    """A network in G groups; G = 0 means no groups, for FedAvg. `plain` is the same network without
+    groups, an nn.Sequential of named layers (VGG9 of fl/models.py). Layers keep their names;
+    conv5-norm follows conv5. `depth` is the first layer with groups; `norm` is "gn", "bn" or
+    "none". Block g of the last layer gives the logits of M(g), the g-th classes/G labels (D3)."""
 
-    def __init__(self, plain, classes, G, depth, norm, s=None):
+    def __init__(self, plain, G, depth, norm):
         super().__init__()
-        M = torch.arange(classes).view(max(G, 1), -1)  # l.1: M(g) is row g (D3)
-        self.register_buffer("M", M, persistent=False)
-        self.grouped, s = [], s or len(M)  # grouped: the names of the layers with groups
-        before = now = 1  # the previous layer's outputs: in `plain`, and here
+        self.grouped = []  # the names of the layers with groups
+        before = now = 1  # outputs of the layer before: in `plain`, and here
         for name, layer in plain.named_children():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
-                outputs, inputs = layer.weight.shape[:2]  # channels or neurons, without groups
+                outputs, inputs = layer.weight.shape[:2]  # channels or neurons
+                width = G * ceil(outputs / max(G, 1))  # D2
                 if self.grouped:  # group g sees group g of the layer before
-                    layer = cut(layer, inputs // before * now, s * ceil(outputs / G), s)  # l.3-4
+                    layer = cut(layer, inputs // before * now, width, groups=G)  # l.3-4
                 elif name == depth:  # each group sees all inputs (D1)
-                    layer = cut(layer, inputs, s * ceil(outputs / G), 1)  # l.3 (D2)
+                    layer = cut(layer, inputs, width, groups=1)  # l.3
                 self.grouped += [name] if self.grouped or name == depth else []
                 before, now = outputs, len(layer.weight)
             self.add_module(name, layer)  # l.2: unchanged below the depth
             if isinstance(layer, nn.Conv2d) and norm != "none":
-                of_groups = norm == "gn" and (self.grouped or not G)
-                self.add_module(name + "-norm", nn.GroupNorm(s if G else 2, layer.out_channels)
-                                if of_groups else BatchNorm(layer.out_channels))  # l.2-3 (D4)
+                if norm == "gn" and (self.grouped or not G):
+                    after = nn.GroupNorm(G or 2, layer.out_channels)  # l.3 (D4)
+                else:
+                    after = BatchNorm(layer.out_channels)  # l.2
+                self.add_module(name + "-norm", after)
 
-    def forward(self, x, G_i=None, mask=None):
-        """Returns logits [B, classes] and the BatchNorms' next running statistics [d_r]. G_i [s]:
-        the groups (default: all). In training, mask [B] is 1 for images and 0 for padding."""
+    def forward(self, x, mask=None):
+        """Returns logits [B, classes] (l.4) and the BatchNorms' next running statistics [d_r]. In
+        training, mask [B] is 1 for images and 0 for padding."""
         running = [x.new_zeros(0)]
         for layer in self.children():
             if isinstance(layer, BatchNorm):
@@ -104,9 +110,7 @@ class PsiNet(nn.Module):
                 running += [mean, var]
             else:
                 x = layer(x)
-        labels = (self.M if G_i is None else self.M[G_i]).flatten()
-        logits = x.new_full((len(x), self.M.numel()), MISSING)
-        return logits.scatter(1, labels.expand(len(x), -1), x), torch.cat(running)  # l.4: M(g)
+        return x, torch.cat(running)
 
 
 def cut(layer, inputs, outputs, groups):
@@ -130,82 +134,99 @@ class GroupedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-def local_training(net, args):
-    """Returns local_update(w, r, G_i, epochs, eta), LocalUpdate of a node with the network net."""
-    sgd = common.sgd(args, net.decayed)  # with --momentum and --weight-decay (D7)
+class BatchNorm(nn.BatchNorm2d):
+    """BatchNorm that also returns its next statistics: vmap allows no change in place."""
 
-    @common.step
-    def step(w, u, r, G_i, b, eta):  # w, u [d]; r [d_r]: the running statistics; G_i [s]
+    def forward(self, x, mask=None):
+        """Returns x [B, C, H, W] normalised, the next running means and variances [C]. In training,
+        mask [B] selects the images whose statistics normalise x."""
+        next_mean, next_var = mean, var = self.running_mean, self.running_var
+        precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
+        if mask is not None and common.may_look(x) and mask.all() and x[:, 0].numel() > 1:
+            mean, var = mean.clone(), var.clone()  # PyTorch's own, fast, does line 12 in place
+            return F.batch_norm(x, mean, var, weight, bias, training=True).to(precision), mean, var
+        if mask is not None:
+            mask = mask.to(x.dtype)
+            real = mask[:, None] / mask.sum().clamp(min=1)
+            own_var, own_mean = torch.var_mean(x, (2, 3), correction=0)  # [B, C]: of each image
+            mean = (real * own_mean).sum(0)  # [C]: of all real images
+            var = (real * (own_var + (own_mean - mean) ** 2)).sum(0)
+            n = (mask.sum() * x.shape[2:].numel()).clamp(min=2)
+            next_mean = 0.9 * next_mean + 0.1 * mean  # l.12: a tenth of the way to b's
+            next_var = 0.9 * next_var + 0.1 * (var * n / (n - 1))  # l.12
+        factor = weight * (var + 1e-5).rsqrt()
+        y = x * factor[:, None, None] + (bias - mean * factor)[:, None, None]
+        return y.to(precision), next_mean, next_var
+
+
+def groups_of_nodes(federation, args):
+    """Returns has [K, G]: has[i, g] is True if node i has group g; and the same of each class,
+    [K, classes]."""
+    G, classes = max(args.groups, 1), federation.data.classes
+    group = torch.arange(classes, device=federation.device) * G // classes  # l.1: M(g) (D3)
+    has = torch.zeros(federation.K, G, dtype=torch.bool, device=federation.device)
+    for i, own in enumerate(federation.split.train):
+        has[i, group[federation.labels[own]]] = True  # l.6: G_i (D6)
+    has = has if args.prune else torch.ones_like(has)
+    return has, has[:, group]
+
+
+def local_training(net, args):
+    """Returns local_update(w, r, own, epochs, eta), LocalUpdate of a node. `epochs` yields E passes
+    over its images, each cut into minibatches b (common.Epochs)."""
+    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with momentum and decay (D7)
+
+    @common.step  # on a GPU it runs for all nodes at once, or as a CUDA graph
+    def step(w, u, r, own, b, eta):  # w, u: [d]; r: the running statistics [d_r]
         def loss(w):
-            logits, next_r = net.forward(w, r, b.x, G_i, b.mask)
+            logits, next_r = net.forward(w, r, b.x, b.mask)
+            logits = torch.where(own, logits, MISSING)  # own: the classes of G_i [classes] (D6)
             return common.cross_entropy(logits, b), next_r
 
-        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: [d], and the next r
+        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: [d], 0 for groups that i lacks
         w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
-        return w, u, r
+        return w, u, r  # l.12: r from BatchNorm
 
-    def local_update(w, r, G_i, epochs, eta):
+    def local_update(w, r, own, epochs, eta):
         u = torch.zeros_like(w)  # momentum (D7)
         for minibatches in epochs:  # l.11 (D8)
             for b in minibatches:  # l.11: step does line 12
-                w, u, r = step(w, u, r, G_i, b, eta)
+                w, u, r = step(w, u, r, own, b, eta)
         return w, r
 
     return local_update
 
 
-def groups_of_nodes(federation, args):
-    """Returns has [K, G]. has[i, g] is True if node i has group g."""
-    M, labels = federation.net.M, federation.labels
-    has = torch.stack([torch.isin(M, labels[own]).any(1) for own in federation.split.train])
-    return has if args.prune else torch.ones_like(has)  # l.6: G_i (D6)
-
-
-def local_updates(federation, update, has, w, r, S, t):
-    """Returns omega^i after line 8 for the nodes i in S: w_i [m, d] and r_i [m, d_r]. Groups that
-    node i lacks keep the server's values. update[s] is local_update for nodes with s groups."""
-    w_i, r_i, has_S = w.repeat(len(S), 1), r.repeat(len(S), 1), has[S]  # has_S [m, G]
-    s_i = has_S.sum(1)  # [m]
-    for s in s_i.unique().tolist():  # nodes with s groups train together
-        these = (s_i == s).nonzero()[:, 0]  # their places in S
-        G_i = has_S[these].nonzero()[:, 1].view(len(these), s)
-        has_w, has_r = federation.net.masks_of(has_S[these])  # [nodes, d], [nodes, d_r]
-        # Each row of the mask selects equally many entries, so `view` gives one row per node, whose
-        # entries are ordered as in the node's network. masked_scatter puts the rows back.
-        w_own = w_i[these][has_w].view(len(these), -1)  # Omega_shared, and Omega_g for g in G_i
-        r_own = r_i[these][has_r].view(len(these), -1)
-        w_own, r_own = federation.train(update[s], S[these.cpu().numpy()], t,
-                                        own=[w_own, r_own, G_i], shared=[federation.eta(t)])  # l.8
-        w_i[these] = w_i[these].masked_scatter(has_w, w_own)
-        r_i[these] = r_i[these].masked_scatter(has_r, r_own)
-    return w_i, r_i
-
-
-def aligned_average(federation, z_i, has_z, n_i, z):
+def aligned_average(z_i, has_z, n_i, z):
     """Returns the mean of each entry of z_i [m, d] (w or r) over the nodes that have it (has_z
-    [m, d]), weighted by n_i [m]. An entry that no node has keeps its value in z [d]."""
-    n = federation.sum(has_z.to(z_i.dtype), n_i)  # [d]: images of nodes that have it (D5)
-    return torch.where(n > 0, federation.sum(z_i * has_z, n_i) / n.clamp(min=1), z)
+    [m, d]; all have Omega_shared), weighted by n_i [m] (D5). An entry that no node has keeps its
+    value in z [d]."""
+    n = n_i @ has_z.to(z_i.dtype)  # [d]: images of the nodes that have it
+    return torch.where(n > 0, n_i @ (z_i * has_z) / n.clamp(min=1), z)
 
 
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args, lambda *images: GroupedNet(args, *images))  # l.1-4
+    net = federation.net
     run = common.Run(__file__, federation)
-    has = groups_of_nodes(federation, args)  # l.6: [K, G]
-    networks = networks_of_nodes(federation, has)  # {s: the network of nodes with s groups}
-    update = {s: local_training(net, args) for s, net in networks.items()}
-    macs_per_image = multiplications(federation, networks, has)  # [K]
+    local_update = local_training(net, args)
+    has, has_class = groups_of_nodes(federation, args)  # l.6: [K, G], [K, classes]
+    macs_per_image = multiplications(federation, has)  # [K]
+    describe(run, has)
 
-    state = State(w=federation.initial_weights(), r=federation.net.r_0, macs=0.0)  # l.5 (D2)
+    state = State(w=federation.initial_weights(), r=net.r_0, macs=0.0)  # l.5 (D2)
     for t in run.rounds(state, model=lambda state: torch.cat([state.w, state.r])):  # l.7
         S = federation.sample(t)  # l.7 (D8)
-        w_i, r_i = local_updates(federation, update, has, state.w, state.r, S, t)  # l.8
-        has_w, has_r = federation.net.masks_of(has[S])  # [m, d], [m, d_r]
-        n_i = federation.n[S]  # [m]
-        state.w = aligned_average(federation, w_i, has_w, n_i, state.w)  # l.9-10: [d]
-        state.r = aligned_average(federation, r_i, has_r, n_i, state.r)  # l.9-10: [d_r]
-        state.macs += args.epochs * float(federation.sum(macs_per_image[S], n_i.double()))
+        w, r = (z.expand(len(S), -1) for z in (state.w, state.r))  # [m, d], [m, d_r]
+        # train calls local_update for each node of S, with its row of `own`, its epochs, and what
+        # is `shared` by all
+        w_i, r_i = federation.train(local_update, S, t, own=[w, r, has_class[S]],
+                                    shared=[federation.eta(t)])  # l.8: [m, d], [m, d_r]
+        (has_w, has_r), n_i = net.entries(has[S]), federation.n[S]
+        state.w = aligned_average(w_i, has_w, n_i, state.w)  # l.9-10: shared, and of each g
+        state.r = aligned_average(r_i, has_r, n_i, state.r)  # l.9-10: running statistics
+        state.macs += args.epochs * float(n_i.double() @ macs_per_image[S])
         sent = int(has_w.sum() + has_r.sum())
         run.sent(up=sent, down=sent)  # for the record, like macs
         if run.evaluates():
@@ -225,7 +246,7 @@ DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_
 QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
 BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
 DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # ours (D3; see D9)
-MISSING = -1e9  # the logit of a class that a pruned node lacks, so that its probability is 0 (D6)
+MISSING = -1e9  # the logit of a class that a node lacks, so that its probability is 0 (D6)
 
 
 def arguments(argv):
@@ -245,58 +266,31 @@ def arguments(argv):
     return args
 
 
-class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm that also returns its next statistics: vmap allows no change in place."""
-
-    def forward(self, x, mask=None):
-        """Returns x [B, C, H, W] normalised, the next running means and variances [C]. In training,
-        mask [B] selects images; running statistics move a tenth of the way to theirs (l.12)."""
-        next_mean, next_var = mean, var = self.running_mean, self.running_var
-        precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
-        alone = not x.is_cuda and not getattr(fl.training.STEPS, "vmapped", False)
-        if alone and mask is not None and mask.all() and x[:, 0].numel() > 1:  # PyTorch's own, fast
-            mean, var = mean.clone(), var.clone()
-            return F.batch_norm(x, mean, var, weight, bias, training=True).to(precision), mean, var
-        if mask is not None:
-            mask = mask.to(x.dtype)
-            real = mask[:, None] / mask.sum().clamp(min=1)
-            own_var, own_mean = torch.var_mean(x, (2, 3), correction=0)  # [B, C]: of each image
-            mean = (real * own_mean).sum(0)  # [C]: of all real images
-            var = (real * (own_var + (own_mean - mean) ** 2)).sum(0)
-            count = (mask.sum() * x.shape[2:].numel()).clamp(min=2)
-            next_mean = 0.9 * next_mean + 0.1 * mean
-            next_var = 0.9 * next_var + 0.1 * (var * count / (count - 1))
-        factor = weight * (var + 1e-5).rsqrt()
-        y = x * factor[:, None, None] + (bias - mean * factor)[:, None, None]
-        return y.to(precision), next_mean, next_var
-
-
 class GroupedNet(common.Net):
     """PsiNet as a function of Omega = [w | r]: weights [d], and all BatchNorms' running statistics
-    [d_r]. part(s) is the network of nodes with s groups. group [d] and group_r [d_r] give the group
-    of each entry, -1 if shared. M [G, classes/G] is PsiNet's; --groups 0 counts as one group."""
+    [d_r]. group [d] and group_r [d_r]: the group of each entry, -1 if shared. --groups 0 counts as
+    one group."""
 
-    def __init__(self, args, shape, classes, device="cpu", s=None):
+    def __init__(self, args, shape, classes, device="cpu"):
         plain = common.Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout)
-        self.G, self.s = args.groups, s or max(args.groups, 1)  # l.1
-        self.depth = (args.depth or DEPTH[args.model]) if args.groups else None
-        self.part = lambda s: GroupedNet(args, shape, classes, device, s)
-        refuse_what_cannot_be_cut(args.model, plain.module, classes, self.G, self.depth)
-        super().__init__(args.model, shape, classes, device, build=lambda: PsiNet(
-            plain.build(), classes, self.G, self.depth, args.norm, s))
+        G, depth = args.groups, (args.depth or DEPTH[args.model]) if args.groups else None
+        self.G = max(G, 1)
+        refuse_what_cannot_be_cut(args.model, plain.module, classes, G, depth)
+        super().__init__(args.model, shape, classes, device,
+                         build=lambda: PsiNet(plain.build(), G, depth, args.norm))
 
-        def start(name, shape):  # as in models.py, adapted to groups (D2)
+        def start(name, shape):  # as in fl/models.py, adapted to groups (D2)
             layer = name.rpartition(".")[0]
             kind, scale = plain.start(name, shape)  # "uniform" needs no change
             if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
                 scale = plain.start(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
-                scale *= self.G**0.5 if layer in self.module.grouped[1:] else 1
+                scale *= G**0.5 if layer in self.module.grouped[1:] else 1
             return kind, scale
 
         if plain.start:
             self.module.start = start
-        self.name += f" in {self.s} groups from {self.depth} on" if self.G else " without groups"
-        self.notes, self.M = plain.notes, self.constants["M"]
+        self.name += f" in {G} groups from {depth} on" if G else " without groups"
+        self.notes = plain.notes
         self.running = [name for name in self.constants if ".running_" in name]
         self.sizes_r = [self.constants[name].numel() for name in self.running]
         self.group = self.groups_of(self.names, self.sizes)
@@ -304,29 +298,30 @@ class GroupedNet(common.Net):
 
     def groups_of(self, names, sizes):
         """Returns the group of each entry of these tensors, in which groups lie side by side."""
-        groups = [self.M[:0, 0]]
+        groups = [torch.zeros(0, dtype=torch.long, device=self.device)]
         for name, size in zip(names, sizes):
             layer = name.rpartition(".")[0].removesuffix("-norm")
-            own = range(self.s) if layer in self.module.grouped else [-1]
+            own = range(self.G) if layer in self.module.grouped else [-1]
             groups.append(torch.tensor(own, device=self.device).repeat_interleave(size // len(own)))
         return torch.cat(groups)
 
-    def masks_of(self, has):
-        """Returns masks of w [m, d] and r [m, d_r]: nodes' own entries, given `has` [m, G]."""
+    def entries(self, has):
+        """Returns which entries of w [m, d] and of r [m, d_r] nodes have, given their groups `has`
+        [m, G]."""
         return tuple(has[:, z.clamp(min=0)] | (z < 0) for z in (self.group, self.group_r))
 
     @property
     def r_0(self):  # means 0 and variances 1, or those of --init
         return torch.cat([self.decayed[:0], *(self.constants[name] for name in self.running)])
 
-    def forward(self, w, r, x, G_i=None, mask=None):
+    def forward(self, w, r, x, mask=None):
         """Returns what PsiNet returns, with the weights w and the running statistics r."""
         if not hasattr(self.copies, "module"):  # one for each thread, as in Net.apply
             self.copies.module = copy.deepcopy(self.module)
         parts = zip(self.names, w.to(x.dtype).split(self.sizes), self.shapes)
         tensors = self.constants | dict(zip(self.running, r.split(self.sizes_r)))
         tensors |= {name: z.view(shape) for name, z, shape in parts}
-        logits, next_r = functional_call(self.copies.module, tensors, (x, G_i, mask))
+        logits, next_r = functional_call(self.copies.module, tensors, (x, mask))
         return logits.to(w.dtype), next_r.to(r.dtype)
 
     def __call__(self, Omega, x):
@@ -356,44 +351,35 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
         common.refuse(f"--depth {depth}: {model} can't be cut there; it has {', '.join(found)}")
 
 
-def networks_of_nodes(federation, has):
-    """Returns {s: network with s groups} for each s that occurs. Adds a table to
-    federation.notes."""
-    net, counts = federation.net, federation.gather(has.sum(1)).tolist()  # of all processes' nodes
-    networks = {s: net if s == net.s else net.part(s) for s in set(counts)}
-    row = "{:<20}{:<8}{:>10}{:>7}   {:<11}{:>10}".format
-    if net.G:
-        federation.notes += [
-            "groups  " + row("layer", "groups", "group sees", "gives", "norm", "weights"),
-            *("        " + row(*cells, f"{weights:,}") for *cells, weights in table(net)),
-            "M       " + ", ".join(f"{g}: {' '.join(map(str, own))}"
-                                   for g, own in enumerate(net.M.tolist())),
-            f"nodes   {common.spread(counts)} of {net.G} groups, "
-            f"{common.spread([networks[s].d for s in counts])} weights (least/mean/most)"]
-    return networks
+def describe(run, has):
+    """Notes what a group gives in each layer, and how much of the network the nodes have."""
+    net = run.federation.net
+    if run.args.groups:
+        layers = dict(net.module.named_children())
+        run.note("groups  " + ", ".join(f"{name} {len(layers[name].weight) // net.G}"
+                                        for name in net.module.grouped) + " outputs each")
+        run.note(f"nodes   {common.spread(has.sum(1).tolist())} of {net.G} groups, "
+                 f"{common.spread(net.entries(has)[0].sum(1).tolist())} weights (least/mean/most)")
 
 
-def table(net):
-    """Yields each layer's name, groups, what a group sees and gives, norm, and count of weights."""
-    layers = dict(net.module.named_children())
-    for name, layer in layers.items():
+def multiplications(federation, has):
+    """Returns how many multiplications each node's part of the network needs for one image, in
+    convolutions and linear layers: [K]."""
+    net, count, hooks = federation.net, {}, []
+    for name, layer in net.module.named_children():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            norm, s = layers.get(name + "-norm"), net.s if name in net.module.grouped else 0
-            outputs, inputs = layer.weight.shape[:2]
-            weights = sum(z.numel() for part in (layer, norm) if part for z in part.parameters())
-            yield (name, s or "shared", inputs, outputs // (s or 1),
-                   type(norm).__name__ if norm else "", weights)
+            def seen(layer, x, y, name=name):  # y [1, outputs, ...]: a weight is used at each place
+                count[name] = layer.weight.numel() * y[0, 0].numel()
 
-
-def multiplications(federation, networks, has):
-    """Returns each node's multiplications per image, in convolutions and linear layers: [K]."""
-    x, macs = federation.transform(federation.images[:1]), {}
-    for s, net in networks.items():
-        w, G_i = torch.zeros(net.d, device=x.device), torch.arange(s, device=x.device)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            net.forward(w, net.r_0, x, G_i)
-        macs[s] = counter.get_total_flops() // 2  # it counts multiplications and additions
-    return torch.tensor([macs[s] for s in has.sum(1).tolist()], dtype=torch.double, device=x.device)
+            hooks.append(layer.register_forward_hook(seen))
+    module = net.module.to(federation.device)
+    with torch.no_grad():
+        module(federation.transform(federation.images[:1]))
+    for hook in hooks:
+        hook.remove()
+    grouped = sum(count[name] for name in net.module.grouped)
+    shared = sum(count.values()) - grouped
+    return shared + has.sum(1).double() * (grouped / net.G)
 
 
 if __name__ == "__main__":

@@ -405,6 +405,11 @@ def grad(function, argnums=0, has_aux=False, each=False):
     return vmap(by_vjp) if each else gradient
 
 
+def may_look(x):
+    """Returns whether code may depend on the values of x: not on a GPU, and not under vmap."""
+    return not x.is_cuda and not getattr(STEPS, "vmapped", False)
+
+
 # --------------------------------------------------------------------------------------------------
 # Threads, and how a GPU computes
 
