@@ -1,7 +1,8 @@
 # make demo       two runs of SuPerFed on the embedded images, one to three minutes each, and the pages
 # make compare    all 23 methods on the embedded images, three seeds: a table and two figures
 # make benchmark  all methods on CIFAR-10, each with chosen settings; hours, what is there stays
-# make reproduce  every table and figure of the papers; ARGS="--only superfed-1 --seeds 3 --budget 2h"
+# make reproduce  every table and figure of the papers; ARGS="--only superfed-1 --seeds 3"
+# make again      repeats one committed result; RECORD=results/.../0.json ARGS="--rounds 20"
 # make docs       docs/*.html: each paper's pseudocode beside its code
 # make bench      seconds per round against a plain PyTorch loop; wants a quiet machine
 # make gpu-check  four minutes on a CUDA GPU: every algorithm's fast way against the plain loop
@@ -26,6 +27,9 @@ benchmark: .venv/ready
 
 reproduce: .venv/ready
 	$(PYTHON) -m papers $(ARGS)
+
+again: .venv/ready
+	$(PYTHON) -m papers --again $(RECORD) $(ARGS)
 
 docs: .venv/ready
 	$(PYTHON) docs/build.py
@@ -55,4 +59,4 @@ test-all: lint
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	touch .venv/ready
 
-.PHONY: demo compare benchmark reproduce docs bench gpu-check authors lint test test-all
+.PHONY: demo compare benchmark reproduce again docs bench gpu-check authors lint test test-all

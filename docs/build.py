@@ -24,16 +24,16 @@ PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psi
 TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "extend": "Your own",
          "run": "Runs"}
 MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
-TABLES = "python reproduce.py --tables"  # draws the figures of the papers' tables from the records
+TABLES = "python -m papers --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
 # a page: (the picture in results/, what it shows, the command that draws it), beside those of
 # results/NAME.md
 FIGURES = {
     "fedavg": [("fedavg-figure-1", "Figure 1: the average of two networks",
-                "python -m tables.fedavg_figure_1"),
+                "python -m papers.fedavg_figure_1"),
                ("fedavg-how-often", "How often one measures: each round, or every 20th",
-                "python -m tables.fedavg_how_often")],
-    "fedslr": [("fedslr-curves", "FedSLR beside other methods", "python -m tables.fedslr_curves"),
+                "python -m papers.fedavg_how_often")],
+    "fedslr": [("fedslr-curves", "FedSLR beside other methods", "python -m papers.fedslr_curves"),
                *((f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}",
                   RANKS.format(data))
                  for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")))],

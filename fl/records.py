@@ -20,8 +20,8 @@ import pathlib
 
 from torch.utils._pytree import tree_map
 
+from .machine import refuse
 from .splits import unused
-from .training import refuse
 
 # what the record has of every round, and what it can have without run.log
 EVERY_ROUND = "round", "seconds", "bytes_up", "bytes_down", "evaluation_seconds", "top1"

@@ -1,11 +1,10 @@
 """The papers' tables as data, with a file for each paper: published values, the commands that make
 ours, and explanations.
 
-reproduce.py reads three names of a paper's file. TITLE is the paper. SETTINGS says what `@name` in
-its commands stands for. TABLES lists its tables; a table's name begins with the name of the file.
-reading.py gets numbers from records, and figures.py draws. report.py and benchmark.py are
-compare.py's. A new paper needs a new file here, and
-its name in reproduce.py's PAPERS.
+runs.py reads three names of a paper's file. TITLE is the paper. SETTINGS says what `@name` in its
+commands stands for. TABLES lists its tables; a table's name begins with the name of the file.
+reading.py gets numbers from records, and figures.py draws. A new paper needs a new file here, and
+its name in PAPERS in runs.py.
 """
 
 import itertools
@@ -25,7 +24,6 @@ class Table(NamedTuple):
     note: str  # what one must know to read it
     why: dict  # "All", row or row/column -> why our numbers are as they are
     draw: object  # a function of figures.py, or None
-    base: object  # (row, column) -> those whose rounds the speed-up divides by the cell's, or None
 
 
 def values_of(text):
@@ -34,14 +32,14 @@ def values_of(text):
     return {row.strip(): values.split() for row, values in lines}
 
 
-def table(name, title, columns, text, cell, rank, note="", why=None, draw=None, base=None):
+def table(name, title, columns, text, cell, rank, note="", why=None, draw=None):
     """text: a line `row | values` for each row. A value is verbatim, or ? (lost in our copy), or -
     (not in the paper)."""
     if isinstance(columns, str):
         columns = columns.split()
     rows = values_of(text)
     assert all(len(values) == len(columns) for values in rows.values()), name
-    return Table(name, title, columns, rows, cell, rank, note, why or {}, draw, base)
+    return Table(name, title, columns, rows, cell, rank, note, why or {}, draw)
 
 
 def pairs(*parts):

@@ -1,7 +1,7 @@
 """FedAvg's Figure 1: the loss of the average of two networks, trained apart, from the same and from
 different initial weights.
 
-    python -m tables.fedavg_figure_1        writes results/fedavg-figure-1.json and .png
+    python -m papers.fedavg_figure_1        writes results/fedavg-figure-1.json and .png
 
 Two 2NN are trained on the 600 images of two clients, 240 minibatches of 50 each. The loss of
 theta*w + (1-theta)*w' is measured on all training images of MNIST. This is one round of FedAvg with
@@ -9,7 +9,6 @@ two clients, and theta = .5 is what its server makes. It takes two minutes on on
 """
 
 import json
-import pathlib
 import sys
 
 import numpy as np
@@ -18,7 +17,9 @@ import torch.nn.functional as F
 
 import common
 import fedavg
-import fl.run
+from fl import provenance
+
+from .runs import RESULTS
 
 SETTING = "--dataset mnist --model 2nn --epochs 20 --batch-size 50 --lr 0.1"
 THETA = np.sort(np.append(np.linspace(-0.2, 1.2, 50), 0.5))
@@ -33,7 +34,7 @@ def losses(federation, W):
     return [F.cross_entropy(logits, y).item() for logits in between]
 
 
-def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
+def main(argv=None, out=RESULTS):
     p = common.parser(__doc__, **fedavg.DEFAULTS)
     more = sys.argv[1:] if argv is None else argv
     args = common.parse(p, fedavg.BY_DATASET, [*SETTING.split(), *more])
@@ -46,7 +47,7 @@ def main(argv=None, out=pathlib.Path(__file__).parent.parent / "results"):
         own, eta = [torch.stack([first, second])], federation.eta(0)
         W = federation.train(client_update, two, 0, own=own, shared=[eta])
         found[name] = losses(federation, W)
-    record = {"args": vars(args), "commit": fl.run.commit([__file__]), "theta": THETA.tolist(),
+    record = {"args": vars(args), "commit": provenance.commit([__file__]), "theta": THETA.tolist(),
               "loss": found}
     (out / "fedavg-figure-1.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(record, out / "fedavg-figure-1.png")

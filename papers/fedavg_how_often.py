@@ -1,31 +1,31 @@
 """FedAvg's rounds until a target, if not every round is measured.
 
-    python -m tables.fedavg_how_often       prints them, and draws results/fedavg-how-often.png
+    python -m papers.fedavg_how_often       prints them, and draws results/fedavg-how-often.png
 
 The runs in results/fedavg-beyond measured the accuracy after every round, and went on beyond the
 target. So what every k-th round alone would have shown can be counted afterwards.
 """
 
-import json
-import pathlib
-
 import numpy as np
 
 import common
-import fl.run
+from fl import records
+from fl.run import rounds_to
 
-RESULTS = pathlib.Path(__file__).parent.parent / "results"
-DRAWN = {"IID clients": "2nn-iid-C-0.1/0", "non-IID clients": "2nn-shards-C-0.1/0"}
+from .runs import RESULTS
+
+RUNS = RESULTS / "fedavg-beyond"
+DRAWN = {"IID clients": "2nn-iid-C-0.1/0.json", "non-IID clients": "2nn-shards-C-0.1/0.json"}
 
 
 def every(k, target, history):
     """Returns the rounds until the target for each of the k ways to keep every k-th round of a
     record's history: [k]."""
-    return [fl.run.rounds_to(target, history[first::k]) for first in range(k)]
+    return [rounds_to(target, history[first::k]) for first in range(k)]
 
 
 def draw(histories, target, path):
-    """histories: a title -> the rounds of a record."""
+    """Draws best-so-far curves. histories: a title -> the rounds of a record."""
     with common.drawing(path, 1, 2, (11, 4.2), "2NN, $E$ = 1, $B$ = 10, $C$ = .1, seed 0") as axes:
         for axis, (title, history) in zip(axes, histories.items()):
             t, top1 = (np.array([row[name] for row in history]) for name in ("round", "top1"))
@@ -40,17 +40,15 @@ def draw(histories, target, path):
 
 
 def main():
-    runs = RESULTS / "fedavg-beyond"
-    found = {path.parent: json.loads(path.read_text())
-             for path in sorted(runs.rglob("result.json"))}
-    for folder, record in found.items():
+    for path in sorted(RUNS.rglob("*.json")):
+        record = records.read(path)
         target = min(record["args"]["target"])
-        print(f"{folder.relative_to(runs)}, rounds until {target:g}")
+        print(f"{path.relative_to(RUNS).with_suffix('')}, rounds until {target:g}")
         for k in (1, 5, 20, 50):
             rounds = every(k, target, record["rounds"])
             print(f"    every {k:>2}: mean {np.mean(rounds):7.1f}, {min(rounds):7.1f} to "
                   f"{max(rounds):7.1f}")
-    draw({title: found[runs / name]["rounds"] for title, name in DRAWN.items()}, 0.97,
+    draw({title: records.read(RUNS / name)["rounds"] for title, name in DRAWN.items()}, 0.97,
          RESULTS / "fedavg-how-often.png")
 
 

@@ -31,11 +31,10 @@ def table_1(row, column):
     if row.startswith("FedSLR"):
         return run(name, part), MODEL[row[8:-1]]
     method = OTHERS.get(row, row.lower())
-    own = "fedavg.py --target" if row == "FedAvg" else f"baselines.py --method {method}"
     steps = " --lr 0.001 --per-fedavg-alpha 0.01" if row == "Per-FedAvg" else ""  # B.2
     setting = "@fedslr-iid" if part == "IID" else "@fedslr"
-    share = test_share(name, part)
-    return f"{own} --dataset {DATA[name]} {setting}{share}{steps}", "personal/mean"
+    more = f"{setting}{test_share(name, part)}{steps}"
+    return f"baselines.py --method {method} --dataset {DATA[name]} {more}", "personal/mean"
 
 
 def table_2(row, column):
@@ -153,8 +152,8 @@ TABLES = [
     lambda=5e-4 |  3.09  7.62
     lambda=1e-3 |  1.27  6.53
     """, table_9, 5,
-          "The paper's times are of a Tesla M60. Ours are measured after a run, by `python "
-          "papers/fedslr_factors.py FOLDER`, where FOLDER is the folder of the run's record."),
+          "The paper's times are of a Tesla M60. Ours are measured after a run, by `python -m "
+          "papers.fedslr_factors FOLDER`, where FOLDER is the folder of the run's record."),
     table("fedslr-figure-3", "Figure 3: accuracy by client, CIFAR-100, Non-IID", "mean",
           unknown(("FedAvg", "SCAFFOLD", "FedDyn", "Ditto", "FedSpa", "FedSLR (mixed)"), 1),
           lambda row, column: table_1(row, "CIFAR-100 Non-IID"), 1,

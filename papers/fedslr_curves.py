@@ -1,14 +1,13 @@
 """FedSLR beside other methods, with the small CNN, over 60 and 1,000 rounds.
 
-    python -m tables.fedslr_curves       draws results/fedslr-curves.png from results/fedslr
+    python -m papers.fedslr_curves       draws results/fedslr-curves.png from results/fedslr
 """
 
-import json
-import pathlib
-
 import common
+from fl import records
 
-RESULTS = pathlib.Path(__file__).parent.parent / "results"
+from .runs import RESULTS
+
 DATA = {  # FedSLR's record, and what the others' names begin with
     "CIFAR-10": ("cifar10-cnn-lambda-1e-4", "cifar10-cnn"),
     "CIFAR-100": ("cifar100-cnn-lambda-1e-4", "cifar100-cnn"),
@@ -18,10 +17,13 @@ ONE_MODEL = {"FedAvg": "fedavg", "FedDyn": "feddyn", "SCAFFOLD": "scaffold"}
 OWN_MODELS = {"FedPer": "fedper", "Ditto": "ditto", "training alone": "local"}
 
 
-def curve(name, part):
-    """Rounds and accuracies of a record: means over the clients, each on its own test images."""
-    record = json.loads((RESULTS / "fedslr" / name / "result.json").read_text())
-    return zip(*[(row["round"], row[part]["mean"]) for row in record["rounds"] if part in row])
+def draw(axis, name, part, **style):
+    """Draws the accuracies of a record, if it is there: means over the clients, each on its own
+    test images."""
+    path = records.at(RESULTS / "fedslr" / name)
+    if path.exists():
+        rows = [row for row in records.read(path)["rounds"] if part in row]
+        axis.plot([row["round"] for row in rows], [row[part]["mean"] for row in rows], **style)
 
 
 def main():
@@ -29,13 +31,11 @@ def main():
              "mean over the clients")
     with common.drawing(RESULTS / "fedslr-curves.png", 3, 2, (11, 12), title) as axes:
         for (one, own), (data, (ours, prefix)) in zip(axes, DATA.items()):
-            one.plot(*curve(ours, "gkr"), color="black", label="FedSLR: GKR, mixed")
-            own.plot(*curve(ours, "personal"), color="black")
+            draw(one, ours, "gkr", color="black", label="FedSLR: GKR, mixed")
+            draw(own, ours, "personal", color="black")
             for axis, methods, first in ((one, ONE_MODEL, 0), (own, OWN_MODELS, 3)):
                 for i, (method, name) in enumerate(methods.items(), first):
-                    if (RESULTS / "fedslr" / f"{prefix}-{name}").exists():
-                        axis.plot(*curve(f"{prefix}-{name}", "personal"), color=f"C{i}",
-                                  label=method)
+                    draw(axis, f"{prefix}-{name}", "personal", color=f"C{i}", label=method)
             one.set(title=f"{data}: one model for all", ylabel="accuracy")
             own.set(title=f"{data}: a model for each client")
         for axis in axes.flat:

@@ -1,6 +1,6 @@
 """FedSLR's factors: the GKR of a finished run as a network of thinner layers, and its latency.
 
-    python papers/fedslr_factors.py FOLDER
+    python -m papers.fedslr_factors FOLDER
 
 Reads FOLDER/result.json and FOLDER/model.pt, which fedslr.py has written. Writes the factorised
 network to FOLDER/factors.pt, as a state dict. Measures the median milliseconds that the dense and
@@ -9,21 +9,18 @@ final["latency"].
 """
 
 import copy
-import json
 import pathlib
 import statistics
-import sys
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import common
 import fedslr
+from fl import records
 
-WANTED = "name the --out folder of a finished run of fedslr.py"
+from . import reading
 
 
 def factorised(network, ranks):
@@ -74,25 +71,12 @@ def milliseconds(network, x, repeats=50):
     return round(statistics.median(times[10:]), 3)
 
 
-def read(file, how):
-    """Returns how(file). Refuses a file that is not there or is something else."""
-    try:
-        return how(file)
-    except Exception as problem:  # torch.load raises nearly anything
-        common.refuse(f"{file} can't be read ({type(problem).__name__}); {WANTED}")
-
-
 def main(argv=None):
     parser = common.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=pathlib.Path, help="--out of a finished run of fedslr.py")
     parser.add_argument("--device", help="where to measure (default: the run's)")
     given = parser.parse_args(argv)
-    file = given.folder / "result.json"
-    record = read(file, lambda file: json.loads(file.read_text()))
-    if (record["algorithm"], record["status"]) != ("fedslr", "finished"):
-        common.refuse(f"{file}: {record['algorithm']}.py, {record['status']}; {WANTED}")
-    weights = read(given.folder / "model.pt", lambda file: torch.load(file, weights_only=True))
-
+    record, weights = reading.trained(given.folder, "fedslr")
     args = SimpleNamespace(**record["args"] | {"init": None})
     args.device = given.device or args.device
     federation = common.Federation(args)
@@ -103,9 +87,9 @@ def main(argv=None):
     times = {"dense_ms": milliseconds(dense, x), "factorised_ms": milliseconds(thin, x)}
     torch.save(thin.cpu().state_dict(), given.folder / "factors.pt")
     record["final"]["latency"] = times
-    part = file.with_suffix(".part")  # so that a full disk does not cost the record
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(file)
+    part = given.folder / "result.part"  # so that a full disk does not cost the record
+    part.write_text(records.text(record))
+    part.replace(given.folder / "result.json")
     common.say(f"{given.folder}/factors.pt: 20 images take {times['factorised_ms']} ms, the dense "
                f"network {times['dense_ms']} ms")
 

@@ -1,14 +1,13 @@
 """Where should groups begin? The total variance of each layer of a network without groups (D9).
 
     python psinet.py --dataset cifar10 --groups 0 --norm bn --clients 1 --split iid --rounds 50
-    python papers/psinet_depth.py runs/psinet-cifar10-0
+    python -m papers.psinet_depth runs/psinet-cifar10-0
 
 Reads result.json and model.pt in the folder of a finished run. Prints the total variance TV of each
 layer and the depth that it suggests: the first layer whose TV is in the upper half of the range.
 Draws tv.png in the folder. docs/psinet.md explains the choices.
 """
 
-import json
 import pathlib
 import sys
 from types import SimpleNamespace
@@ -16,11 +15,10 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-if not __package__:  # run as a script: psinet is the file above this folder, not the one in it
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
-
 import common
 import psinet
+
+from . import reading
 
 
 def preferences(module, transform, images, labels, classes, number=20):
@@ -56,17 +54,12 @@ def total_variance(P):
 
 
 def trained(out):
-    """The network of the run in the folder `out`, an nn.Module; its data, transform and name.
-    Refuses a folder without such a run."""
-    try:
-        record = json.loads((out / "result.json").read_text())
-        weights = torch.load(out / "model.pt", map_location="cpu", weights_only=True)
-    except OSError as problem:
-        common.refuse(f"{problem.filename} can't be read: {problem.strerror}; name the folder of a "
-                      "finished run of psinet.py --groups 0")
+    """Returns the network of the run in the folder `out`, an nn.Module; its data, transform and
+    name. Refuses a folder without such a run."""
+    record, weights = reading.trained(out, "psinet")
     args = SimpleNamespace(**record["args"])
-    if record["algorithm"] != "psinet" or args.groups:
-        common.refuse(f"{out} has no network without groups; use psinet.py --groups 0")
+    if args.groups:
+        common.refuse(f"{out} has a network with groups; use psinet.py --groups 0")
     data = common.images_for(args, common.stream(args.split_seed, "split", 1))
     transform = common.TRANSFORMS[args.transform](data)
     shape = transform(torch.from_numpy(data.images[:1])).shape[1:]

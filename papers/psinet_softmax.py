@@ -1,7 +1,7 @@
 """Is it the groups, or the softmax? FedAvg with one change: a node's softmax has only the classes
 of its own images.
 
-    python -m tables.psinet_softmax --dataset cifar10 --rounds 25 --precision bf16 --eval-every 1
+    python -m papers.psinet_softmax --dataset cifar10 --rounds 25 --precision bf16 --eval-every 1
 
 In Psi-Net a pruned node has no logits for other classes, so its softmax is like this (D6 of
 psinet.py). Here no layer is cut into groups, and all weights are averaged over all nodes, as in
@@ -40,9 +40,12 @@ def local_training(net, args):
     return client_update
 
 
+def arguments(argv):
+    return common.parse(common.parser(__doc__, **psinet.DEFAULTS), psinet.BY_DATASET, argv)
+
+
 def main(argv=None):
-    parser = common.parser(__doc__, **psinet.DEFAULTS)
-    args = common.parse(parser, psinet.BY_DATASET, argv)
+    args = arguments(argv)
     of_psinet = psinet.arguments(["--model", args.model, "--groups", "0", "--norm", "gn"])
     federation = common.Federation(args, lambda *images: psinet.GroupedNet(of_psinet, *images))
     run = common.Run(__file__, federation)

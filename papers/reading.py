@@ -1,7 +1,13 @@
 """Numbers from records, in the papers' units. A measure is a path in the record, like global/top1
 or users/PersFL/Avg."""
 
+import pickle
 import statistics
+
+import torch
+
+import common
+from fl import records
 
 
 def number(text):
@@ -71,3 +77,16 @@ def combine(values, measure):
         return factor(measure) * statistics.stdev(means), None
     values = [factor(measure) * (statistics.mean(v) if isinstance(v, list) else v) for v in values]
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def trained(folder, algorithm):
+    """Returns the record and model.pt's state dict of a finished run of <algorithm>.py. Refuses
+    any other folder."""
+    wanted = f"name the --out folder of a finished run of {algorithm}.py"
+    record = records.read(folder / "result.json")
+    if (record["algorithm"], record["status"]) != (algorithm, "finished"):
+        common.refuse(f"{folder}: {record['algorithm']}.py, {record['status']}; {wanted}")
+    try:
+        return record, torch.load(folder / "model.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as problem:
+        common.refuse(f"{folder}/model.pt can't be read ({type(problem).__name__}); {wanted}")

@@ -3,14 +3,7 @@
 from . import DATA, figures, pairs, table, unknown
 
 TITLE = "Hahn et al. 2021, Subspace Learning for Personalized Federated Optimization (SuPerFed, v1)"
-SETTINGS = {  # for fedavg.py, whose defaults are of its own paper
-    "superfed": "--fraction 0.1 --rounds 200 --epochs 10 --batch-size 20 --lr 0.01 --lr-decay 1 "
-                "--momentum 0.9 --split shards --client-test 0.2 --model cnn --transform scale "
-                "--target",
-}
-FEDAVG = {"cifar10": "", "cifar100": " --rounds 300",
-          "emnist": " --rounds 100 --split semantic --fraction 0.01",
-          "tinyimagenet": " --rounds 500 --split semantic --fraction 0.03"}
+SETTINGS = {}
 
 MEASURES = "top-1|top-5|personal|ECE|loss"  # the last three are those of the clients' models
 GLOBAL = {"top-1": "global/top1", "top-5": "global/top5", "loss": "global/loss"}
@@ -20,8 +13,6 @@ def run(method, dataset):
     if method.startswith("SuPerFed"):
         mix = "model" if method.endswith("MM") else "layer"
         return f"superfed.py --dataset {dataset} --mix {mix}"
-    if method == "FedAvg":
-        return f"fedavg.py --dataset {dataset} @superfed{FEDAVG[dataset]}"
     return f"baselines.py --method {method.lower().replace('-lu', '-ft')} --dataset {dataset}"
 
 
