@@ -1,18 +1,21 @@
 """The tables and figures of comparisons: means and spreads, paired differences, Markdown, LaTeX,
 CSV. docs/compare.md explains every column.
 
-records: of each method a list of result.json's contents, in the same order of splits and seeds.
+records: for each method the list of its records, in the same order of splits and seeds.
 """
 
 import csv
 import itertools
 import json
+import pathlib
 import re
 
 import numpy as np
 
 import common
-from fl.run import FREE
+from fl.records import FREE
+
+from .planning import flags
 
 MEASURES = {  # title: its value in a record
     "global": lambda r: r["final"].get("global", {}).get("top1"),
@@ -30,31 +33,67 @@ STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "
           for i in range(7)]  # common.drawing has 7 colours
 
 
-def flags(settings):
-    """{"batch_size": 20, "lambda_": .1, "augment_once": True, "limit": None, "target": []} ->
-    ["--batch-size=20", "--lambda=0.1", "--augment-once"]"""
-    given = {name: value for name, value in settings.items()
-             if value is not None and value is not False and value != []}
-    return [flag(name) if value is True else f"{flag(name)}={value}"
-            for name, value in given.items()]
+def report(records, methods, args, shared):
+    """Writes and prints the tables, and draws the figures. Returns the exit code, 1 if all runs
+    diverged."""
+    rows, out = table(records, methods, args, shared), pathlib.Path(args.out)
+    write_table(rows, records, methods, shared, args, out)
+    if any(row["personal"] for row in rows):
+        draw(rows, records, shared, out)
+    common.say("\n".join(lines(*main_table(rows))))
+    if paired_table(rows)[1]:
+        common.say("\n".join(["", *lines(*paired_table(rows)), ""]))
+    common.say(f"split   {about_split(records[rows[0]['method']][0])}")
+    common.say(f"table   {out}/compare.md, compare.tex, compare.csv, runs.csv")
+    if all(row["diverged"] == row["runs"] for row in rows):
+        common.say("all runs diverged: try a smaller --lr")
+        return 1
+    return 0
 
 
-def flag(name):
-    return f"--{name.strip('_').replace('_', '-')}"
+def table(records, methods, args, shared):
+    """Returns a row for each method, the best personal models first: its name, runs, how many
+    diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
+    difference to each method of --against. bold: the best one, and those not decided from it."""
+    rows = []
+    for method in methods:
+        finished = [r for r in records[method.name] if not r["diverged"]]
+        runs = len(records[method.name])
+        row = {"method": method.name, "runs": runs, "diverged": runs - len(finished),
+               "rounds": method.args["rounds"], "own": own_settings(method, shared)}
+        for title, measure in MEASURES.items():
+            found = [(value, r["args"]["split_seed"]) for r in finished
+                     if (value := measure(r)) is not None]
+            row[title] = spreads(*zip(*found)) if found else None
+        rows.append(row)
+    rows.sort(key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
+    best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
+    references = dict.fromkeys(args.against or filter(None, (best, local)))
+    for row in rows:
+        to = {name: None if name in (None, row["method"]) else
+              paired(records[row["method"]], records[name]) for name in {*references, best, local}}
+        row["against"] = {name: to[name] for name in references}
+        row[GAIN] = to[local]
+        row["bold"] = bool(row["personal"]) and (
+            row["method"] == best or bool(to[best]) and to[best][2] == "not decided")
+    return rows
 
 
-def own_settings(method, args, shared):
-    """Returns a method's settings that are not shared, and those set for it alone."""
+def own_settings(method, shared):
+    """Returns the flags of a method's settings that are not the shared ones, and of those that OWN
+    or --set gives it; of a user's file, all of its own."""
     all_share = json.loads(json.dumps(vars(shared), default=str))
     no_part = (*FREE, *common.unused(shared.split), "seed", "split_seed", "device", "eval_every")
-    own = [word.partition("=")[0].partition(".") for word in args.set]
-    own = {key.replace("-", "_") for name, _, key in own if name == method.name}
-    own |= method.own.keys()
-    foreign = method.method.endswith(".py")
-    return flags({key: int(value) if isinstance(value, float) and value.is_integer() else value
-                  for key, value in method.args.items() if key not in no_part and (
-                      value != all_share[key] if key in all_share
-                      else foreign or key.rstrip("_") in own)})
+    own = {}
+    for key, value in method.args.items():
+        if key in all_share:
+            shown = value != all_share[key]
+        else:
+            shown = method.method.endswith(".py") or key.rstrip("_") in method.own
+        if shown and key not in no_part:
+            whole = isinstance(value, float) and value.is_integer()
+            own[key] = int(value) if whole else value
+    return flags(own)
 
 
 def spreads(values, splits):
@@ -96,65 +135,54 @@ def paired(runs, others):
     return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "not decided"
 
 
-def table(records, methods, args, shared):
-    """Returns a row for each method, the best personal models first: its name, runs, how many
-    diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
-    difference to each method of --against. bold: the best one, and those not decided from it."""
-    rows = []
-    for method in methods:
-        finished = [r for r in records[method.name] if not r["diverged"]]
-        runs = len(records[method.name])
-        row = {"method": method.name, "runs": runs, "diverged": runs - len(finished),
-               "rounds": method.args["rounds"], "own": own_settings(method, args, shared)}
-        for title, measure in MEASURES.items():
-            found = [(value, r["args"]["split_seed"]) for r in finished
-                     if (value := measure(r)) is not None]
-            row[title] = spreads(*zip(*found)) if found else None
-        rows.append(row)
-    rows.sort(key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
-    best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
-    references = dict.fromkeys(args.against or filter(None, (best, local)))
-    for row in rows:
-        to = {name: None if name in (None, row["method"]) else
-              paired(records[row["method"]], records[name]) for name in {*references, best, local}}
-        row["against"] = {name: to[name] for name in references}
-        row[GAIN] = to[local]
-        row["bold"] = bool(row["personal"]) and (
-            row["method"] == best or bool(to[best]) and to[best][2] == "not decided")
-    return rows
-
-
 def main_table(rows):
     """Returns titles and cells, without empty columns."""
-    def cell(row, title):
-        value, digits = row[title], DIGITS.get(title, 3)
-        if not value or title in ("own", "rounds"):
-            return f"`{' '.join(value)}`" if value and title == "own" else str(value or "")
-        if title == GAIN:
-            return f"{value[0]:+.3f}"
-        spread = [f" ± {std:.3f}" for std in value[1:] if std is not None and digits == 3]
-        return f"{value[0]:.{digits}f}{''.join(spread)}"
-
     titles = [title for title in COLUMNS if any(row[title] for row in rows)]
-    names = [row["method"] + f" ({row['diverged']} of {row['runs']} diverged)"
-             * (row["diverged"] > 0) for row in rows]
-    return (["method", *(title.replace("own", "own settings") for title in titles)],
-            [[name, *(cell(row, title) for title in titles)] for row, name in zip(rows, names)])
+    return (["method", *("own settings" if title == "own" else title for title in titles)],
+            [[name(row), *(cell(title, row[title]) for title in titles)] for row in rows])
+
+
+def name(row):
+    if not row["diverged"]:
+        return row["method"]
+    return f"{row['method']} ({row['diverged']} of {row['runs']} diverged)"
+
+
+def cell(title, value):
+    """Returns a row's value as the table shows it."""
+    if not value:
+        return ""
+    if title == "own":
+        return f"`{' '.join(value)}`"
+    if title == "rounds":
+        return str(value)
+    if title == GAIN:
+        return f"{value[0]:+.3f}"
+    if title in DIGITS:
+        return f"{value[0]:.{DIGITS[title]}f}"
+    return " ± ".join(f"{z:.3f}" for z in value if z is not None)
 
 
 def paired_table(rows):
     """Returns the titles and cells of the paired differences, if any."""
-    def words(z):
-        return "" if not z else f"{z[0]:+.3f}" + (
-            f" [{z[1][0]:+.3f}, {z[1][1]:+.3f}] {z[2]}" if z[1] else "")
-
     return (["method", *(f"minus {name}" for name in rows[0]["against"])],
-            [[row["method"], *map(words, row["against"].values())] for row in rows
-             if any(row["against"].values())])
+            [[row["method"], *(" ".join(difference(z)).strip() for z in row["against"].values())]
+             for row in rows if any(row["against"].values())])
+
+
+def difference(pair):
+    """Returns what paired() has returned as text: the mean with its interval, and the order."""
+    if not pair:
+        return "", ""
+    mean, interval, order = pair
+    text = f"{mean:+.3f}"
+    if interval:
+        text += f" [{interval[0]:+.3f}, {interval[1]:+.3f}]"
+    return text, order
 
 
 def lines(titles, body):
-    """A table in Markdown."""
+    """Returns the lines of a table in Markdown."""
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles),
             *(f"| {' | '.join(row)} |" for row in body)]
 
@@ -162,54 +190,46 @@ def lines(titles, body):
 def about_split(record):
     """Returns a split's clients, images, classes as words."""
     split = record["split"]
-    classes = f" of {common.spread(split['classes'])} classes" if "classes" in split else ""
-    return (f"{split['clients']} clients with {common.spread(split['sizes'])} training images"
-            f"{classes} (least/mean/most), fingerprint {split['fingerprint']}")
+    text = f"{split['clients']} clients with {common.spread(split['sizes'])} training images"
+    if "classes" in split:  # older records lack them
+        text += f" of {common.spread(split['classes'])} classes"
+    return f"{text} (least/mean/most), fingerprint {split['fingerprint']}"
 
 
 def about_runs(args):
     """Returns words on the means, on ± and on what --tune chose."""
-    counts = (args.seeds, "seed", "seeds"), (args.split_seeds, "split", "splits' means")
-    many = " on ".join(f"{n} {word}{'s' * (n > 1)}" for n, word, _ in counts)
-    between = " ± that between ".join(what for n, _, what in counts if n > 1)
-    grids = "; ".join(word.replace("=", " from ", 1).replace(",", ", ") for word in args.tune)
-    return (f"means over {many}" + f" ± the standard deviation between {between}" * bool(between)
-            + f". Chosen for each method on validation images (first seed and split): {grids}"
-            * bool(grids))
+    many, between = [], []
+    for n, one, varies in ((args.seeds, "seed", "seeds"), (args.split_seeds, "split",
+                                                           "splits' means")):
+        many.append(count(n, one))
+        if n > 1:
+            between.append(varies)
+    text = f"means over {' on '.join(many)}"
+    if between:
+        text += f" ± the standard deviation between {' ± that between '.join(between)}"
+    if args.tune:
+        grids = (word.replace("=", " from ", 1).replace(",", ", ") for word in args.tune)
+        text += (". Chosen for each method on validation images (first seed and split): "
+                 + "; ".join(grids))
+    return text
 
 
 def about_differences(rows):
-    intervals = (", with 95 % bootstrap intervals over runs and clients. A method is ahead or "
-                 "behind if its interval excludes 0." if rows[0]["runs"] > 1 else
-                 ". One run of each method gives no interval, so nothing is decided.")
-    return "Differences of the personal accuracy over equal splits, seeds and clients" + intervals
+    text = "Differences of the personal accuracy over equal splits, seeds and clients"
+    if rows[0]["runs"] == 1:
+        return f"{text}. One run of each method gives no interval, so nothing is decided."
+    return (f"{text}, with 95 % bootstrap intervals over runs and clients. A method is ahead or "
+            "behind if its interval excludes 0.")
+
+
+def count(n, word):
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def write_table(rows, records, methods, shared, args, out):
     """Writes compare.md, .tex, .csv and runs.csv."""
     some = records[methods[0].name][0]
-    no_part = (*FREE, *common.unused(shared.split), "seed", "device")
-    settings = {name: value for name, value in vars(shared).items() if name not in no_part}
-    notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
-    notes += [f"- {m.name}: {m.why}." for m in methods if m.why]
-    text = f"""# {len(records)} methods on {some['data']['name']}
-
-Settings that all share: `{' '.join(flags(settings))}`.
-
-The {'first ' * (args.split_seeds > 1)}split: {about_split(some)}.
-
-Accuracies after the last round, without runs that diverged: {about_runs(args)}.
-docs/compare.md explains the columns. Times are those on {some['environment']['device']}.
-
-"""
-    text += "\n".join(lines(*main_table(rows))) + "\n\n"
-    if paired_table(rows)[1]:
-        text += "\n".join([about_differences(rows), "", *lines(*paired_table(rows))]) + "\n\n"
-    if notes:
-        text += "What is not shared:\n\n" + "\n".join(notes) + "\n\n"
-    if any(row["personal"] for row in rows):  # otherwise nothing is drawn
-        text += "![Learning curves](curves.png)\n\n![Accuracies of the clients](clients.png)\n"
-    (out / "compare.md").write_text(text, encoding="utf-8")
+    (out / "compare.md").write_text(page(rows, some, methods, shared, args), encoding="utf-8")
     (out / "compare.tex").write_text(latex(rows, some, args), encoding="utf-8")
     titles = [title.replace(" ", "_") for title in MEASURES]
     kinds = [f"{title}_{kind}" for title in titles for kind in ("mean", "std_seeds", "std_splits")]
@@ -227,6 +247,30 @@ docs/compare.md explains the columns. Times are those on {some['environment']['d
             csv.writer(file).writerows([["method", "rounds", "own_settings", *more], *body])
 
 
+def page(rows, some, methods, shared, args):
+    """Returns compare.md. some: one of the records."""
+    no_part = (*FREE, *common.unused(shared.split), "seed", "device")
+    settings = {name: value for name, value in vars(shared).items() if name not in no_part}
+    parts = [f"# {len(rows)} methods on {some['data']['name']}",
+             f"Settings that all share: `{' '.join(flags(settings))}`.",
+             f"The {'split' if args.split_seeds == 1 else 'first split'}: {about_split(some)}.",
+             f"Accuracies after the last round, without runs that diverged: {about_runs(args)}.\n"
+             "docs/compare.md explains the columns. Times are those on "
+             f"{some['environment']['device']}.",
+             "\n".join(lines(*main_table(rows)))]
+    titles, body = paired_table(rows)
+    if body:
+        parts += [about_differences(rows), "\n".join(lines(titles, body))]
+    notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
+    notes += [f"- {m.name}: {m.why}." for m in methods if m.why]
+    if notes:
+        parts += ["What is not shared:", "\n".join(notes)]
+    if any(row["personal"] for row in rows):  # otherwise nothing is drawn
+        parts += ["![Learning curves](curves.png)", "![Accuracies of the clients](clients.png)"]
+        return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts) + "\n\n"
+
+
 def tex(text):
     """Returns text for LaTeX. Between dollars it is mathematics already."""
     parts = text.replace("`", "").replace("--", "").split("$")
@@ -237,37 +281,23 @@ def tex(text):
 
 def latex(rows, some, args):
     """Returns both tables and the figure in LaTeX."""
-    def floating(kind, label, caption, *body):
-        return "\n".join([rf"\begin{{{kind}*}}[t]", r"\centering\small",
-                          rf"\caption{{{tex(caption)}}}", rf"\label{{{label}}}", *body,
-                          rf"\end{{{kind}*}}", ""])
-
-    def tabular(label, caption, titles, body):
-        head, *body = [" & ".join(line) + r" \\" for line in [list(map(tex, titles)), *body]]
-        last = "l"
-        if "own settings" in titles:
-            last = r">{\raggedright\arraybackslash}p{0.2\linewidth}"
-        return floating("table", f"tab:{label}", caption,
-                        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-                        rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}{last}}}",
-                        r"\toprule", head, r"\midrule", *body, r"\bottomrule",
-                        r"\end{tabular}}")
-
-    classes = some["split"].get("classes")
-    classes = f", {common.spread(classes)} classes per client (least/mean/most)" if classes else ""
-    about = f"{common.setting(some)}{classes}."
+    about = f"{common.setting(some)}."
+    if classes := some["split"].get("classes"):
+        about = f"{about[:-1]}, {common.spread(classes)} classes per client (least/mean/most)."
     titles, body = main_table(rows)
     shown = [title not in ("validation", "s a round") for title in titles]
-    body = [[tex(text) for text in itertools.compress(line, shown)] for line in body]
-    titles = list(itertools.compress(titles, shown))
+    titles, *body = [list(itertools.compress(line, shown)) for line in (titles, *body)]
+    body = [list(map(tex, line)) for line in body]
     for row, line in zip(rows, body):
         if row["bold"]:
             at = titles.index("personal")
             line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
-    bold = ", and those whose paired difference to it is not decided" * (rows[0]["runs"] > 1)
-    text = ["% needs \\usepackage{array,booktabs,graphicx}", tabular(
-        "compare", f"{about} Accuracies after the last round: {about_runs(args)}. Bold: the best "
-        f"personal accuracy{bold}.", titles, body)]
+    bold = "Bold: the best personal accuracy"
+    if rows[0]["runs"] > 1:
+        bold += ", and those whose paired difference to it is not decided"
+    caption = f"{about} Accuracies after the last round: {about_runs(args)}. {bold}."
+    text = ["% needs \\usepackage{array,booktabs,graphicx}",
+            tabular("compare", caption, titles, body)]
     titles, body = paired_table(rows)
     if body:
         text.append(tabular("differences", f"{about_differences(rows)} {about}", titles,
@@ -277,6 +307,24 @@ def latex(rows, some, args):
                              f"deviations over all runs. {about}",
                              r"\includegraphics[width=\linewidth]{curves.pdf}"))
     return "\n".join(text)
+
+
+def tabular(label, caption, titles, body):
+    """Returns a table in LaTeX, whose first column is a name."""
+    last = "l"
+    if "own settings" in titles:
+        last = r">{\raggedright\arraybackslash}p{0.2\linewidth}"
+    head, *body = [" & ".join(line) + r" \\" for line in (map(tex, titles), *body)]
+    return floating("table", f"tab:{label}", caption,
+                    r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+                    rf"\begin{{tabular}}{{l{'r' * (len(titles) - 2)}{last}}}",
+                    r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}}")
+
+
+def floating(kind, label, caption, *body):
+    return "\n".join([rf"\begin{{{kind}*}}[t]", r"\centering\small",
+                      rf"\caption{{{tex(caption)}}}", rf"\label{{{label}}}", *body,
+                      rf"\end{{{kind}*}}", ""])
 
 
 def curve(runs, part, key):
@@ -290,9 +338,9 @@ def curve(runs, part, key):
 def draw(rows, records, shared, out):
     """Draws curves and clients: .png, .svg and, untitled, .pdf."""
     rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
-    some, names, n = records[rows[0]["method"]][0], [row["method"] for row in rows], rows[0]["runs"]
+    some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
     styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
-    title = f"{common.setting(some)}, {n} run{'s' * (n > 1)}"
+    title = f"{common.setting(some)}, {count(rows[0]['runs'], 'run')}"
     parts = (("global", "top1", "accuracy of the server's model"),
              ("personal", "mean", "mean accuracy of the clients' models"))
     both = f"{title}: mean and standard deviation over the runs"

@@ -7,8 +7,9 @@ import pytest
 
 import common
 import compare
-from comparing import benchmark
+from comparing import benchmark, planning, training
 from conftest import refused
+from fl import records
 
 
 def kind(monkeypatch, tmp_path, title="iid", *argv):
@@ -28,7 +29,7 @@ def learn(kind, name, accuracy):
         for settings in missing:
             value = accuracy(settings)
             run = {"diverged": value is None, "final": {"personal": {"val_mean": value}}}
-            kind.known[name]["runs"][benchmark.key(settings, 0, 0)] = run
+            kind.known[name][benchmark.key(settings, 0, 0)] = run
             asked.append(settings)
 
 
@@ -58,7 +59,7 @@ def test_beyond_an_edge_one_more_value_is_tried(monkeypatch, tmp_path):
 def test_what_diverges_is_not_chosen_unless_everything_does(monkeypatch, tmp_path):
     k = kind(monkeypatch, tmp_path)
     assert learn(k, "local", lambda s: None if s["lr"] > 0.01 else 0.1)[1] == {"lr": 0.01}
-    assert learn(k, "centralised", lambda s: None)[1]["lr"] in benchmark.RATES
+    assert learn(k, "centralised", lambda s: None)[1]["lr"] in benchmark.RATES.values
 
 
 def test_pfedme_gets_the_rate_of_its_sgd_and_the_step_that_compare_gives_it(monkeypatch, tmp_path):
@@ -69,11 +70,11 @@ def test_pfedme_gets_the_rate_of_its_sgd_and_the_step_that_compare_gives_it(monk
     assert {s["theta-lr"] for s in asked[:5]} == {0.01, 0.03, 0.1, 0.3, 1}
 
 
-@pytest.mark.parametrize("name", compare.METHODS)
+@pytest.mark.parametrize("name", planning.METHODS)
 def test_every_point_of_every_grid_is_a_command_that_the_method_takes(name, monkeypatch, tmp_path):
     k = kind(monkeypatch, tmp_path)
-    parameter, *values = benchmark.OWN.get(name, ("lr", *benchmark.RATES))
-    for value in values:
+    parameter, values, *ends = benchmark.OWN.get(name, benchmark.RATES)
+    for value in (*values, *ends):
         if value is not None:
             method, = k.methods({name: {parameter: value}})
             made = method.args[parameter.replace("-", "_") + "_" * (parameter == "lambda")]
@@ -83,23 +84,29 @@ def test_every_point_of_every_grid_is_a_command_that_the_method_takes(name, monk
 @pytest.fixture
 def go(toy, tmp_path, monkeypatch):
     """Runs the benchmark on the small data set, in this process; go.trained has the folders."""
-    def train(argv, *_):
-        file, *argv = argv
-        go.trained.append(next(word for word in argv if word.startswith("--out=")))
-        common.load_file(file).main(argv)
-        return 0, ""
+    class Here:
+        def __init__(self, argv, one_thread):
+            file, *argv = argv
+            go.trained.append(next(word for word in argv if word.startswith("--out=")))
+            common.load_file(file).main(argv)
+
+        def ended(self):
+            return True
+
+        def result(self):
+            return 0, ""
 
     def go(*argv):
         go.trained = []
         return benchmark.main([*argv, "--device", "cpu", "--out", str(tmp_path / "out")])
 
-    few = {name: compare.METHODS[name] for name in ("local", "fedavg", "fedavg-ft")}
-    monkeypatch.setattr(compare, "METHODS", few)
-    monkeypatch.setattr(compare, "train", train)
+    few = {name: planning.METHODS[name] for name in ("local", "fedavg", "fedavg-ft")}
+    monkeypatch.setattr(planning, "METHODS", few)
+    monkeypatch.setattr(training, "Child", Here)
     monkeypatch.setattr(benchmark, "draw", lambda *_: None)
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(benchmark, "SPLITS", 2)
-    monkeypatch.setattr(benchmark, "RATES", (None, 0.1, 0.2, None))
+    monkeypatch.setattr(benchmark, "RATES", benchmark.Grid("lr", (0.1, 0.2)))
     monkeypatch.setattr(benchmark, "KINDS", {"iid": ["--split=iid"],
                                              "two classes": ["--split=classes", "--per-client=2"]})
     monkeypatch.setattr(benchmark, "EQUAL", [
@@ -117,7 +124,7 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
     page = (go.results / "benchmark.md").read_text()
     assert page.count("|fedavg-ft|") == 2 and "minus local" in page
     known = json.loads((go.results / "two-classes.json").read_text())
-    assert known["methods"]["local"]["runs"].keys() >= {"lr=0.1,split=0,seed=0"}
+    assert known["methods"]["local"].keys() >= {"lr=0.1,split=0,seed=0"}
     go("--seeds", "2")
     assert len(go.trained) == 2 * 2 * 3  # kinds, splits, methods
     again = (go.results / "benchmark.md").read_text()
@@ -143,22 +150,15 @@ def test_a_run_s_key_names_what_was_chosen(go):
     go("--seeds", "1")
     for file in go.results.glob("*.json"):
         for name, known in json.loads(file.read_text())["methods"].items():
-            for key, r in known["runs"].items():
+            for key, r in known.items():
                 words = dict(word.split("=") for word in key.split(","))
                 folder = go.out / file.stem / name / key
-                record = json.loads((folder / "result.json").read_text())
+                record = records.read(folder / "result.json")
                 args = record["args"]
                 assert args["lr"] == float(words["lr"])
                 assert args["split_seed"] == r["args"]["split_seed"] == int(words["split"])
                 assert r["final"]["personal"]["per_client"] == pytest.approx(
                     record["final"]["personal"]["per_client"], abs=1e-5)
-
-
-def test_numbers_that_changed_are_trained_anew(go, monkeypatch):
-    go("--seeds", "1")
-    monkeypatch.setitem(benchmark.numbers.__globals__["NUMBERS"], "local", 7)
-    go("--seeds", "1")
-    assert go.trained and all("/local/" in folder for folder in go.trained)
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -183,20 +183,20 @@ def test_compare_leads_here(capsys):
 
 def test_the_page_has_the_tables_of_the_committed_runs(tmp_path):
     """Every row of docs/benchmark.md, to the last character, is computed from results/benchmark."""
-    page = (compare.HERE / "docs" / "benchmark.md").read_text()
+    page = (planning.HERE / "docs" / "benchmark.md").read_text()
     kinds = [benchmark.Kind(title, benchmark.arguments([])) for title in benchmark.KINDS]
-    kinds = [k for k in kinds if all(k.finished(name, 1) for name in compare.METHODS)]
+    kinds = [k for k in kinds if all(k.finished(name, 1) for name in planning.METHODS)]
     assert kinds
     for k in kinds:
         for line in benchmark.table(k.rows()):
             assert line in page
     numbers = re.findall(r"^\|[a-z-]+[^|]*\|0\.\d+\|", page, re.M)
-    assert len(numbers) == len(kinds) * len(compare.METHODS)  # no row of a method that left
+    assert len(numbers) == len(kinds) * len(planning.METHODS)  # no row of a method that left
 
 
 def test_the_page_has_the_order_of_the_claims():
     """Each word of its first table is that of the paired difference."""
-    page = (compare.HERE / "docs" / "benchmark.md").read_text()
+    page = (planning.HERE / "docs" / "benchmark.md").read_text()
     kinds = [benchmark.Kind(title, benchmark.arguments([])) for title in benchmark.KINDS]
     claims = re.findall(r"^\|\w.*`(.*)` is ahead of `(.*)`\|(.*)\|(.*)\|(.*)\|$", page, re.M)
     assert len(claims) == 7
@@ -204,5 +204,5 @@ def test_the_page_has_the_order_of_the_claims():
         for k, word in zip(kinds, (a, b, c)):
             runs = [[k.known_run(name, k.choose(name)[0], split, seed)
                      for split in range(benchmark.SPLITS)
-                     for seed in range(k.seeds(compare.METHODS))] for name in names]
+                     for seed in range(k.seeds(planning.METHODS))] for name in names]
             assert benchmark.report.paired(*runs)[2] == word, (names, k.title)

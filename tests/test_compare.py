@@ -11,26 +11,25 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import CancelledError
+import time
 
 import numpy as np
 import pytest
 
 import common
 import compare
-import fedavg
-import fl.run
-from comparing import report
+from comparing import planning, report, training, tuning
 from conftest import refused
+from fl import records
 
-HERE = pathlib.Path(fedavg.__file__).parent
+HERE = planning.HERE
 OWN = str(HERE / "docs" / "lastlayer.py")
 SMALL = ["--model", "mnistnet", "--clients", "4", "--split", "iid", "--device", "cpu"]
-MINE = """import fedavg
+MINE = """import baselines
 def arguments(argv):
-    return fedavg.arguments(argv)
+    return baselines.arguments(['--method=local', *argv])
 def main(argv=None):
-    fedavg.main(argv)
+    baselines.main(['--method=local', *argv])
 """
 
 
@@ -39,31 +38,40 @@ def go(toy, tmp_path, monkeypatch):
     """Compares methods on the small data set and returns the records. Runs are done in this
     process; go.trained has their folders, with "+" if resumed; go.code is the exit code. Nothing is
     drawn, but by go.draw."""
-    def train(argv, *_):
-        file, *argv = argv
-        out = next(word.removeprefix("--out=") for word in argv if word.startswith("--out="))
-        go.trained.append(str(pathlib.Path(out).relative_to(go.out)) + "+" * ("--resume" in argv))
-        try:
-            common.load_file(file).main(argv)
-        except SystemExit as stop:
-            return stop.code, ""
-        return 0, ""
+    class Here:
+        def __init__(self, argv, one_thread):
+            file, *argv = argv
+            out = next(word.removeprefix("--out=") for word in argv if word.startswith("--out="))
+            out = str(pathlib.Path(out).relative_to(go.out))
+            go.trained.append(out + "+" if "--resume" in argv else out)
+            go.before(file)
+            try:
+                common.load_file(file).main(argv)
+                self.code = 0
+            except SystemExit as stop:
+                self.code = stop.code
+
+        def ended(self):
+            return True
+
+        def result(self):
+            return self.code, "what it said"
 
     def go(methods, *more):
         go.trained = []
         go.code = compare.main(["--methods", methods, "--dataset", toy, *SMALL, "--rounds", "2",
                                 "--eval-every", "1", "--out", str(go.out), *more])
-        return {str(path.parent.relative_to(go.out)): json.loads(path.read_text())
+        return {str(path.parent.relative_to(go.out)): records.read(path)
                 for path in go.out.rglob("result.json")}
 
-    monkeypatch.setattr(compare, "train", train)
-    go.out, go.draw = tmp_path / "out", compare.draw
-    monkeypatch.setattr(compare, "draw", lambda *_: None)  # it takes longer than all else
+    monkeypatch.setattr(training, "Child", Here)
+    go.out, go.draw, go.before = tmp_path / "out", report.draw, lambda file: None
+    monkeypatch.setattr(report, "draw", lambda *_: None)  # it takes longer than all else
     return go
 
 
 def plan(*argv):
-    return compare.plan(*compare.arguments(["--methods", *argv]))
+    return planning.plan(*compare.arguments(["--methods", *argv]))
 
 
 def written(path, text):
@@ -99,7 +107,7 @@ def main(argv=None):
 
 
 def test_the_table_is_that_of_the_records(go, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "draw", go.draw)
+    monkeypatch.setattr(report, "draw", go.draw)
     found = go(f"local,fedavg,{OWN},persfl", "--seeds", "2", "--set", "lastlayer.mix=0.25",
                "--set", "persfl.distill-epochs=1")
     names = "fedavg", "lastlayer", "local", "persfl"
@@ -166,17 +174,40 @@ def test_what_is_done_is_kept_and_what_was_interrupted_goes_on(go, tmp_path, cap
     assert go.trained == ["fedavg/1+", "mine/1+"]
     record = go.out / "fedavg" / "1" / "result.json"
     finished = record.read_text()
-    record.write_text(finished.replace('"status": "finished"', '"status": "interrupted"'))
+    record.write_text(finished.replace('"status": "finished"', '"status": "unfinished"'))
     go("fedavg", "--seeds", "2")
     assert go.trained == ["fedavg/1+"]
     words = "has a record with --lr 0.02, now it is 0.1; use another NAME, or another --out"
     refused(capsys, words, go, "fedavg", "--lr", "0.1")
-    refused(capsys, "has a record with --rounds 2, now it is 3", go, "fedavg", "--rounds", "3")
+    words = "has a record with --rounds 2, now it is 1; use another NAME, or another --out"
+    refused(capsys, words, go, "fedavg", "--rounds", "1")
     assert not go.trained
 
 
-def test_a_run_whose_numbers_have_changed_is_trained_anew(go, monkeypatch, capsys):
-    """Another version of a source file alone changes nothing, but a run can't be resumed by it."""
+def test_a_finished_run_goes_on_to_more_rounds(go, capsys):
+    """It is then the run that had as many from its beginning. A method whose rounds are fixed, and
+    another --eval-every, refuse in one line."""
+    long = go("local,scaffold", "--seeds", "1", "--rounds", "4")
+    go.out = go.out.with_name("short")
+    go("local,scaffold", "--seeds", "1", "--rounds", "2")
+    found = go("local,scaffold", "--seeds", "1", "--rounds", "4")
+    assert go.trained == ["local/0+", "scaffold/0+"]
+    for name, record in found.items():
+        assert len(record["rounds"]) == 4 and record["final"] == long[name]["final"]
+        assert [row["personal"]["mean"] for row in record["rounds"]] == [
+            row["personal"]["mean"] for row in long[name]["rounds"]]
+    go("local,scaffold", "--seeds", "1", "--rounds", "4")
+    assert not go.trained
+    words = "has a record with --eval-every 1, now it is 2"
+    refused(capsys, words, go, "local", "--seeds", "1", "--rounds", "8", "--eval-every", "2")
+    go("fedavg-ft", "--seeds", "1", "--rounds", "2")
+    with pytest.raises(SystemExit):
+        go("fedavg-ft", "--seeds", "1", "--rounds", "4")
+    assert "clients fine-tune after the last round" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_of_another_version_of_a_source_file_is_trained_anew(go, capsys):
+    """A finished one counts."""
     go("fedavg", "--seeds", "1")
     path = go.out / "fedavg" / "0" / "result.json"
     record = json.loads(path.read_text())
@@ -184,20 +215,13 @@ def test_a_run_whose_numbers_have_changed_is_trained_anew(go, monkeypatch, capsy
     path.write_text(json.dumps(record))
     go("fedavg", "--seeds", "1")
     assert not go.trained
-    path.write_text(json.dumps(record | {"status": "interrupted"}))
+    path.write_text(json.dumps(record | {"status": "unfinished"}))
     go("fedavg", "--seeds", "1")
     assert go.trained == ["fedavg/0"] and "common.py changed" in capsys.readouterr().out
-    monkeypatch.setitem(fl.run.NUMBERS, "fedavg", 1)
-    go("fedavg", "--seeds", "1")
-    assert go.trained == ["fedavg/0"]
-    assert "the numbers of fedavg changed" in capsys.readouterr().out
-    go("fedavg", "--seeds", "1")
-    assert not go.trained
     assert (go.out / "fedavg" / "0" / "result.previous.json").exists()
 
 
-def test_a_run_of_another_version_of_an_imported_file_is_trained_anew(go, tmp_path, capsys,
-                                                                      monkeypatch):
+def test_a_run_of_another_version_of_an_imported_file_is_trained_anew(go, tmp_path, capsys):
     """One that changes while others train ends the comparison."""
     helper = tmp_path / "a_helper.py"
     mine = altered(tmp_path / "own.py", "import common\n", "import a_helper\nimport common\n")
@@ -216,7 +240,7 @@ def test_a_run_of_another_version_of_an_imported_file_is_trained_anew(go, tmp_pa
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "a_helper.py").write_text("SCALE = 5.0\n")
     init = tmp_path / "b" / "net.py"
-    init.write_text("from models import MODELS\nNet = MODELS['mnistnet']\n")
+    init.write_text("from fl.models import MODELS\nNet = MODELS['mnistnet']\n")
     argv = ["--set", "own.lr=0.01", "--model", f"{init}:Net", "--out", str(tmp_path / "b" / "out")]
     go.out = tmp_path / "b" / "out"
     go(mine, "--seeds", "1", *argv)
@@ -224,12 +248,7 @@ def test_a_run_of_another_version_of_an_imported_file_is_trained_anew(go, tmp_pa
     assert not go.trained
     go.out = tmp_path / "out"
 
-    def changing(argv, *_):
-        helper.write_text(f"SCALE = {len(go.trained)}.0\n")
-        return train(argv)
-
-    train = compare.train
-    monkeypatch.setattr(compare, "train", changing)
+    go.before = lambda file: helper.write_text(f"SCALE = {len(go.trained)}.0\n")
     with pytest.raises(SystemExit):
         go(mine, "--seeds", "3")
     assert "a_helper.py changed meanwhile; repeat the command" in capsys.readouterr().err
@@ -253,14 +272,38 @@ def test_a_run_of_another_version_of_a_users_file_is_trained_anew(go, tmp_path, 
     assert not go.trained
 
 
-def test_other_splits_are_refused(go, tmp_path, capsys):
-    """A method that moves an image from one client to another."""
-    mine = altered(tmp_path / "mine.py", "    run = ", "    a, b = federation.whole_split.train[:2]"
-                   "\n    a[0], b[0] = b[0], a[0]\n    run = ")
+def test_a_split_that_differs_from_run_to_run_is_refused(go, tmp_path, capsys):
+    (tmp_path / "s.py").write_text("""import numpy as np
+def mine(*_): return list(np.random.default_rng().permutation(40).reshape(4, 10))
+""")
     with pytest.raises(SystemExit):
-        go(f"fedavg,{mine}", "--seeds", "1")
-    words = "mine.py has not kept the images or the split that all share: it can't be compared"
+        go("fedavg,local", "--seeds", "1", "--split", f"{tmp_path}/s.py:mine")
+    words = "has not had the images and the split that all share, so it can't be compared"
     assert words in capsys.readouterr().err and not (go.out / "compare.md").exists()
+
+
+@pytest.mark.parametrize("own, code", [("", 2), ("OWN_MODEL = True\n", 0)])
+def test_methods_with_other_numbers_of_parameters(go, tmp_path, capsys, own, code):
+    """They are refused unless their file says that they have a model of their own."""
+    mine = written(tmp_path / "mine.py", own + """import baselines, common
+def arguments(argv):
+    return baselines.arguments(['--method=local', *argv])
+def main(argv=None):
+    args = arguments(argv)
+    args.model = 'linear'
+    federation = common.Federation(args)
+    args.model = 'mnistnet'
+    baselines.local_training(federation, common.Run(__file__, federation), args)
+""")
+    if code:
+        with pytest.raises(SystemExit) as stop:
+            go(f"local,{mine}", "--seeds", "1")
+        assert stop.value.code == code
+        words = "mine, seed 0, has 15: only a method whose file says OWN_MODEL = True may"
+        assert words in capsys.readouterr().err
+    else:
+        go(f"local,{mine}", "--seeds", "1")
+        assert (go.out / "compare.md").exists()
 
 
 @pytest.mark.parametrize("methods, more, words", [
@@ -276,7 +319,7 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("../a=fedavg", "", "there is no method ../a=fedavg"),
     ("_a=fedavg", "", "there is no method _a=fedavg"),
     ("a=", "", "there is no method a="),
-    ("a=superfed-mm", "--set a.mix=layer", "mix is what makes the method superfed-mm"),
+    ("a=superfed-mm", "--set a.mix=layer", "--mix is no parameter of superfed-mm alone"),
     ("a=fedprox", "--set fedprox.mu=1", "--methods has no fedprox; its names are a"),
     ("a=fedprox", "--set a.mu=1 --set a.mu=.1", "it is set twice"),
     ("fedavg", "--alpha 0.1", "--split iid has no use for --alpha"),
@@ -285,13 +328,11 @@ def test_other_splits_are_refused(go, tmp_path, capsys):
     ("fedavg", "--set fedprox.mu=1", "--methods has no fedprox"),
     ("fedavg", "--set fedavg.mu=1", "--set fedavg.mu=1: unrecognized arguments: --mu=1"),
     ("fedprox", "--set fedprox.mu=-1", "fedprox.mu=-1: argument --mu: -1 must be at least 0"),
-    ("fedprox", "--set fedprox.rounds=5", "all methods share rounds; use --rounds"),
-    ("superfed-mm", "--set superfed-mm.mix=layer", "mix is what makes the method superfed-mm"),
+    ("fedprox", "--set fedprox.rounds=5", "--rounds is no parameter of fedprox alone"),
     ("fedavg", "--batch 5", "unrecognized arguments: --batch 5"),
     ("fedavg", "--seed 5", "--seeds says how many"),
     ("fedavg", "--seeds 0", "must be at least 1"),
-    ("fedavg", "--set fedavg.seed=5", "--seed is this program's own"),
-    ("persfl", "--set persfl.runs=2", "--runs is this program's own"),
+    ("fedavg", "--set fedavg.seed=5", "--seed is no parameter of fedavg alone: all methods"),
     ("fedavg,all", "", "the name fedavg is taken"),
     ("fedavg", f"--out {HERE / 'docs'}", "holds files of this repository"),
     ("fedavg", f"--out {HERE}", "holds files of this repository"),
@@ -321,9 +362,11 @@ NEEDS = "must have arguments(argv) and main(argv); see docs/extend.md"
 
 
 @pytest.mark.parametrize("text, words", [
-    (MINE.replace("arguments(argv)\ndef", 'arguments([*argv, "--epochs=2"])\ndef'),
-     "makes 2 of --epochs 1, which all methods share"),
-    (MINE.replace("arguments(argv)\ndef", 'arguments([*argv, "--target=0.5"])\ndef'),
+    (MINE.replace("*argv])\ndef", '*argv, "--epochs=2"])\ndef'),
+     "makes 2 of --epochs 1, which all methods share; to give it to all: --epochs 2"),
+    (MINE.replace("return baselines.arguments(['--method=local', *argv])",
+                  "args = baselines.arguments(['--method=local', *argv])\n"
+                  "    args.target = [0.5]\n    return args"),
      "mine.py stops at an accuracy (target=[0.5])"),
     ("main = arguments = print", NEEDS),
     ("def main(argv): pass", NEEDS),
@@ -348,7 +391,7 @@ def test_the_name_of_a_method_of_this_repository_is_taken(go, tmp_path, capsys):
 
 def test_all_and_files_of_ones_own():
     methods = plan(f"all,{OWN}")
-    assert [method.name for method in methods] == [*compare.METHODS, "lastlayer"]
+    assert [method.name for method in methods] == [*planning.METHODS, "lastlayer"]
 
 
 def test_every_method_takes_the_shared_settings():
@@ -356,15 +399,15 @@ def test_every_method_takes_the_shared_settings():
         assert not method.args.get("target"), "a run must not end at an accuracy"
         assert method.name == "psinet" or method.args["lr_decay"] == 1
     methods = {method.name: method.args for method in plan("all")}
-    assert list(methods) == list(compare.METHODS) and len(methods) == 23
+    assert list(methods) == list(planning.METHODS) and len(methods) == 23
     for name in ("fedavg", "superfed-lm", "ditto", "psinet"):
-        assert compare.SHARED.items() <= methods[name].items()
+        assert planning.SHARED.items() <= methods[name].items()
         assert methods[name]["lr_decay"] == 0.95
 
 
 def test_a_parameter_without_a_default_is_given_by_set(tmp_path, capsys):
     """psinet.py does not know where to cut a model from elsewhere."""
-    (tmp_path / "net.py").write_text("from models import CNN")
+    (tmp_path / "net.py").write_text("from fl.models import CNN")
     argv = ["psinet", "--model", f"{tmp_path}/net.py:CNN"]
     refused(capsys, "net.py:CNN has no default depth", plan, *argv)
     assert plan(*argv, "--set", "psinet.depth=fc")[0].args["depth"] == "fc"
@@ -378,13 +421,15 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     page = (HERE / "docs" / "compare.md").read_text().replace("\\\n", " ")
     command = re.search(rf"python compare.py (.* --out) runs/{folder}$", page, re.M)[1]
     args, shared = compare.arguments([*command.split(), f"results/{folder}"])
-    methods = compare.plan(args, shared)
+    methods = planning.plan(args, shared)
     found = {}
     for method in methods:
-        jobs = [compare.job(method, seed, split, args, shared)
+        jobs = [training.job(method, seed, split, args, shared)
                 for split in range(args.split_seeds) for seed in range(args.seeds)]
-        found[method.name] = [compare.record(run.method, HERE / run.folder) for run in jobs]
-    assert len({compare.split_of(r) for runs in found.values() for r in runs}) == args.split_seeds
+        found[method.name] = [training.record(run._replace(folder=HERE / run.folder))
+                              for run in jobs]
+    prints = {training.prints_of(r) for runs in found.values() for r in runs}
+    assert len(prints) == args.split_seeds
     rows = report.table(found, methods, args, shared)
     report.write_table(rows, found, methods, shared, args, tmp_path)
     for name in ("compare.md", "compare.tex", "compare.csv", "runs.csv"):
@@ -530,7 +575,7 @@ def test_one_run_decides_nothing():
 def test_splits_and_seeds(go, monkeypatch):
     """The first split's runs are those of a comparison on one split, and the pairs are equal."""
     go("fedavg,local", "--seeds", "2")
-    monkeypatch.setattr(compare, "draw", go.draw)
+    monkeypatch.setattr(report, "draw", go.draw)
     found = go("fedavg,local", "--seeds", "2", "--split-seeds", "2", "--against", "local")
     assert sorted(go.trained) == [f"{name}/split1/{seed}+" for name in ("fedavg", "local")
                                   for seed in range(2)]
@@ -568,7 +613,7 @@ def test_rates_are_chosen_on_validation_images(go):
 
 def grid(*argv):
     args, shared = compare.arguments(["--methods", *argv])
-    return compare.tuning(compare.plan(args, shared), args, shared), args, shared
+    return tuning.grid_of(planning.plan(args, shared), args, shared), args, shared
 
 
 def test_a_grid_is_crossed_and_a_method_s_own_one_counts():
@@ -579,8 +624,7 @@ def test_a_grid_is_crossed_and_a_method_s_own_one_counts():
         "local.lr=2", "local.lr=3"]
     run = points[1][1]
     assert (run.method.args["theta_lr"], run.method.args["lr"]) == (3, 0.0333)  # lr: 1 / lambda
-    method, = compare.plan(*compare.arguments(["--methods", "pfedme", "--set", "pfedme.lr=0.5",
-                                               "--set", "pfedme.pfedme-lambda=30"]))
+    method, = plan("pfedme", "--set", "pfedme.lr=0.5", "--set", "pfedme.pfedme-lambda=30")
     assert method.args["lr"] == 0.5  # but not if it is given
     assert run.method.args["pfedme_lambda"] == 30 and run.method.argv[-1] == "--seed=0"
     assert str(run.folder) == "runs/compare/tune/a/theta-lr=3/0"
@@ -593,22 +637,22 @@ def test_the_best_on_validation_images_is_chosen_not_the_best_on_test_images(
     found = [made_up("fedavg", [[[test]]], val=val)[0]
              for test, val in ((0.9, 0.5), (0.2, 0.7), (0.3, 0.7), (0.9, 0.0))]
     found[3].update(diverged=True, final={})
-    monkeypatch.setattr(compare, "train_all", lambda *_: found)
+    monkeypatch.setattr(training, "train_all", lambda *_: found)
     for words, run in points:
         run.folder.mkdir(parents=True)
         (run.folder / "result.json").write_text(words[0])
-    compare.tune(points, args, shared, tmp_path, None)
+    tuning.tune(points, args, shared)
     assert args.set == ["fedavg.lr=2"]
     assert (tmp_path / "fedavg" / "0" / "result.json").read_text() == "fedavg.lr=2"
     table = (tmp_path / "tune.md").read_text()
     assert "| fedavg | lr=2 | 0.7000 | chosen |" in table and "| lr=4 | diverged |  |" in table
     found[0]["final"] = {"global": {"top1": 0.5}}
-    refused(capsys, "fedavg measures no accuracy on validation images", compare.tune, points, args,
-            shared, tmp_path, None)
+    refused(capsys, "fedavg measures no accuracy on validation images", tuning.tune, points,
+            args, shared)
     for r in found:
         r.update(diverged=True, final={})
-    refused(capsys, "--tune: all runs of fedavg diverged; try other values", compare.tune, points,
-            args, shared, tmp_path, None)
+    refused(capsys, "--tune: all runs of fedavg diverged; try other values", tuning.tune,
+            points, args, shared)
 
 
 def test_a_curve_has_ten_points():
@@ -651,7 +695,7 @@ def test_a_terminal_without_the_plus_minus_sign_shows_the_table(go, monkeypatch)
 
 
 def test_the_exit_code_is_1_if_every_run_diverged(go, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "draw", go.draw)
+    monkeypatch.setattr(report, "draw", go.draw)
     go("fedavg,fedprox", "--seeds", "1", "--lr", "1e30", "--momentum", "0")
     assert go.code == 1 and "all runs diverged" in capsys.readouterr().out
     page = (go.out / "compare.md").read_text()
@@ -662,9 +706,9 @@ def test_the_exit_code_is_1_if_every_run_diverged(go, capsys, monkeypatch):
 @pytest.mark.parametrize("methods", [OWN, f"fedavg,{OWN}"])
 def test_the_printed_command_of_a_method_elsewhere_finds_common(methods):
     *_, method = plan(methods)
-    command = compare.shell([str(method.file), *method.argv])
+    command = planning.shell([str(method.file), *method.argv])
     assert command.startswith(f"PYTHONPATH={HERE} python {OWN} --dataset=shapes ")
-    assert compare.shell([str(HERE / "fedavg.py")]) == f"python {HERE / 'fedavg.py'}"
+    assert planning.shell([str(HERE / "fedavg.py")]) == f"python {HERE / 'fedavg.py'}"
 
 
 def test_changed_images_are_refused(go, toy, capsys):
@@ -695,29 +739,102 @@ def test_the_page_has_the_settings_that_were_used(go):
     assert "| `--lr=0.05 --momentum=0 --beta=0.5` |" in (go.out / "compare.md").read_text()
 
 
-def test_a_file_that_trains_nothing_is_refused(go, tmp_path, monkeypatch, capsys):
+def test_a_file_that_trains_nothing_is_refused(go, tmp_path, capsys):
     """Its last two lines are missing: the program ends at once, without a record."""
-    mine = written(tmp_path / "mine.py", MINE)
-    monkeypatch.setattr(compare, "train", lambda *_: (0, ""))
-    refused(capsys, "has trained nothing; does it end with", go, mine, "--seeds", "1")
+    mine = written(tmp_path / "mine.py", MINE.replace("    baselines.main(", "    print("))
+    with pytest.raises(SystemExit) as stop:
+        go(mine, "--seeds", "1")
+    assert stop.value.code == 2 and "mine.py has not trained all rounds; does it loop over " in (
+        capsys.readouterr().err)
 
 
 def test_a_method_that_leaves_its_loop_is_refused(go, tmp_path, capsys):
     mine = altered(tmp_path / "mine.py", "    return run.record()",
-                   "        if t == 1:\n            break\n    return run.record()")
+                   "        if t == 1:\n            break")
     with pytest.raises(SystemExit) as stop:
         go(mine, "--seeds", "1")
-    words = "mine.py has left the loop over run.rounds before its end"
+    words = "mine.py has not trained all rounds; does it loop over run.rounds without `break`"
     assert stop.value.code == 2 and words in capsys.readouterr().err
-    record = json.loads((go.out / "mine" / "0" / "result.json").read_text())
-    assert record["status"] == "unfinished"
+    assert json.loads((go.out / "mine/0/result.json").read_text())["status"] == "unfinished"
 
 
-def test_a_killed_run_is_not_explained_by_a_warning():
-    child = ("import os, signal, sys; print('a harmless warning', file=sys.stderr, flush=True); "
-             "os.kill(os.getpid(), signal.SIGKILL)")
-    code = -signal.SIGKILL
-    assert compare.train(["-c", child], False, compare.Children()) == (code, f"exit code {code:d}")
+def ended(child, seconds=30):
+    """Waits for a training.Child."""
+    for _ in range(100 * seconds):
+        if child.ended():
+            return child.result()
+        time.sleep(0.01)
+    raise AssertionError("it runs on")
+
+
+def test_a_child_is_the_file_run_with_its_flags(tmp_path):
+    """Whatever it says last on stderr explains its end, but for a signal's."""
+    (tmp_path / "helper.py").write_text("ANSWER = 42")
+    file = written(tmp_path / "it.py", """import os, signal, sys
+import common, helper
+if __name__ == "__main__":
+    print(f"x.py: error: {sys.argv[1:]} {helper.ANSWER}", file=sys.stderr, flush=True)
+    if "kill" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(7)
+""")
+    assert ended(training.Child([file, "-a", "b"], False)) == (7, "['-a', 'b'] 42")
+    assert ended(training.Child([file], True)) == (7, "['--parallel=1'] 42")
+    killed = -signal.SIGKILL
+    assert ended(training.Child([file, "kill"], False)) == (killed, f"exit code {killed:d}")
+
+
+@pytest.mark.parametrize("how", ["error", "kill"])
+def test_the_others_end_after_an_error_and_if_compare_is_killed(how, tmp_path):
+    """Two at a time: one sleeps; the other fails, or the parent is killed by a signal that it can't
+    see. The one that sleeps ends, and the third does not begin."""
+    for name, then in (("sleeps", "time.sleep(120)"), ("waits", "time.sleep(120)"), ("third", "")):
+        then = "sys.exit(5)" if (name, how) == ("waits", "error") else then
+        (tmp_path / f"{name}.py").write_text(MINE + f"""
+import pathlib, os, sys, time
+if __name__ == "__main__":
+    path = pathlib.Path({str(tmp_path / name)!r})
+    path.with_suffix(".part").write_text(str(os.getpid()))
+    path.with_suffix(".part").rename(path)
+    while not pathlib.Path({str(tmp_path / "sleeps")!r}).exists():
+        time.sleep(0.01)
+    {then}
+""")
+    files = ",".join(str(tmp_path / f"{name}.py") for name in ("sleeps", "waits", "third"))
+    parent = subprocess.Popen([sys.executable, HERE / "compare.py", "--methods", files, "--jobs",
+                               "2", "--seeds", "1", "--out", tmp_path / "out", "--device", "cpu"],
+                              stderr=subprocess.PIPE, text=True)
+    for name in ("sleeps", "waits"):
+        while not (tmp_path / name).exists():
+            assert parent.poll() is None or name == "waits"
+            time.sleep(0.01)
+    if how == "kill":
+        parent.kill()
+    error = parent.communicate(timeout=60)[1]
+    assert parent.returncode == (-signal.SIGKILL if how == "kill" else 2)
+    assert ("waits, seed 0: exit code 5" in error) == (how == "error")
+    for name in ("sleeps", "waits"):
+        assert gone(int((tmp_path / name).read_text())), name
+    assert not (tmp_path / "third").exists()
+
+
+def gone(pid, seconds=30):
+    """Returns whether a process ends; one that nobody has waited for is a zombie, Z."""
+    for _ in range(10 * seconds):
+        stat = pathlib.Path(f"/proc/{pid}/stat")
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_signals_are_as_before(go):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    go("fedavg", "--seeds", "1")
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_a_method_without_personal_measures_has_empty_cells(go, tmp_path):
@@ -748,14 +865,3 @@ def test_a_parameter_may_be_written_with_underscores(go):
     go("fedprox-ft", "--seeds", "1", "--set", "fedprox-ft.finetune_epochs=2")
     record = json.loads((go.out / "fedprox-ft/0/result.json").read_text())
     assert record["args"]["finetune_epochs"] == 2
-
-
-def test_after_an_error_nothing_is_trained_on(tmp_path):
-    """The run that is being trained ends, and the next one is not begun."""
-    children = compare.Children()
-    child = children.start([sys.executable, "-c", "import time; time.sleep(60)"])
-    children.stop()
-    assert child.wait(30) == -signal.SIGTERM
-    with pytest.raises(CancelledError):
-        children.start([sys.executable, "-c", f"open({str(tmp_path / 'begun')!r}, 'w')"])
-    assert not (tmp_path / "begun").exists()

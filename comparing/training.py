@@ -1,0 +1,197 @@
+"""Trains the runs of a comparison that are missing, each in a process of its own, and reads their
+records."""
+
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+import common
+from fl import records
+
+from .planning import HERE, METHODS, Method, flag, shell
+
+DONE = "finished", "diverged"  # the status of a record that counts
+
+
+class Job(NamedTuple):
+    label: str
+    method: Method
+    folder: pathlib.Path
+
+
+def job(method, seed, split, args, shared):
+    """Returns the Job of method, seed and split."""
+    at, label = shared.split_seed + split, method.name
+    folder = pathlib.Path(args.out, method.name)
+    if split:
+        folder /= f"split{at}"
+    if args.split_seeds > 1:
+        label += f", split {at}"
+    method = method._replace(argv=[*method.argv, f"--split-seed={at}", f"--seed={seed}"],
+                             args=method.args | {"split_seed": at, "seed": seed})
+    return Job(f"{label}, seed {seed}", method, folder / str(seed))
+
+
+def train_all(wanted, args, shared):
+    """Trains those of the Jobs that are missing, --jobs at a time. Returns a record for each."""
+    prints, todo, sizes = {}, [], {}
+    for run in wanted:
+        if (at := run.method.args["split_seed"]) not in prints:
+            # downloads, or refuses, once, before several runs do
+            data = common.images_for(shared, common.stream(at, "split", 1))
+            split = common.split_clients(data, shared, common.stream(at, "split"))
+            prints[at] = data.fingerprint(), split.fingerprint()
+        if argv := missing(run, prints[at]):
+            todo.append((run, argv))
+        else:
+            check_size(run, record(run), sizes)
+    one_thread = args.jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
+    children = []  # [(Child, its Job, argv)]
+    try:
+        with tqdm(total=len(todo), unit="run", disable=None) as bar:
+            while todo or children:
+                while todo and len(children) < args.jobs:
+                    run, argv = todo.pop(0)
+                    children.append((Child(argv, one_thread), run, argv))
+                time.sleep(0.02)
+                for child, run, argv in [z for z in children if z[0].ended()]:
+                    children.remove((child, run, argv))
+                    found = trained(run, argv, child, prints[run.method.args["split_seed"]])
+                    check_size(run, found, sizes)
+                    bar.update()
+                    common.say(f"{run.label}: {'diverged' if found['diverged'] else 'done'}, "
+                               f"{len(todo) + len(children)} to go")
+    finally:
+        for child, *_ in children:
+            child.stop()
+    for run in wanted:
+        if names := changed(run.method, record(run), done=True):
+            common.refuse(f"{run.label}: {', '.join(names)} changed meanwhile; repeat the command")
+    return [record(run) for run in wanted]
+
+
+class Child:
+    """A process that runs a file with its flags, argv."""
+
+    def __init__(self, argv, one_thread):
+        path, argv = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])], list(argv)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        if one_thread:
+            argv, environment = [*argv, "--parallel=1"], {**environment, "OMP_NUM_THREADS": "1"}
+        self.error = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "comparing" / "child.py", *argv], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.error)
+
+    def ended(self):
+        return self.process.poll() is not None
+
+    def result(self):
+        """Returns the exit code and the last line of the error."""
+        self.error.seek(0)
+        code, said = self.process.wait(), self.error.read().decode(errors="replace").split("\n")
+        said = [line.strip() for line in said if line.strip()]
+        if code < 0 or not said:  # below 0: a signal ended it, which no line explains
+            return code, f"exit code {code}"
+        return code, said[-1].rpartition("error: ")[2]
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait()
+
+
+def missing(run, prints):
+    """Returns the argv of a Job that is to be trained, or to go on; None if it is done. Refuses a
+    record of other images or another split. prints: the fingerprints of both."""
+    found, start = record(run), [str(run.method.file), *run.method.argv, f"--out={run.folder}"]
+    if not found:
+        return [*start, "--resume"]
+    more = found["status"] == "finished" and found["args"]["rounds"] < run.method.args["rounds"]
+    done = found["status"] in DONE and not more
+    if names := changed(run.method, found, done):
+        common.say(f"{run.label}: {', '.join(names)} changed; trained anew, the record becomes "
+                   "result.previous.json")
+        return start
+    if prints != prints_of(found):
+        what = "other images" if prints[0] != prints_of(found)[0] else "another split"
+        common.refuse(f"{run.folder} has a record of {what} than {run.method.args['dataset']} has "
+                      "now; use another --out")
+    return None if done else [*start, "--resume"]
+
+
+def record(run):
+    """Returns a Job's record, or None. Refuses one with other settings."""
+    path, args = records.at(run.folder), run.method.args
+    if not path.exists():
+        return None
+    found = records.read(path)
+    then = found["args"]
+    if next(iter(found["environment"]["sources"])) != run.method.file.name:
+        args = {**args, **{name: None for name in then if name not in args}}  # another method's
+    for name in records.unlike(found, args):
+        was, now = then.get(name), args[name]
+        if name != "rounds" or was > now:  # with more rounds it goes on
+            common.refuse(f"{run.folder} has a record with {flag(name)} {was}, now it is {now}; "
+                          "use another NAME, or another --out")
+    return found
+
+
+def changed(method, record, done):
+    """Returns the names of the files that have changed since a record was made: a user's files, or,
+    unless it is done, any source file."""
+    own = [pathlib.Path(name.rpartition(":")[0])
+           for name in (method.args["model"], method.args["split"]) if ".py:" in name]
+    if method.method not in METHODS:
+        own.append(method.file)
+    beside = {path.resolve().parent for path in own}  # whence they import
+    if method.args.get("init"):
+        own.append(pathlib.Path(method.args["init"]))
+    found = []
+    for name, digest in record["environment"]["sources"].items():
+        paths = [path for path in own if path.name == name]
+        paths = paths or [path for folder in beside if (path := folder / name).exists()]
+        if not paths and not done:
+            paths = [HERE / name]
+        now = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.exists()]
+        if paths and digest not in now:
+            found.append(name)
+    return found
+
+
+def trained(run, argv, child, prints):
+    """Returns the record of a Job whose Child has ended. Refuses what is no result."""
+    (code, said), file = child.result(), run.method.file
+    if code not in (0, 3):  # 3: diverged, which is a result
+        command = "" if code == 2 else f" ({shell(argv)})"
+        common.refuse(f"{run.label}: {said}{command}")
+    found = record(run)
+    if not found or found["status"] not in DONE:
+        common.refuse(f"{run.label}: {file} has not trained all rounds; does it loop over "
+                      'run.rounds without `break`, and end with  if __name__ == "__main__": main()')
+    if prints != prints_of(found):
+        common.refuse(f"{run.label}: {file} has not had the images and the split that all share, "
+                      "so it can't be compared")
+    return found
+
+
+def prints_of(record):
+    """Returns the fingerprints of a record's images and split."""
+    return record["data"]["fingerprint"], record["split"]["fingerprint"]
+
+
+def check_size(run, found, sizes):
+    """Refuses methods with different numbers of parameters. A file with OWN_MODEL = True has a
+    model of its own. sizes: {number: a run's label}, to which it adds this run."""
+    if not getattr(common.load_file(run.method.file), "OWN_MODEL", False):
+        sizes.setdefault(found["parameters"], run.label)
+        if len(sizes) > 1:
+            (a, one), (b, other) = sizes.items()
+            common.refuse(f"{one}, has {a:,} parameters, but {other}, has {b:,}: only a method "
+                          "whose file says OWN_MODEL = True may have a model of its own")

@@ -1,0 +1,71 @@
+"""--tune: trains each method with each point of its grid, and chooses by validation images."""
+
+import argparse
+import itertools
+import pathlib
+import re
+import shutil
+
+import baselines
+import common
+
+from . import planning, training
+from .report import lines
+
+
+def grid_of(methods, args, shared):
+    """Returns [(the --set words, the Job)] for each point of each method's grid."""
+    grids, points = {method.name: {} for method in methods}, []
+    if args.tune and not shared.client_val:
+        common.refuse("--tune chooses on validation images: --client-val must be above 0")
+    for word in sorted(args.tune, key=lambda word: "." in word.partition("=")[0]):  # NAME.* wins
+        given = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.+)", word)
+        if not given or given[1] not in (None, *grids):
+            common.refuse(f"--tune {word}: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...; the "
+                          f"names are {', '.join(grids)}")
+        name, parameter, values = given.groups()
+        for method in methods:
+            if name is None and parameter == "lr":  # that of each method's SGD
+                own = baselines.SGD_RATE.get(method.method, "lr")
+                grids[method.name][own] = values.split(",")
+            elif name in (None, method.name):
+                grids[method.name][parameter] = values.split(",")
+    for method, grid in zip(methods, grids.values()):
+        for values in itertools.product(*grid.values()) if grid else ():
+            chosen = [f"{key}={value}" for key, value in zip(grid, values)]
+            words = [f"{method.name}.{word}" for word in chosen]
+            mine = [word for word in args.set if word.partition(".")[0] == method.name]
+            alone = {"methods": f"{method.name}={method.method}", "set": mine + words}
+            tried, = planning.plan(argparse.Namespace(**vars(args) | alone), shared, "--tune")
+            folder = pathlib.Path(args.out, "tune", method.name, ",".join(chosen), "0")
+            run = training.job(tried, 0, 0, args, shared)
+            points.append((words, run._replace(label=" ".join(words), folder=folder)))
+    return points
+
+
+def tune(grid, args, shared):
+    """Trains the grid, writes tune.md, and adds each method's best point to --set."""
+    best, rows, out = {}, [], pathlib.Path(args.out)
+    found = training.train_all([run for _, run in grid], args, shared)
+    for (words, run), r in zip(grid, found):
+        name, value = run.method.name, r["final"].get("personal", {}).get("val_mean")
+        if value is None and not r["diverged"]:
+            common.refuse(f"--tune: {name} measures no accuracy on validation images")
+        rows.append([name, " ".join(word.partition(".")[2] for word in words),
+                     "diverged" if r["diverged"] else f"{value:.4f}", ""])
+        best.setdefault(name, (-1, words, run, None))
+        if not r["diverged"] and value > best[name][0]:
+            best[name] = value, words, run, rows[-1]
+    for name, (_, words, run, row) in best.items():
+        if not row:
+            common.refuse(f"--tune: all runs of {name} diverged; try other values")
+        row[3] = "chosen"
+        args.set += words
+        if not (out / name / "0").exists():  # it is the first run of the comparison, too
+            shutil.copytree(run.folder, out / name / "0")
+    text = ("# Settings chosen on validation images\n\nThe mean accuracy on the clients' "
+            f"validation images after the last round, with seed 0 and split {shared.split_seed}. "
+            "The best is chosen; of equal ones the first.\n")
+    page = lines(["method", "setting", "validation", "choice"], rows)
+    (out / "tune.md").write_text("\n".join([text, *page, ""]), encoding="utf-8")
+    common.say("\n".join([*page, ""]))
