@@ -46,10 +46,10 @@ def words_of(record, path):
 def rebuilt(record):
     """Returns the words of a command that gives the record's arguments, if there is one."""
     then, file = record["args"], next(iter(record["environment"]["sources"]))
-    words = [file, "--dataset", then["dataset"], "--split", then["split"]]
-    words += ["--method", record["algorithm"]] * (file == "baselines.py")
     if not (runs.HERE / file).exists():
         common.refuse(f"a record of {file} without `command` can't be run again")
+    words = [file, "--dataset", then["dataset"], "--split", then["split"]]
+    words += ["--method", record["algorithm"]] * (file == "baselines.py")
     for _ in range(2):  # some defaults depend on other flags
         for name in records.unlike(record, runs.parsed(words), but=("precision",)):
             flag, z = name.strip("_").replace("_", "-"), then.get(name)

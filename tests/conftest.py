@@ -1,7 +1,6 @@
 """What the tests share: a small data set, a linear model, a quick way to a federation and to a
 finished run."""
 
-import json
 import pathlib
 import sys
 from collections import OrderedDict
@@ -16,6 +15,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent.parent / part) for part in (""
 
 import common
 import fl.models
+import fl.records
 import fl.run
 import fl.training
 
@@ -78,7 +78,7 @@ def paths(fed, monkeypatch):
 def run(module, argv, out):
     """Runs an algorithm's main in this process; returns its record and its saved state."""
     module.main([*argv, "--out", str(out)])
-    return (json.loads((out / "result.json").read_text()),
+    return (fl.records.read(out / "result.json"),
             torch.load(out / "state.pt", weights_only=True)["state"])
 
 

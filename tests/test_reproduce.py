@@ -1,28 +1,29 @@
-"""The papers' tables: the data, the runner (with a stand-in for the training), and the pages."""
+"""The papers' tables: the data, the runner (with a stand-in for the training), the pages, and
+repeating a record."""
 
 import hashlib
 import importlib
 import json
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import time
 import types
 
 import numpy as np
 import pytest
 
 import fl.data
-import fl.run
 from conftest import refused
+from fl import records
 from papers import __main__ as reproduce
-from papers import reading, table
+from papers import again, pages, reading, runs, table
 
-COMMANDS = list(reproduce.runs())
+COMMANDS = list(runs.commands())
 
-# A second transcription of the papers, by hand, from their texts and not from tables/.
+# A second transcription of the papers, by hand, from their texts and not from papers/.
 PUBLISHED = """
 superfed-1 | FedAvg, CIFAR-10 top-1 = 47.09; APFL, CIFAR-100 top-5 = 47.67
 superfed-1 | SuPerFed-LM, CIFAR-10 top-5 = 90.07
@@ -87,9 +88,9 @@ fedavg-3 | FedSGD, 0.8 = 3750; FedAvg, 0.8 = 280; FedAvg, 0.85 = 2000; FedSGD, 0
 """
 
 
-@pytest.mark.parametrize("name", reproduce.TABLES)
+@pytest.mark.parametrize("name", runs.TABLES)
 def test_published_values_are_the_papers(name):
-    ours = {f"{cell.row}, {cell.column}": cell.published for cell in reproduce.cells(name)}
+    ours = {f"{cell.row}, {cell.column}": cell.published for cell in runs.cells(name)}
     lines = (line.split(" | ") for line in PUBLISHED.strip().splitlines())
     entries = [entry for table, line in lines if table == name for entry in line.split("; ")]
     papers = dict(entry.rsplit(" = ", 1) for entry in entries)
@@ -102,7 +103,7 @@ def test_published_values_are_the_papers(name):
 def test_averages_in_the_transcription_are_those_of_its_rows():
     """PersFL's Avg rows are means of the users above them, up to rounding to one digit."""
     for name in ("persfl-2", "persfl-3", "persfl-4", "persfl-6"):
-        t = reproduce.TABLES[name]
+        t = runs.TABLES[name]
         for i, column in enumerate(t.columns):
             users = [float(values[i]) for row, values in t.rows.items() if row.startswith("User")]
             assert abs(sum(users) / 10 - float(t.rows["Avg"][i])) < 0.11, (name, column)
@@ -114,7 +115,7 @@ def test_averages_in_the_transcription_are_those_of_its_rows():
 def test_every_command_parses_and_no_two_mean_the_same():
     seen = {}
     for command in COMMANDS:
-        args = reproduce.arguments(command)
+        args = runs.arguments(command)
         args = {name: value for name, value in args.items() if name != "eval_every"}
         meaning = command.split()[0], repr(sorted(args.items()))
         assert seen.setdefault(meaning, command) == command
@@ -124,8 +125,8 @@ def test_every_command_parses_and_no_two_mean_the_same():
 def test_commands_say_what_their_cells_are():
     """The paper's setting of a row and a column is in the arguments."""
     def run(table, row, column):
-        command, measure = reproduce.TABLES[table].cell(row, column)
-        return reproduce.arguments(command), measure
+        command, measure = runs.TABLES[table].cell(row, column)
+        return runs.arguments(command), measure
 
     def check(cell, measure, **wanted):
         args, found = run(*cell)
@@ -150,8 +151,8 @@ def test_commands_say_what_their_cells_are():
           split="lognormal", per_client=2)
     check(("persfl-3", "SD", "PersFL DS-1"), "users/PersFL/SD", rounds=100, model="mnistnet",
           limit=6000)
-    commands, _ = reproduce.TABLES["fedavgm-figure-5"].cell("FedAvgM E=5 C=0.1", "alpha=0.05")
-    for args in map(reproduce.arguments, commands):
+    commands, _ = runs.TABLES["fedavgm-figure-5"].cell("FedAvgM E=5 C=0.1", "alpha=0.05")
+    for args in map(runs.arguments, commands):
         assert args["beta"] > 0 and args["rounds"] == 10_000
         assert (args["alpha"], args["epochs"], args["fraction"]) == (0.05, 5, 0.1)
 
@@ -165,8 +166,8 @@ def test_commands_say_what_their_cells_are():
     (("fedavg-3", "FedAvg", "0.85"),
      ("tfcnn", "iid", 0.1, 5, 50, 0.99, 0, [0.8, 0.82, 0.85], 2000))])
 def test_fedavgs_commands_have_the_papers_setting_and_grid(cell, wanted):
-    commands, measure = reproduce.TABLES[cell[0]].cell(*cell[1:])
-    found = [reproduce.arguments(command) for command in commands]
+    commands, measure = runs.TABLES[cell[0]].cell(*cell[1:])
+    found = [runs.arguments(command) for command in commands]
     step = 1 / 6 if wanted[0] == "2nn" else 1 / 3  # the paper's two grids
     assert np.diff(np.log10([args["lr"] for args in found])) == pytest.approx([step] * 2, abs=0.003)
     names = ("model", "split", "fraction", "epochs", "batch_size", "lr_decay", "momentum", "target",
@@ -178,8 +179,8 @@ def test_fedavgs_commands_have_the_papers_setting_and_grid(cell, wanted):
 
 
 def test_two_tables_share_a_run():
-    one = reproduce.TABLES["fedavg-1"].cell("CNN C=0.1", "IID B=10")[0]
-    assert one == reproduce.TABLES["fedavg-2"].cell("FedAvg E=5 B=10", "IID")[0]
+    one = runs.TABLES["fedavg-1"].cell("CNN C=0.1", "IID B=10")[0]
+    assert one == runs.TABLES["fedavg-2"].cell("FedAvg E=5 B=10", "IID")[0]
 
 
 def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
@@ -193,7 +194,8 @@ def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
     for i, command in enumerate(dict.fromkeys([*kinds.values(), *drawn[:20]])):
         out = tmp_path / str(i)
         out.mkdir()
-        file, *flags = reproduce.expand(command, out=out)
+        file, *flags = shlex.split(runs.written_out(command))
+        flags += ["--out", str(out)]
         flags = [re.sub("resnet18|vgg16|vgg9", "cnn", word) for word in flags] + smaller
         if "--alpha" in flags and "--split" not in flags:
             flags += ["--split", "dirichlet-hsu"]  # fedavgm.py's default for cifar10
@@ -207,17 +209,17 @@ def test_commands_run_on_the_embedded_data_set(tmp_path, monkeypatch):
             importlib.import_module(file.removesuffix(".py")).main(flags)
         except SystemExit as stop:
             assert stop.code == 3, command  # a rate that is too large for so little data
-        record = json.loads((out / "result.json").read_text())
+        record = records.read(out / "result.json")
         assert record["status"] in ("finished", "diverged") and len(record["rounds"]) <= 2, command
 
 
 # The runner and the pages. A stand-in for the training has an accuracy of (seed + 40 + rounds) %.
 
 STAND_IN = """
-import argparse, hashlib, json, pathlib, signal, sys, time
+import argparse, json, os, pathlib, signal, time
 p = argparse.ArgumentParser()
 for name, kind, default in (("lr", float, 0.1), ("rounds", int, 10), ("seed", int, 0),
-                            ("split_seed", int, 0), ("eval_every", int, 0), ("out", str, "")):
+                            ("split_seed", int, 0), ("split", str, "iid"), ("out", str, "")):
     p.add_argument("--" + name.replace("_", "-"), type=kind, default=default)
 p.add_argument("--resume", action="store_true")
 args = p.parse_args()
@@ -227,49 +229,44 @@ state = out / "state.pt"
 done = int(state.read_text()) if args.resume and state.exists() else 0
 with open(here / "log", "a") as log:
     log.write(f"{args.lr:g} {args.seed} from {done}\\n")
-def write(status):
-    top1 = (args.seed + 40 + done) / 100
-    rows = [{"round": t + 1, "seconds": 90.0 if t == 0 and args.rounds == 3 else 6.0,
-             "global": {"top1": top1}} for t in range(done)]
-    sources = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-               for path in here.glob("*.py")}
-    state.write_text(str(done))
-    (out / "result.json").write_text(json.dumps({
-        "algorithm": "stand_in", "status": status, "args": vars(args), "rounds": rows,
-        "environment": {"device": "a device", "sources": sources, "numbers": NUMBER},
-        "final": {"global": {"top1": top1}}, "bytes_up": 0, "bytes_down": 0}))
-def stop(*_):
-    write("interrupted")
-    sys.exit(130)
-signal.signal(signal.SIGTERM, stop)
 while done < args.rounds:
     time.sleep(DELAY)
     done += 1
-write("finished")
+    rows = [{"round": t + 1, "seconds": 90.0 if t == 0 and args.rounds == 3 else 6.0,
+             "bytes_up": 8, "bytes_down": 8, "global": {"top1": (args.seed + 41 + t) / 100}}
+            for t in range(done)]
+    state.write_text(str(done))
+    (out / "part").write_text(json.dumps({
+        "algorithm": "stand_in", "status": "finished" if done == args.rounds else "unfinished",
+        "command": "stand_in.py --out results/t-1/stand_in/0", "args": vars(args), "rounds": rows,
+        "environment": {"device": "a device", "torch": "1", "sources": {"stand_in.py": ""}},
+        "final": {"global": rows[-1]["global"]}, "bytes_up": 0, "bytes_down": 0}))
+    (out / "part").replace(out / "result.json")
 """
 
 
-def write_stand_in(folder, delay=0, number=0):
-    text = STAND_IN.replace("DELAY", str(delay)).replace("NUMBER", str(number))
-    (folder / "stand_in.py").write_text(text)
+def write_stand_in(folder, delay=0):
+    (folder / "stand_in.py").write_text(STAND_IN.replace("DELAY", str(delay)))
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A project with one table of two runs; the folder that it lies in."""
     write_stand_in(tmp_path)
-    for name in reproduce.SHARED:
-        (tmp_path / name).write_text("")
-    monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    monkeypatch.setattr(reproduce, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(runs, "HERE", tmp_path)
+    monkeypatch.setattr(runs, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
-    monkeypatch.setattr(reproduce, "PAPERS", {"t": types.SimpleNamespace(TITLE="A paper")})
+    paper = {"t": types.SimpleNamespace(TITLE="A paper")}
     t = table("t-1", "A table", "top-1", "A | 47.09\nB | ?", lambda row, column: (
         "stand_in.py" + " --lr 0.5" * (row == "B"), "global/top1"), 1, why={"B": "B is ours."})
-    monkeypatch.setattr(reproduce, "TABLES", {"t-1": t})
-    monkeypatch.setattr(reproduce, "arguments", lambda command: {
-        "lr": 0.5 if "0.5" in command else 0.1, "rounds": 10, "split": "iid"})
-    monkeypatch.setattr(reproduce, "device", lambda: "a device")
+    tables = {"t-1": t}
+    for module in (runs, pages, reproduce):
+        monkeypatch.setattr(module, "TABLES", tables)
+    monkeypatch.setattr(pages, "PAPERS", paper)
+    arguments = {"lr": 0.1, "rounds": 10, "split": "iid", "seed": 0, "split_seed": 0}
+    monkeypatch.setattr(runs, "arguments", lambda command: {
+        **arguments, "lr": 0.5 if "0.5" in command else 0.1})
+    monkeypatch.setattr(runs, "parsed", lambda words: arguments)
     fresh()
     yield tmp_path
     fresh()
@@ -277,13 +274,19 @@ def small(tmp_path, monkeypatch):
 
 def fresh():
     """As in a new process."""
-    for cached in (reproduce.runs, reproduce.load, reproduce.shown):
+    for cached in (runs.commands, runs.load, pages.shown):
         cached.cache_clear()
 
 
 def go(words=""):
     fresh()
     return reproduce.main(words.split())
+
+
+def add(t):
+    """Adds a table."""
+    runs.TABLES[t.name] = t
+    fresh()
 
 
 def written(folder):
@@ -305,6 +308,14 @@ def record_of(folder, run="stand_in"):
     return folder / "results" / "t-1" / run / "0" / "result.json"
 
 
+def change(path, **more):
+    """Rewrites a record; more: its parts, or a function of a part."""
+    record = json.loads(path.read_text())
+    for name, part in more.items():
+        record[name] = part(record[name]) if callable(part) else part
+    path.write_text(json.dumps(record))
+
+
 def test_what_is_missing_is_run_once_and_shown(small):
     text = page(small)
     assert "| A | 47.09 / · |" in text and "| B | ? / · |" in text and log(small) == []
@@ -315,7 +326,7 @@ def test_what_is_missing_is_run_once_and_shown(small):
     text = written(small)
     assert "| A | 47.09 / 50.50 ± 0.71 (2) **!** |" in text
     assert "| B | ? / 50.50 ± 0.71 (2) |" in text and "\n- B: B is ours.\n" in text
-    run = "| [`stand_in.py --lr 0.5`](t-1/stand_in-lr-0.5) | 0 1 | 10 | a device | 1.0 |  |"
+    run = "| [`stand_in.py --lr 0.5`](t-1/stand_in-lr-0.5) | 0 1 | 10 | a device | 1.0 |"
     assert run in text and "| [t-1](t.md#t-1) | A table | 2 | 2 | 0 | 0 |" in text
     go("--seeds 2")
     assert len(log(small)) == 4 and not list(small.glob("results/**/state.pt"))
@@ -325,12 +336,21 @@ def test_the_page_is_a_function_of_the_records(small):
     go()
     first = written(small)
     assert page(small) == first and "| A | 47.09 / 50.00 (1) |" in first
-    path = record_of(small)
-    path.write_text(path.read_text().replace('{"top1": 0.5}}, "bytes', '{"top1": 0.25}}, "bytes'))
+    change(record_of(small), final={"global": {"top1": 0.25}})
     assert "| A | 47.09 / 25.00 (1) |" in page(small) and "| B | ? / 50.00 (1) |" in written(small)
 
 
-@pytest.mark.parametrize("trial", ["--only t-1", "--scale 1e-1", "--budget 1h"])
+def test_a_record_may_be_one_file_and_that_in_the_folder_is_newer(small):
+    go()
+    one = record_of(small).parent.with_suffix(".json")
+    one.write_text(records.text(json.loads(record_of(small).read_text())))
+    change(record_of(small), final={"global": {"top1": 0.25}})
+    assert "| A | 47.09 / 25.00 (1) |" in page(small)
+    shutil.rmtree(record_of(small).parent)
+    assert "| A | 47.09 / 50.00 (1) |" in page(small) and go() == 0 and len(log(small)) == 2
+
+
+@pytest.mark.parametrize("trial", ["--only t-1", "--scale 1e-1"])
 def test_a_trial_leaves_the_pages_alone(small, trial, capsys):
     before = page(small)
     assert go(trial) == 0 and len(log(small)) == 2
@@ -338,102 +358,36 @@ def test_a_trial_leaves_the_pages_alone(small, trial, capsys):
     assert page(small) != before
 
 
-def test_a_record_is_stale_when_its_algorithms_numbers_have_changed(small, monkeypatch):
-    """A change of a source file makes nothing stale, nor does a change of other numbers."""
-    go()
-    (small / "common.py").write_text("# changed")
-    monkeypatch.setitem(fl.run.NUMBERS, "another", 1)
-    assert "| A | 47.09 / 50.00 (1) |" in page(small) and "| stale |" not in written(small)
-    monkeypatch.setitem(fl.run.NUMBERS, "stand_in", 1)
-    assert "| A | 47.09 / 50.00 (1) [stale] |" in page(small)
-    assert written(small).count("| stale |") == 2 and "2 of them stale" in written(small)
-    write_stand_in(small, number=1)
-    go()
-    assert len(log(small)) == 4 and "| stale |" not in written(small)
-    monkeypatch.setitem(fl.run.NUMBERS, "all", 1)
-    assert page(small).count("| stale |") == 2
-
-
-def test_a_record_without_a_number_is_of_number_0(small, monkeypatch):
-    go()
-    for path in small.rglob("result.json"):
-        record = json.loads(path.read_text())
-        del record["environment"]["numbers"]
-        path.write_text(json.dumps(record))
-    assert "| stale |" not in page(small)
-    monkeypatch.setitem(fl.run.NUMBERS, "stand_in", 1)
-    assert page(small).count("| stale |") == 2
-
-
 def test_a_record_of_other_arguments_does_not_count(small, capsys):
     go()
-    record_of(small).write_text(record_of(small).read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    change(record_of(small), args=lambda args: {**args, "lr": 0.2})
     assert "| A | 47.09 / · |" in page(small)
     capsys.readouterr()
-    go("--list --verbose")
+    go("--list --only t-1")
     line = "  other arguments, 10 of 10 rounds: python stand_in.py --seed 0"
     assert line in capsys.readouterr().out
+    record_of(small).with_name("state.pt").write_text("4")  # it is not resumed
     go()
+    assert "| A | 47.09 / 50.00 (1) |" in page(small) and log(small)[-1] == "0.1 0 from 0"
+
+
+def test_an_interrupted_run_goes_on_where_its_state_is(small):
+    go("--only t-1/stand_in")
+    change(record_of(small), status="unfinished", rounds=lambda rows: rows[:4],
+           final={"global": {"top1": 0.44}})
+    assert "| A | 47.09 / 44.00 (1) [4 of 10 rounds] |" in page(small)
+    record_of(small).with_name("state.pt").write_text("4")
+    go("--only t-1/stand_in")
+    assert log(small) == ["0.1 0 from 0", "0.5 0 from 0", "0.1 0 from 4"]
     assert "| A | 47.09 / 50.00 (1) |" in page(small)
-
-
-def test_a_record_with_the_old_name_of_a_split_counts(small, monkeypatch):
-    go()
-    path, usual = record_of(small), reproduce.arguments
-    path.write_text(path.read_text().replace('"lr": 0.1', '"split": "dirichlet", "lr": 0.1'))
-    monkeypatch.setattr(reproduce, "arguments",
-                        lambda command: usual(command) | {"split": "dirichlet-hsu"})
-    assert "| A | 47.09 / 50.00 (1) |" in page(small)
-
-
-def test_a_budget_stops_a_run_which_then_goes_on_where_it_was(small):
-    write_stand_in(small, delay=0.2)
-    assert go("--only t-1/stand_in-lr-0.5 --budget 1s") == 0
-    record = json.loads(record_of(small, "stand_in-lr-0.5").read_text())
-    n = len(record["rounds"])
-    assert record["status"] == "interrupted" and 0 < n < 10
-    assert f"| B | ? / {40 + n}.00 (1) [{n} of 10 rounds] |" in page(small)
-    go("--only t-1/stand_in-lr-0.5")
-    assert log(small) == ["0.5 0 from 0", f"0.5 0 from {n}"]
-    assert "| B | ? / 50.00 (1) |" in page(small)
 
 
 def test_ctrl_c_stops_the_run_and_the_tool(small, monkeypatch):
-    write_stand_in(small, delay=0.2)
-    popen = subprocess.Popen
+    def call(*_, **__):
+        raise KeyboardInterrupt
 
-    class Interrupted(popen):
-        def wait(self, timeout=None):
-            if not hasattr(self, "hit"):
-                self.hit = True
-                time.sleep(1)
-                raise KeyboardInterrupt
-            return super().wait(timeout)
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(subprocess, "call", call)
     assert go() == 130
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    assert len(log(small)) == 1 and len(list(small.glob("results/t-1/*/0/state.pt"))) == 1
-    go()
-    starts = [int(line.split()[-1]) for line in log(small)]
-    assert len(starts) == 3 and sorted(starts)[:2] == [0, 0] and 0 < max(starts) < 10
-
-
-@pytest.mark.parametrize("change", ["nothing", "device", "source"])
-def test_an_interrupted_run_is_resumed_where_and_as_it_was_begun(small, monkeypatch, change):
-    """A state can't be resumed by other source files, nor on another kind of device."""
-    go("--only t-1/stand_in")
-    record = json.loads(record_of(small).read_text())
-    record |= {"status": "interrupted", "rounds": record["rounds"][:4]}
-    record_of(small).write_text(json.dumps(record))
-    record_of(small).with_name("state.pt").write_text("4")
-    if change == "device":
-        monkeypatch.setattr(reproduce, "device", lambda: "another device")
-    if change == "source":
-        (small / "engine.py").write_text("# changed")
-    assert "| A | 47.09 / 50.00 (1) [4 of 10 rounds] |" in page(small)
-    go("--only t-1/stand_in")
-    assert log(small)[-1] == f"0.1 0 from {4 if change == 'nothing' else 0}"
 
 
 def test_a_run_that_fails_is_named(small, capfd):
@@ -448,7 +402,7 @@ def test_scaled_results_are_kept_apart_and_marked(small):
     assert not (small / "results" / "t-1").exists()
     text = page(small)
     assert "| A | 47.09 / 43.00 (1) [3 of 10 rounds] |" in text
-    run = "| [`stand_in.py --rounds 3`](scale-0.3/t-1/stand_in) | 0 | 3 | a device | 1.7 |  |"
+    run = "| [`stand_in.py --rounds 3`](scale-0.3/t-1/stand_in) | 0 | 3 | a device | 1.7 |"
     assert run in text  # 90 + 6 + 6 s
     assert "| [t-1](t.md#t-1) | A table | 2 | 0 | 2 | 0 |" in text
     go()
@@ -456,41 +410,62 @@ def test_scaled_results_are_kept_apart_and_marked(small):
 
 
 def test_how_many_settings_the_best_is_of_is_said(small):
-    reproduce.TABLES["t-2"] = table("t-2", "", "top-1", "User 0 | 40", lambda row, column: (
-        ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1)
+    add(table("t-2", "", "top-1", "User 0 | 40", lambda row, column: (
+        ["stand_in.py", "stand_in.py --lr 0.5", "stand_in.py --lr 0.2"], "global/top1"), 1))
     go("--only t-1 --seeds 2")
     wanted = "| User 0 | 40 / 50.50 ± 0.71 (2) [2 of 3 settings tried] |"  # no verdict on a user
     assert wanted in page(small)
 
 
-def test_rounds_to_a_target_are_shown_with_their_speed_up(small):
+@pytest.mark.parametrize("at_one, at_a_half, shown", [
+    (None, None, "·"), ("finished", "finished", "61.00 (1)"),
+    ("unfinished", "finished", "62.00 (1) [5 of 10 rounds]"),
+    ("unfinished", "unfinished", "61.00 (1) [5 of 10 rounds]"),
+    ("unfinished", "diverged", "diverged [5 of 10 rounds, 1 of 1 diverged]"),
+    ("diverged", "finished", "diverged [5 of 10 rounds, 1 of 1 diverged]"),
+])
+def test_which_run_a_cell_shows(small, at_one, at_a_half, shown):
+    """The longest one that has ended, else the longest."""
+    for folder, status, top1 in (("", at_one, 0.61), ("scale-0.5/", at_a_half, 0.62)):
+        rounds = 10 if (folder, status) == ("", "finished") else 5
+        path = small / f"results/{folder}t-1/stand_in/0.json"
+        if status:
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps({
+                "algorithm": "stand_in", "status": status, "bytes_up": 0, "bytes_down": 0,
+                "args": {"lr": 0.1, "seed": 0, "rounds": 5 if folder else 10, "split": "iid"},
+                "rounds": [{"round": t + 1, "seconds": 1.0} for t in range(rounds)],
+                "final": {"global": {"top1": top1}},
+                "environment": {"device": "a device", "sources": {}}}))
+    assert f"| A | 47.09 / {shown} |" in page(small)
+
+
+def test_rounds_to_a_target(small):
     """The fewest rounds count. A run that reached its target is not short; one that did not is said
     not to have."""
     def record(command, rounds_to, rounds):
-        path = small / "results" / reproduce.place(command) / "0"
-        path.mkdir(parents=True)
+        path = runs.folder(command) / "0.json"
+        path.parent.mkdir(parents=True)
         rows = [{"round": t + 1, "seconds": 6.0, "top1": 0.5} for t in range(rounds)]
-        args = {"lr": 0.5 if "0.5" in command else 0.1, "seed": 0, "split_seed": 0}
-        (path / "result.json").write_text(json.dumps({
+        args = {"lr": 0.5 if "0.5" in command else 0.1, "seed": 0, "split": "iid", "rounds": 10}
+        path.write_text(json.dumps({
             "algorithm": "stand_in", "status": "finished", "args": args, "rounds": rows,
             "final": {}, "environment": {"device": "a device", "sources": {}}, "bytes_up": 0,
             "bytes_down": 0, "rounds_to": {"0.9": rounds_to}}))
 
-    reproduce.TABLES.pop("t-1")
-    reproduce.TABLES["t-2"] = table(
-        "t-2", "Rounds", "rounds", "slow | 90\nfast | 30\nnever | 40", lambda row, column: (
-            [f"stand_in.py --{row}", f"stand_in.py --{row} --lr 0.5"], "rounds_to/0.9"), 1,
-        base=lambda row, column: ("slow", column))
-    fresh()
+    runs.TABLES.pop("t-1")
+    add(table("t-2", "Rounds", "rounds", "slow | 90\nfast | 30\nnever | 40",
+              lambda row, column: ([f"stand_in.py --{row}", f"stand_in.py --{row} --lr 0.5"],
+                                   "rounds_to/0.9"), 1))
     for words, rounds_to, rounds in (("slow", 8.25, 9), ("slow --lr 0.5", None, 10),
                                      ("fast --lr 0.5", 2.75, 3), ("fast", 5.5, 6),
                                      ("never", None, 10)):
         record(f"stand_in.py --{words}", rounds_to, rounds)
     text = page(small)
-    assert "| slow | 90 / 8.2 (1) [2 of 2 settings tried]; 1.0x / 1.0x |" in text
-    assert "| fast | 30 / 2.8 (1) [2 of 2 settings tried]; 3.0x / 3.0x |" in text
+    assert "| slow | 90 / 8.2 (1) [2 of 2 settings tried] |" in text
+    assert "| fast | 30 / 2.8 (1) [2 of 2 settings tried] |" in text
     assert "| never | 40 / not reached [1 of 2 settings tried] |" in text
-    assert reproduce.counts("t-2") == (3, 3, 0, 0)
+    assert pages.counts("t-2") == (3, 3, 0, 0)
 
 
 def test_folders_of_two_machines_are_merged_by_copying(small):
@@ -508,11 +483,10 @@ def test_folders_of_two_machines_are_merged_by_copying(small):
 def test_records_of_a_cpu_count_on_a_gpu_and_half_precision_is_said(small, monkeypatch):
     go()
     for name, precision in (("stand_in", "fp32"), ("stand_in-lr-0.5", "bf16")):
-        record = json.loads(record_of(small, name).read_text())
-        record["args"]["precision"] = precision
-        record_of(small, name).write_text(json.dumps(record))
-    usual = reproduce.arguments
-    monkeypatch.setattr(reproduce, "arguments",
+        change(record_of(small, name),
+               args=lambda args, precision=precision: {**args, "precision": precision})
+    usual = runs.arguments
+    monkeypatch.setattr(runs, "arguments",
                         lambda command: {**usual(command), "precision": "tf32"})
     before = log(small)
     go()
@@ -527,43 +501,117 @@ def test_the_list_runs_nothing(small, capsys):
         go(words)
         return capsys.readouterr().out
 
-    every = listed("--list --verbose")
-    assert "  missing: python stand_in.py --lr 0.5 --seed 0 --split-seed 0 --out " in every
+    every = listed("--list --only t-1")
+    assert "  missing: python stand_in.py --lr 0.5 --seed 0 --split-seed 0\n" in every
     assert "A: top-1 47.09" in every and "B: top-1 ?" in every
     titles, line, *_ = listed("--list").split("\n")
-    assert " ".join(titles.split()) == "table cells done short empty runs stale left title"
-    assert " ".join(line.split()) == "t-1 2 0 0 2 2 0 2 A table"
+    assert " ".join(titles.split()) == "table cells done short empty runs left title"
+    assert " ".join(line.split()) == "t-1 2 0 0 2 2 2 A table"
     assert log(small) == []
     go("--only t-1/stand_in-lr-0.5")
-    assert "  done, 10 of 10 rounds: python stand_in.py --lr 0.5" in listed("--list --verbose")
+    assert "  done, 10 of 10 rounds: python stand_in.py --lr 0.5" in listed("--list --only t-1")
     line = listed("--list").split("\n")[1]
-    assert " ".join(line.split()) == "t-1 2 1 0 1 2 0 1 A table"
+    assert " ".join(line.split()) == "t-1 2 1 0 1 2 1 A table"
 
 
 @pytest.mark.parametrize("words, why", [
-    ("--only nothing", "no such table or run"), ("--budget soon", "must be like 90s"),
-    ("--budget 0m", "above 0"), ("--scale 2", "at most 1"), ("--verbose", "belongs to --list"),
-    ("--unknown", "unrecognized")])
+    ("--only nothing", "no such table or run"), ("--scale 2", "at most 1"),
+    ("--rounds 3", "--rounds belongs to --again"), ("--unknown", "unrecognized"),
+    ("--again results/none.json", "there is no record")])
 def test_refusals_are_one_line(small, capsys, words, why):
     refused(capsys, why, go, words)
 
 
-def test_what_is_no_record_is_named(small, capsys):
+@pytest.mark.parametrize("text", ['{"algorithm": ', "[]", "{}", '{"rounds": {"seconds": 1}}'])
+def test_what_is_no_record_is_named(small, capsys, text):
     (small / "results" / "scale-old").mkdir(parents=True)
     record_of(small).parent.mkdir(parents=True)
-    record_of(small).write_text('{"algorithm": ')
-    words = f"{record_of(small)} can't be read as a record; move it elsewhere"
-    refused(capsys, words, go, "--list")
+    record_of(small).write_text(text)
+    refused(capsys, f"{record_of(small)} can't be read as a record", go, "--list")
 
 
 def test_the_most_valuable_run_is_first_and_the_papers_method_before_others(small):
-    reproduce.TABLES["t-0"] = table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", lambda row, column: (
-        f"baselines.py {row}" if row == "A" else f"x.py {row}", "bytes"), 0)
-    fresh()
-    found = [reproduce.result(command, seed) for command in reproduce.runs() for seed in (1, 0)]
-    order = [(r.command, r.seed) for r in reproduce.by_value(found)]
+    add(table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", lambda row, column: (
+        f"baselines.py {row}" if row == "A" else f"x.py {row}", "bytes"), 0))
+    found = [runs.result(command, seed) for command in runs.commands() for seed in (1, 0)]
+    order = [(r.command, r.seed) for r in sorted(found, key=reproduce.value)]
     names = "x.py B", "x.py C", "baselines.py A", "stand_in.py", "stand_in.py --lr 0.5"
     assert order == [(name, seed) for seed in (0, 1) for name in names]
+
+
+# Repeating a record
+
+
+def repeated(small, capsys, monkeypatch, words=""):
+    """Returns what --again prints of the record of stand_in, which one run has made."""
+    monkeypatch.chdir(small)
+    go("--only t-1/stand_in")
+    capsys.readouterr()
+    assert go(f"--again {record_of(small)} {words}") == 0
+    return capsys.readouterr().out
+
+
+def test_a_repeated_run_is_compared_and_leaves_the_record_alone(small, capsys, monkeypatch):
+    go("--only t-1/stand_in")
+    before = record_of(small).read_bytes()
+    out = repeated(small, capsys, monkeypatch)
+    assert "again   python stand_in.py --out" in out and "runs/again/t-1/stand_in/0" in out
+    assert re.search(r"round 10 +record +again\n", out)
+    assert re.search(r"global/top1 +0.5 +0.5  equal\n", out)
+    assert "10 rounds are in both records, 10 of them measured: all equal to the digit\n" in out
+    assert record_of(small).read_bytes() == before
+    assert (small / "runs/again/t-1/stand_in/0/result.json").exists()
+    repeated(small, capsys, monkeypatch)
+    assert (small / "runs/again/t-1/stand_in/0-2/result.json").exists()
+
+
+def test_the_first_difference_is_said_and_what_else_differs(small, capsys, monkeypatch):
+    go("--only t-1/stand_in")
+    change(record_of(small), environment=lambda e: {**e, "torch": "0"},
+           rounds=lambda rows: [{**row, "global": {"top1": 0.5 - (row["round"] > 3) / 8}}
+                                for row in rows])
+    out = repeated(small, capsys, monkeypatch)
+    # the stand-in has .41, .42, ...
+    assert re.search(r"global/top1 +0.375 +0.5  \+0.125\n", out)
+    assert "measured: the first difference is round 1's global/top1\n" in out
+    assert "torch: 0 then, 1 now\n" in out and "device" not in out
+
+
+def test_a_part_of_a_run_is_repeated_with_the_runs_own_arguments(small, capsys, monkeypatch):
+    write_stand_in(small, delay=0.3)
+    out = repeated(small, capsys, monkeypatch, "--rounds 2")
+    n = int(re.search(r"(\d+) rounds are in both records", out).group(1))
+    assert 2 <= n < 10 and "final" not in out
+    again_, = (small / "runs").rglob("result.json")
+    assert json.loads(again_.read_text())["args"]["rounds"] == 10
+
+
+@pytest.mark.parametrize("more, words", [
+    (dict(command="stand_in.py --as official"), "--as is no flag any more: the authors' code"),
+    (dict(args=lambda args: {**args, "lr": 7}), "was made with lr 7; its command now means 0.1"),
+    (dict(command=None, environment={"sources": {"mine.py": ""}}), "can't be run again"),
+])
+def test_a_record_that_today_means_something_else_is_refused(small, capsys, more, words):
+    go("--only t-1/stand_in")
+    change(record_of(small), **more)
+    refused(capsys, words, go, f"--again {record_of(small)}")
+    assert len(log(small)) == 2
+
+
+def test_a_command_is_rebuilt_from_arguments():
+    """Of a record without `command`: a flag that another one turns on, lists, switches."""
+    for words in ("superfed.py --dataset cifar10 --split iid --mix layer --start 0.5 --own-start",
+                  "psinet.py --dataset cifar100 --split classes --groups 20 --no-prune",
+                  "fedavg.py --dataset mnist --split iid --target 0.5 0.75 --rounds 7",
+                  "baselines.py --dataset shapes --split shards --method fedprox --mu 0.5"):
+        args, file = runs.parsed(words.split()), words.split()[0]
+        record = {"args": args, "environment": {"sources": {file: ""}},
+                  "algorithm": args.get("method")}
+        found = again.words_of(record, "a record")
+        assert found[0] == file and runs.parsed(found) == args
+
+
+# Numbers from records
 
 
 def test_users_are_averaged_over_seeds_before_their_deviation():
@@ -591,49 +639,68 @@ def test_measures_are_read_in_the_papers_units():
 
 
 def test_committed_results_belong_to_runs():
-    known = set(map(reproduce.place, reproduce.runs()))
-    for name in reproduce.TABLES:
+    known = set(map(runs.place, runs.commands()))
+    for name in runs.TABLES:
         for pattern in (f"{name}/*", f"scale-*/{name}/*"):
-            for path in reproduce.RESULTS.glob(pattern):
+            for path in runs.RESULTS.glob(pattern):
                 assert f"{path.parent.name}/{path.name}" in known, path
-    for command in reproduce.runs():
-        for scale in reproduce.scales():
-            for r in reproduce.results(command, scale):
+    for command in runs.commands():
+        for scale in runs.scales():
+            for r in runs.results(command, scale):
                 assert r.state != "other arguments", r.path
+
+
+def committed_records():
+    paths = subprocess.run(["git", "-C", runs.HERE, "ls-files", "results"], capture_output=True,
+                           text=True).stdout.split()
+    if not paths:
+        pytest.skip("no git checkout")
+    texts = {path: (runs.HERE / path).read_text() for path in paths if path.endswith(".json")}
+    return [path for path, text in texts.items() if '"evaluations": ' in text]
+
+
+def test_every_committed_record_can_be_run_again_and_results_are_small():
+    """Its command gives its arguments. SuPerFed's --as official is compared elsewhere."""
+    paths = committed_records()
+    assert len(paths) > 400
+    for path in paths:
+        record = records.read(runs.HERE / path)
+        assert record["command"] and "--out" not in record["command"], path
+        if "--as official" not in record["command"]:
+            again.words_of(record, path)
+    assert sum(path.stat().st_size for path in runs.RESULTS.rglob("*") if path.is_file()) < 12e6
 
 
 def test_committed_records_were_made_by_the_commits_that_they_name():
     """Their source files are those of that commit, byte by byte."""
-    git = ["git", "-C", str(reproduce.HERE)]
+    git = ["git", "-C", str(runs.HERE)]
     shallow = [*git, "rev-parse", "--is-shallow-repository"]
-    if not shutil.which("git") or not (reproduce.HERE / ".git").exists() or "true" in (
-            subprocess.run(shallow, capture_output=True, text=True).stdout):
-        pytest.skip("no git checkout, or not all of it")
+    if "true" in subprocess.run(shallow, capture_output=True, text=True).stdout:
+        pytest.skip("not all of the git history")
     made = set()
-    for path in reproduce.RESULTS.rglob("result.json"):
-        first = json.loads(path.read_text())["environment"]
+    for path in committed_records():
+        first = records.read(runs.HERE / path)["environment"]
         for environment in (first, *first.get("resumed", [])):
             made |= {(environment["commit"].rstrip("+"), *item)
                      for item in environment["sources"].items()}
-            assert all("/" not in name for name in environment["sources"])  # not of tables/
     assert made
     for commit, name, digest in made:
         tree = subprocess.run([*git, "ls-tree", "-r", "--name-only", commit], capture_output=True,
                               check=True, text=True).stdout.split()
-        path = min((path for path in tree if path.rpartition("/")[2] == name),
+        path = min((path for path in tree if path.rpartition("/")[2] == name.rpartition("/")[2]),
                    key=lambda path: path.count("/"))
         file = subprocess.run([*git, "show", f"{commit}:{path}"], capture_output=True, check=True)
         assert hashlib.sha256(file.stdout).hexdigest() == digest, (commit, path)
 
 
 def test_the_committed_pages_are_those_of_the_committed_records():
-    """After a change: python reproduce.py --tables, and make docs."""
+    """After a change: python -m papers --tables, and make docs."""
     def committed(name):
-        return (reproduce.RESULTS / f"{name}.md").read_text()
+        return (runs.RESULTS / f"{name}.md").read_text()
 
-    assert committed("README") == reproduce.overview()
-    for paper in reproduce.PAPERS:
-        assert (committed(paper), committed(f"{paper}-runs")) == reproduce.pages(paper), paper
+    assert committed("README") == pages.overview()
+    for paper in runs.PAPERS:
+        assert (committed(paper), committed(f"{paper}-runs")) == pages.pages(paper), paper
 
 
 def test_no_page_is_larger_than_60_kb_even_when_every_run_is_made(monkeypatch):
@@ -641,35 +708,34 @@ def test_no_page_is_larger_than_60_kb_even_when_every_run_is_made(monkeypatch):
               "status": "finished"}
 
     def view(command, measure, scale):
-        folder = reproduce.RESULTS / reproduce.place(command)
-        seeds = [reproduce.Result(command, seed, 1.0, folder / str(seed), "stale", record)
+        folder = runs.RESULTS / runs.place(command)
+        seeds = [runs.Result(command, seed, 1.0, folder / str(seed), "done", record)
                  for seed in range(5)]
-        return reproduce.Shown(seeds, 47.06, 1.25, False, "")
+        return pages.Shown(seeds, 47.06, 1.25, False, "")
 
     fresh()
-    monkeypatch.setattr(reproduce, "view", view)
-    monkeypatch.setattr(reproduce, "scales", lambda: [1.0])
-    monkeypatch.setattr(reproduce, "arguments", lambda command: {"rounds": 1})
-    found = [path.read_text() for path in reproduce.RESULTS.glob("*.md")]
-    for paper in reproduce.PAPERS:
-        found += reproduce.pages(paper)
+    monkeypatch.setattr(pages, "view", view)
+    monkeypatch.setattr(runs, "scales", lambda: [1.0])
+    monkeypatch.setattr(runs, "arguments", lambda command: {"rounds": 1})
+    found = [path.read_text() for path in runs.RESULTS.glob("*.md")]
+    for paper in runs.PAPERS:
+        found += pages.pages(paper)
     fresh()
     assert max(len(text.encode()) for text in found) <= 60_000
 
 
 def test_every_table_is_a_papers_and_every_explanation_a_cells():
-    for name, t in reproduce.TABLES.items():
-        assert name.split("-")[0] in reproduce.PAPERS
+    for name, t in runs.TABLES.items():
+        assert name.split("-")[0] in runs.PAPERS
         cells = {f"{row}/{column}" for row in t.rows for column in t.columns}
         assert t.why.keys() <= {"All", *t.rows, *cells}
 
 
 def test_it_starts_as_a_program():
-    program = [sys.executable, reproduce.HERE / "reproduce.py"]
-    done = subprocess.run([*program, "--scale", "2"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("reproduce.py: error: argument --scale: 2 must be above 0")
+    program = [sys.executable, "-m", "papers"]
+    done = subprocess.run([*program, "--scale", "2"], capture_output=True, text=True, cwd=runs.HERE)
+    assert done.returncode == 2 and "error: argument --scale: 2 must be above 0" in done.stderr
     head = subprocess.Popen([*program, "--list", "--only", "psinet"], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+                            stderr=subprocess.PIPE, cwd=runs.HERE)
     head.stdout.close()
     assert head.stderr.read() == b"" and head.wait() == 0
