@@ -42,7 +42,7 @@ def read(path):
     record."""
     try:
         record = json.loads(pathlib.Path(path).read_bytes())
-        if isinstance(record["rounds"], dict):  # before, records had rows on the disk, too
+        if not isinstance(record["rounds"], list):  # before, the disk had rows, too
             record["rounds"] = rows(record["rounds"], record.pop("evaluations"), record["final"])
             if record["status"] == "diverged" and record["rounds"]:
                 record["rounds"][-1]["diverged"] = True
@@ -75,6 +75,7 @@ def columns(history, final):
             more |= {name: row.pop(name) for name in EVERY_ROUND[4:] if name in row}
     rounds, evaluations = table(every), table([row for row in measured if len(row) > 1])
     del rounds["round"]
+    rounds.setdefault("seconds", [])
     for name in ("bytes_up", "bytes_down"):
         if len(set(rounds.get(name, ()))) == 1:
             rounds[name] = rounds[name][0]
