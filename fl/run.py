@@ -210,6 +210,7 @@ class Run:
     def finish(self, status="finished"):
         """Writes the record and the models, prints the results, and draws --plot's figures."""
         self.status = status
+        machine.when_interrupted(None)
         self.bar.close()
         if status == "finished":  # what was logged after the loop
             self.per_client = self.row.pop("per_client", self.per_client)
@@ -360,7 +361,6 @@ class Run:
             machine.when_interrupted(self.go_on)
             yield
         finally:  # also where the loop's body raises, since that closes the generator `rounds`
-            machine.when_interrupted(None)
             if lock.is_locked:
                 with contextlib.suppress(OSError):  # Windows removes no open file
                     os.remove(lock.lock_file)
