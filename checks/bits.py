@@ -18,10 +18,11 @@ import tempfile
 import torch
 from torch.utils._pytree import tree_flatten
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from fl import records
 from test_processes import COMMANDS, SOME
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = [*SOME, "--fraction", "1", "--model", "cnn"]
 PSINET = ["psinet", *SOME, "--model", "vgg9", "--limit", "200"]
 MORE = {  # what the tests with several processes leave out
@@ -55,9 +56,8 @@ def differ(a, b):
     if form != other or any(not torch.equal(y, z) if torch.is_tensor(y) else y != z
                             for y, z in zip(one, two)):
         return True
-    rounds = [json.loads((out / "result.json").read_text())["rounds"] for out in (a, b)]
-    return any(x[name] != y[name] for x, y in zip(*rounds)
-               for name in x.keys() & y.keys() - {"seconds", "evaluation_seconds"})
+    rounds = [records.measures(records.read(out / "result.json")).values() for out in (a, b)]
+    return any(x[name] != y[name] for x, y in zip(*rounds) for name in x.keys() & y.keys())
 
 
 def main(commit, *names):

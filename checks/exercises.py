@@ -30,6 +30,7 @@ sys.path.insert(0, str(HERE))
 import common
 import psinet
 from docs.build import sections
+from fl import records
 
 PAGES = ("fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl")
 SEEDS = (0, 1, 2)
@@ -84,7 +85,7 @@ def carry_out(command, change, seed, folder):
         main([*flags, "--seed", str(seed), "--split-seed", str(seed), "--device", "cpu",
               "--out", str(out)])
     state = torch.load(out / "state.pt", weights_only=True)["state"]
-    return SimpleNamespace(record=json.loads((out / "result.json").read_text()),
+    return SimpleNamespace(record=records.read(out / "result.json"),
                            printed=printed.getvalue(), **state)
 
 

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import pathlib
 import sys
 
@@ -22,6 +21,7 @@ import numpy as np
 HERE = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 import fl.data
+from fl import records
 
 RUNS = HERE / "runs" / "tune"
 GLOBAL, PERSONAL = "global", "personal"
@@ -50,7 +50,7 @@ def train(name, words):
     """The record of one run; seeds and images are not those of any page."""
     out = RUNS / name / words.replace("--", "").replace(" ", "_")
     record = out / "result.json"
-    if not record.exists() or (json.loads(record.read_text())["status"]
+    if not record.exists() or (records.read(record)["status"]
                                not in ("finished", "diverged")):
         file, *argv = METHODS[name][0].split()
         argv += [*words.split(), "--dataset", "shapes", "--data-dir", RUNS, "--seed", 1,
@@ -58,7 +58,7 @@ def train(name, words):
         # a diverged run is a result, too
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             importlib.import_module(file).main([*map(str, argv)])
-    return json.loads(record.read_text())
+    return records.read(record)
 
 
 def accuracy(row, measure):

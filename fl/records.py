@@ -98,6 +98,15 @@ def rows(rounds, evaluations, final):
     return found
 
 
+def measures(record):
+    """Returns {round: {"global/top1": value, ...}} of a record that was read, with the digits that
+    the disk has. Seconds are no measure."""
+    tables = columns(record["rounds"], {})
+    return {row["round"]: {name: z for name, z in flat(row).items()
+                           if name not in ("seconds", "evaluation_seconds")}
+            for row in rows(tables["rounds"], tables["evaluations"], {})}
+
+
 def unlike(record, args, but=()):
     """Returns the names in `args`, a parser's (a dict), that have another value in the record.
     A flag that the record lacks is newer: it was None, False or 0. Not compared are the names

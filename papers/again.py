@@ -79,15 +79,6 @@ def train(words, out, rounds):
     return child.returncode
 
 
-def measures(record):
-    """Returns {round: {measure: value}} of a record, with the digits that are on the disk. Seconds
-    are no measure."""
-    tables = records.columns(record["rounds"], {})
-    rows = records.rows(tables["rounds"], tables["evaluations"], {})
-    return {row["round"]: {name: z for name, z in records.flat(row).items()
-                           if not name.endswith("seconds")} for row in rows}
-
-
 def side_by_side(title, then, now):
     """Prints the numbers that two dicts share, and by how much they differ."""
     common.say(f"\n{title:<28}{'record':>14}{'again':>14}")
@@ -101,7 +92,7 @@ def side_by_side(title, then, now):
 def compare(then, now):
     """Prints two records side by side: the last round that both measured, the results if both runs
     have ended, the first difference, and what differs in the environment."""
-    a, b = measures(then), measures(now)
+    a, b = records.measures(then), records.measures(now)
     both = {t: {*a[t]} & {*b[t]} for t in a if t in b}
     measured = [t for t in both if both[t] - {*records.EVERY_ROUND[:4]}]
     if measured:

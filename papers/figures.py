@@ -1,7 +1,7 @@
 """Figures in the papers' forms.
 
 `draw` calls one of the functions below it with the path of the picture, its title, and a list of
-(cell, shown, note). shown: what reproduce.py says of the cell; a figure that needs a whole run
+(cell, shown, note). shown: what pages.py shows of the cell; a figure that needs a whole run
 takes that of the first seed. note: what is not as in the paper, such as fewer rounds.
 """
 
