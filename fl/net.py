@@ -3,11 +3,8 @@ path/to/file.py:Name and torchvision:NAME, --init; and what is refused."""
 
 import copy
 import functools
-import importlib.util
 import inspect
-import pathlib
 import random
-import sys
 import textwrap
 import threading
 import warnings
@@ -16,19 +13,22 @@ import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
+from .files import find, fresh, load_file  # noqa: F401
+from .machine import first_line, refuse
 from .models import MODELS
-from .training import first_line, refuse
 
 
 class Net:
     """logits = net(w, x): a network as a function of one flat vector w [d].
 
     tensors: (name, slice of w, shape) of each parameter, in the order of w, which is that of
-    named_parameters(). layers: (name, slice of w) of each module with parameters of its own.
-    layer_of [d]: the number of each weight's layer. decayed [d]: 1 where weight decay acts.
-    constants: the tensors beside w: buffers, and parameters with requires_grad = False. batchnorms:
-    how many BatchNorm layers --batchnorm has changed. notes: lines for the user.
+    named_parameters(). layers: (name, slice of w) of each module with parameters of its own, in
+    the same order. layer_of [d]: the number of each weight's layer. decayed [d]: 1 where weight
+    decay acts. constants: the tensors beside w, which are buffers and parameters with
+    requires_grad = False; they come from the module that gave the first initial weights.
+    batchnorms: how many BatchNorm layers --batchnorm has changed. notes: lines for the user.
 
     build: makes the nn.Module anew. module: one such, whose weights are never used. Refuses
     a network that can't be built for images of shape [C, H, W].
@@ -36,8 +36,9 @@ class Net:
 
     def __init__(self, name, shape, classes, device="cpu", batchnorm=None, no_dropout=False,
                  build=None, hint="", precision="fp32"):
-        self.name, self.classes, self.device, self.notes = name, classes, device, []
-        self.batchnorm, self.copies = batchnorm, threading.local()
+        self.name, self.shape, self.classes, self.device = name, shape, classes, device
+        self.batchnorm, self.copies, self.notes = batchnorm, threading.local(), []
+        self.checked, self.settled = build is None and name not in MODELS, False
         try:
             self.build = build or builder(name, shape, classes, batchnorm, no_dropout)
             with warnings.catch_warnings():  # about a layer without weights, which is refused below
@@ -48,8 +49,8 @@ class Net:
             if batchnorm:
                 self.notes.append(f"model   BatchNorm layers that {became}: {self.batchnorms}")
             self.read_table()
-            if build is None and name not in MODELS:
-                self.notes += check(self, shape, precision)
+            if self.checked:
+                self.notes += check(self, precision)
             elif build is None:
                 self(torch.zeros(self.d, device=device), torch.zeros(1, *shape, device=device))
         except Exception as problem:  # whatever somebody else's network does
@@ -60,6 +61,9 @@ class Net:
 
     def read_table(self):
         """Sets the table of parameters and all that follows from it."""
+        if lazy := [name for name, z in self.module.named_parameters() if is_lazy(z)]:
+            raise ValueError(f"{lazy[0]} has no shape yet; give the layer its number of inputs, or "
+                             "call the module on images in its constructor")
         trained = {name: z for name, z in self.module.named_parameters() if z.requires_grad}
         if not trained:
             raise ValueError("it has no parameters to train")
@@ -69,9 +73,9 @@ class Net:
         frozen = {name: z for name, z in self.module.named_parameters() if not z.requires_grad}
         if frozen:
             self.notes.append(f"model   {sum(z.numel() for z in frozen.values()):,} weights with "
-                              "requires_grad = False stay as they are, with every --seed")
-        self.constants = {name: z.detach().clone().to(self.device)
-                          for name, z in (*frozen.items(), *self.module.named_buffers())}
+                              "requires_grad = False stay as they are")
+        self.constants = dict.fromkeys([*frozen, *dict(self.module.named_buffers())])
+        self.constants = self.constants_of(self.module)
         self.names, self.shapes = list(trained), [z.shape for z in trained.values()]
         self.sizes = [z.numel() for z in trained.values()]
         self.d, ends = sum(self.sizes), np.cumsum(self.sizes).tolist()
@@ -79,7 +83,8 @@ class Net:
                         for (name, z), end in zip(trained.items(), ends)]
         spans = {}  # "conv1": from its weight to its bias, which lie side by side
         for name, where, _ in self.tensors:
-            layer = name.rpartition(".")[0]
+            layer = owner(name)
+            layer = layer if spans.get(layer, where).stop in (where.start, where.stop) else name
             spans[layer] = slice(spans.get(layer, where).start, where.stop)
         self.layers = list(spans.items())
         only = getattr(self.module, "decayed", self.names)
@@ -92,19 +97,67 @@ class Net:
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
 
     def first_layers(self, N):
-        """Returns the slice of w with the first N layers; a normalisation counts as one."""
-        return slice(0, self.borders(N)[N])
+        """Returns the slice of w with the first N layers that an image passes; a normalisation
+        counts as one. Refuses a network in which these are not the first weights of w."""
+        return slice(0, self.cut(N, N, self.passed[:N]))
 
     def last_layers(self, N):
-        """Returns the slice of w with the last N layers."""
-        return slice(self.borders(N)[-1 - N], self.d)
+        """Returns the slice of w with the last N layers that an image passes, as first_layers."""
+        n = len(self.passed) - N
+        return slice(self.cut(N, n, self.passed[max(n, 0) :]), self.d)
 
-    def borders(self, N):
-        """Returns where each layer begins in w, and d. Refuses a model with fewer than N layers."""
-        if N > len(self.layers):
+    def cut(self, N, n, kept):
+        """Returns where in w the first n layers end. kept: those N that are asked for."""
+        if N > len(self.passed):
             refuse(f"{N} layers are wanted of the model {self.name}, which has only "
-                   f"{len(self.layers)}")
-        return [*(where.start for _, where in self.layers), self.d]
+                   f"{len(self.passed)}")
+        lower, upper = self.passed[:n], self.passed[n:]
+        end = min((where.start for *_, where in upper if where), default=self.d)
+        why = [f"{name} has requires_grad = False" for *_, name, where in kept if not where]
+        why += [f"{name} holds the weights of several layers" for *_, name, _ in kept
+                if self.holds_several(name)]
+        why += [f"{upper[0][2]} is registered before {name}, but an image passes it later"
+                for *_, name, where in lower if where and where.stop > end]
+        why += [f"{name} is used again after {upper[0][2]}"
+                for _, last, name, _ in lower if upper and last > upper[0][0]]
+        if why:
+            refuse(f"the layers of --model {self.name} can't be divided here: {why[0]}; make each "
+                   "layer a module, and register them in the order in which an image passes them")
+        return end
+
+    def holds_several(self, layer):
+        """Returns whether what has these parameters is a mere container of several matrices."""
+        module = self.module.get_submodule(layer) if layer else self.module
+        kernels = [z for z in module.parameters(recurse=False) if z.dim() > 1]
+        mere = module is self.module or isinstance(module, (nn.ParameterDict, nn.ParameterList))
+        return mere and len(kernels) > 1
+
+    @functools.cached_property
+    def passed(self):
+        """(first use, last use, name, slice of w or None) of each layer in the order in which an
+        image passes them, frozen ones (None) included; uses are numbers of operations."""
+        logits, leaves = self.graph(self.drawn(np.random.default_rng(0))[0])
+        times, spans = {}, dict(self.layers)
+        for name, found in uses(logits, leaves).items():
+            times.setdefault(name if name in spans else owner(name), []).extend(found)
+        return sorted((min(found), max(found), layer, spans.get(layer))
+                      for layer, found in times.items() if found)
+
+    def graph(self, w):
+        """Returns the logits of eight images with their graph, and its leaves: {name: parameter},
+        frozen ones included."""
+        leaves = {name: w[where].view(shape) for name, where, shape in self.tensors}
+        leaves |= {name: z for name, z in self.constants.items()
+                   if name in dict(self.module.named_parameters()) and z.is_floating_point()}
+        leaves = {name: z.clone().requires_grad_() for name, z in leaves.items()}
+        with torch.enable_grad():
+            return functional_call(self.module, self.constants | leaves, self.sample()), leaves
+
+    def sample(self):
+        """Returns eight random images [8, C, H, W], brighter and brighter."""
+        scale = np.arange(1, 9)[:, None, None, None]
+        x = np.random.default_rng(0).normal(0, scale, (8, *self.shape))
+        return torch.from_numpy(x.astype(np.float32)).to(self.device)
 
     def per_weight(self, values):
         """Repeats each tensor's value for each of its weights: [d]."""
@@ -135,8 +188,16 @@ class Net:
     def init(self, rng):
         """Draws initial weights [d] from a numpy Generator, the same on every device. A network
         without `start` is built again, and its constructor draws with a seed from rng."""
+        w, constants = self.drawn(rng)
+        if not self.settled:
+            self.constants, self.settled = constants, True
+        return w
+
+    def drawn(self, rng):
+        """Returns the weights of `init`, and the constants that belong to them."""
         if not self.start:
-            return self.weights_of(fresh(self.build, int(rng.integers(2**63))))
+            module = fresh(self.build, int(rng.integers(2**63)))
+            return self.weights_of(module), self.constants_of(module)
         kernels = {name: shape for name, _, shape in self.tensors}
         parts = []
         for name, size in zip(self.names, self.sizes):
@@ -145,13 +206,19 @@ class Net:
             of_norm = "constant", float(part == "weight")
             how = self.start(name, shape) if len(shape) > 1 else of_norm
             parts.append(draw(rng, *how, size))
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
+        w = torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(self.device)
+        return w, self.constants
 
     def weights_of(self, module):
         """Returns the weights [d] of a module like self.module."""
         found = dict(module.named_parameters())
         w = torch.cat([found[name].detach().float().flatten() for name in self.names])
         return w.to(self.device)
+
+    def constants_of(self, module):
+        """Returns {name: tensor} of what such a module has beside the weights."""
+        found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {name: found[name].detach().clone().to(self.device) for name in self.constants}
 
     def load(self, path):
         """Returns the weights w [d] in a file's state dict, for --init, and keeps its buffers as
@@ -168,30 +235,53 @@ class Net:
                    f"torch.save(model.state_dict(), FILE) writes it: "
                    f"{textwrap.shorten(str(problem), 200)}" + " Use --batchnorm frozen." * running)
         self.module, self.copies = module, threading.local()  # set_extra_state may have changed it
-        found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self.constants = {name: found[name].detach().to(z) for name, z in self.constants.items()}
+        self.constants, self.settled = self.constants_of(module), True
+        try:
+            if self.checked:
+                pure(self, w)
+        except ValueError as problem:
+            refuse(f"--init {path}: {problem}")
         return w
 
     def state_dict(self, w):
         """Returns w [d] as the module's own state dict, on the CPU. With w [K, d] each tensor in it
         is [K, ...], buffers too."""
-        found = {name: w[..., where].reshape(w.shape[:-1] + shape).cpu().clone()
-                 for name, where, shape in self.tensors}
-        found |= {name: z.cpu().clone().expand(w.shape[:-1] + z.shape)
-                  for name, z in self.constants.items()}
-        first = {id(z): name for name, z in (*self.module.named_parameters(),
-                                             *self.module.named_buffers())}  # tied ones once
-        own = self.module.state_dict(keep_vars=True)
+        module = copy.deepcopy(self.module)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, where, shape in self.tensors:
+            own[name].data = w[..., where].reshape(w.shape[:-1] + shape).cpu().clone()
+        for name, z in self.constants.items():
+            own[name].data = z.cpu().clone().expand(w.shape[:-1] + z.shape)
+        return dict(module.state_dict())
 
-        def now(name, z):
-            if name.rpartition(".")[2] == "_extra_state":
-                return z
-            name = first.get(id(z), name)
-            if name not in found:
-                raise ValueError(f"its state_dict() has {name}, neither parameter nor buffer")
-            return found[name]
 
-        return {name: now(name, z) for name, z in own.items()}
+def uses(logits, leaves):
+    """Returns {name: the operations that use it, by their numbers} of leaves of the logits' graph.
+    A forward pass numbers its operations in their order."""
+    found, seen, left = {id(z): [] for z in leaves.values()}, set(), [logits.grad_fn]
+    while left:
+        node = left.pop()
+        for below, _ in node.next_functions:
+            if hasattr(below, "variable"):
+                found.setdefault(id(below.variable), []).append(node._sequence_nr())
+            elif below and below not in seen:
+                seen.add(below)
+                left.append(below)
+    return {name: found[id(z)] for name, z in leaves.items()}
+
+
+def generators(device):
+    """Returns the states of the generators from which a network could draw."""
+    own = [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]
+    if torch.device(device).type == "cuda":
+        own.append(torch.cuda.get_rng_state(device))
+    return [z.tolist() for z in own], np.random.get_state()[2], random.getstate()
+
+
+def owner(name):
+    """Returns the module of a parameter: "fc" of fc.bias and fc.parametrizations.weight.0."""
+    module, parametrized, _ = f".{name}".partition(".parametrizations.")
+    return (module if parametrized else module.rpartition(".")[0])[1:]
 
 
 def draw(rng, kind, scale, size):
@@ -219,65 +309,9 @@ def with_part(w, part, V):
 # --------------------------------------------------------------------------------------------------
 # Other networks
 
-def load_file(path):
-    """Returns the module of a .py file, which may lie anywhere and import what lies beside it.
-    Refuses what can't be loaded."""
-    path = pathlib.Path(path)
-    if path.suffix != ".py" or not path.is_file():
-        refuse(f"there is no file {path}" + " that ends in .py" * (path.suffix != ".py"))
-    return executed(path, path.stat().st_mtime_ns)
-
-
-@functools.cache
-def executed(path, version):
-    """Returns the module that the file is in this version."""
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # where dataclasses look
-    sys.path.append(str(path.resolve().parent))
-    try:
-        fresh(lambda: spec.loader.exec_module(module))
-    except Exception as problem:  # whatever the file does
-        refuse(f"{path} can't be loaded: {type(problem).__name__}: {first_line(problem)}")
-    return module
-
-
-def find(flag, name, known):
-    """Returns what --model NAME or --split NAME means: one of `known`, or an object of a file,
-    path/to/file.py:NAME."""
-    path, colon, inside = name.rpartition(":")
-    if name in known:
-        return known[name]
-    if name.endswith(".py"):
-        refuse(f"--{flag} {name} names nothing in the file; use {name}:NAME")
-    if not colon:
-        more = ", torchvision:NAME" if flag == "model" else ""
-        refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}{more}, or "
-               "path/to/file.py:NAME")
-    if not hasattr(load_file(path), inside):
-        refuse(f"--{flag} {name}: {path} has no {inside}")
-    return getattr(load_file(path), inside)
-
-
-def fresh(build, seed=0):
-    """Returns build(), whose constructor draws from torch, numpy or random with this seed."""
-    before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            return build()
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-
-
 def builder(name, shape, classes, batchnorm=None, no_dropout=False):
     """Returns a function that builds the network of --model, as the flags change it."""
-    known = {"channels": shape[0], "in_channels": shape[0], "classes": classes,
-             "num_classes": classes, "size": tuple(shape[1:])}
-    make = construct(name, known)
+    make = construct(name, shape, classes)
 
     def build():
         module = make()
@@ -295,8 +329,8 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
     return build
 
 
-def construct(name, known):
-    """Returns a function that makes --model NAME from those values of `known` that it takes."""
+def construct(name, shape, classes):
+    """Returns a function that makes --model NAME from what it asks for."""
     if name.startswith("torchvision:"):
         import torchvision  # not above: it takes as long as all other imports
 
@@ -304,18 +338,23 @@ def construct(name, known):
         if wanted not in there:
             refuse(f"--model {name}: torchvision has no such network for classification; it has "
                    f"{', '.join(there)}")
-        return lambda: torchvision.models.get_model(wanted, weights=None,
-                                                    num_classes=known["classes"])
+        size = {"image_size": shape[1]} if wanted.startswith("vit_") else {}
+        return lambda: torchvision.models.get_model(wanted, weights=None, num_classes=classes,
+                                                    **size)
     make = find("model", name, MODELS)
     if isinstance(make, nn.Module):
         return lambda: copy.deepcopy(make)
+    known = (("in_channels", "channels"), shape[0]), (("num_classes", "classes"), classes), (
+        ("size",), tuple(shape[1:]))
     try:
         asked = inspect.signature(make)
-        given = {key: known[key] for key in known if key in asked.parameters}
+        given = {next(key for key in keys if key in asked.parameters): value
+                 for keys, value in known if {*keys} & {*asked.parameters}}
         asked.bind(**given)
     except TypeError as problem:
         refuse(f"--model {name}: {problem}; it must be a function or class that gives an nn.Module "
-               f"and asks for nothing else than {', '.join(known)} (docs/extend.md)")
+               "and asks for nothing else than in_channels (or channels), num_classes (or "
+               "classes) and size (docs/extend.md)")
     return lambda: make(**given)
 
 
@@ -344,23 +383,60 @@ def group_norms(module):
     return module
 
 
-def check(net, shape, precision):
+def check(net, precision):
     """Raises ValueError unless the logits of somebody else's network are a function of its weights
-    and of each image alone, in this precision. Returns notes, a line each."""
+    and of each image alone, in this precision, with a gradient. Returns notes, a line each."""
     for name, layer in net.module.named_modules():
         for key in (key for key, z in vars(layer).items() if torch.is_tensor(z)):
             raise ValueError(f"{name}{'.' * bool(name)}{key} is a tensor that is neither parameter "
-                             "nor buffer; use nn.Parameter or register_buffer")
+                             "nor buffer; use nn.Parameter or register_buffer"
+                             + ", and torch.nn.utils.parametrizations in place of old weight_norm "
+                             "or pruning" * bool(layer._forward_pre_hooks))
+        if type(layer).__name__ == "_SpectralNorm":
+            raise ValueError("its spectral_norm has buffers that must follow the weights; use "
+                             "parametrizations.weight_norm, or divide by torch.linalg."
+                             "matrix_norm(weight, 2) in forward")
     rng = np.random.default_rng(0)
-    w_0 = net.init(rng)
+    w_0, w_1 = (net.drawn(rng)[0] for _ in range(2))
     net.state_dict(w_0)  # must not fail when the run ends
     scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])
     noise = torch.from_numpy(rng.standard_normal(net.d).astype(np.float32)).to(net.device)
     w = w_0 + 0.1 * scale * noise  # since layers that begin with 0 would hide what is behind them
-    x = rng.normal(0, np.arange(1, 9)[:, None, None, None], (8, *shape)).astype(np.float32)
-    x, before = torch.from_numpy(x).to(net.device), [z.clone() for z in net.constants.values()]
+    logits, x, notes = pure(net, w), net.sample(), []
+    if precision == "bf16":
+        try:
+            half = net(w, x.bfloat16())
+        except RuntimeError as problem:
+            raise ValueError(f"with --precision bf16 it fails ({first_line(problem)}); tensors "
+                             "that its forward makes need dtype=x.dtype") from problem
+        if not (half - logits).norm() <= logits.norm() / 4:
+            notes.append("note    in bf16 logits differ by more than a quarter (its buffers are "
+                         "bf16, too)")
+    if (logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-4:
+        notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
+    if torch.equal(w_0, w_1):
+        notes.append("note    the model's initial weights are the same for every --seed")
+    logits, leaves = net.graph(w)
+    try:
+        torch.autograd.grad(logits.square().sum(), [*leaves.values()], allow_unused=True)
+    except RuntimeError as problem:
+        raise ValueError(f"its gradient can't be computed: {first_line(problem)}") from problem
+    used = uses(logits, leaves)
+    if idle := [name for name in net.names if not used[name]]:
+        n = sum(z for name, z in zip(net.names, net.sizes) if name in idle)
+        notes.append(f"note    {n:,} of {net.d:,} weights are sent without being trained, since "
+                     f"nothing depends on them, such as {idle[0]}; set requires_grad = False there")
+    return notes
+
+
+def pure(net, w):
+    """Returns the logits [8, classes] of eight images. Raises ValueError unless they are a function
+    of w and of each image alone."""
+    x, state = net.sample(), generators(net.device)
+    before = {name: z.clone() for name, z in net.constants.items()}
     with torch.enable_grad():
         first, again = (net.apply(w.split(net.sizes), x) for _ in range(2))
+        draws = state != generators(net.device)
         two = net.apply(w.clone().requires_grad_().split(net.sizes), x[:2])
     found = tuple(first.shape) if torch.is_tensor(first) else f"a {type(first).__name__}"
     if found != (8, net.classes):
@@ -374,34 +450,28 @@ def check(net, shape, precision):
                          "numpy?)")
     if not first.isfinite().all():
         raise ValueError("its logits are not finite, with weights and pixels drawn at random")
+    layers = dict(net.module.named_modules())
+    norms = any(isinstance(z, BATCHNORM) and z.training for z in layers.values())
+    if draws:
+        raise ValueError("it draws random numbers"
+                         + "; for dropout use --no-dropout, which makes it inactive"
+                         * net.module.training
+                         + ", and for BatchNorm --batchnorm group" * norms)
+    for name, z in before.items():
+        if not (torch.equal(z, net.constants[name]) or isinstance(layers[owner(name)], BATCHNORM)):
+            raise ValueError(f"it changes its buffer {name} in training, which all clients share; "
+                             "keep it constant (InstanceNorm: track_running_stats=False)")
 
     def differ(a, b):
         return not (a - b).norm() <= 1e-4 * a.norm()
 
     if differ(first, again):
-        also = any(isinstance(z, BATCHNORM) and z.training for z in net.module.modules())
-        raise ValueError("two calls on one batch differ: it draws at random, or changes x in "
-                         "place; for dropout use --no-dropout, which makes it inactive"
-                         + ", and for BatchNorm --batchnorm group" * also)
+        raise ValueError("two calls on one batch differ: it changes x in place, or keeps something "
+                         "from call to call")
     if differ(first[:2], two):
         raise ValueError("an image's logits depend on the others of its minibatch; for BatchNorm "
-                         "use --batchnorm group (GroupNorm instead), or --batchnorm frozen "
-                         "(constant running statistics, for a pretrained --init)")
+                         "use --batchnorm group (GroupNorm instead)"
+                         + ", or --batchnorm frozen (constant running statistics, for a pretrained "
+                         "--init)" * (net.batchnorm != "frozen"))
     net.apply(w.split(net.sizes), x[:1])  # must not fail, since a minibatch may have one image
-    if any(not torch.equal(a, b) for a, b in zip(before, net.constants.values())):
-        raise ValueError("it changes its buffers in training, which all clients share")
-    notes = []
-    if precision == "bf16":
-        try:
-            half = net(w, x.bfloat16())
-        except RuntimeError as problem:
-            raise ValueError(f"with --precision bf16 it fails ({first_line(problem)}); tensors "
-                             "that its forward makes need dtype=x.dtype") from problem
-        if not (half - first).norm() <= first.norm() / 4:
-            notes.append("note    in bf16 logits differ by more than a quarter (its buffers are "
-                         "bf16, too)")
-    if (first >= 0).all() and (first.sum(1) - 1).abs().max() < 1e-4:
-        notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
-    if torch.equal(w_0, net.init(rng)):
-        notes.append("note    the model's initial weights are the same for every --seed")
-    return notes
+    return first

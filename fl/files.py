@@ -1,0 +1,108 @@
+"""Other people's files: what --model, --split and --methods name as path/to/file.py:NAME."""
+
+import ast
+import importlib.util
+import pathlib
+import random
+import sys
+
+import numpy as np
+import torch
+
+from .machine import first_line, refuse
+
+HERE = pathlib.Path(__file__).resolve().parent.parent
+LOADED = {}  # a file: its time when it was loaded, and its module
+
+
+def find(flag, name, known):
+    """Returns what --model NAME or --split NAME means: one of `known`, or an object of a file,
+    path/to/file.py:NAME."""
+    path, colon, inside = name.rpartition(":")
+    if name in known:
+        return known[name]
+    if name.endswith(".py"):
+        refuse(f"--{flag} {name} names nothing in the file; use {name}:NAME")
+    if not colon:
+        more = ", torchvision:NAME" if flag == "model" else ""
+        refuse(f"--{flag} {name} is unknown; use one of {', '.join(known)}{more}, or "
+               "path/to/file.py:NAME")
+    if not hasattr(load_file(path), inside):
+        refuse(f"--{flag} {name}: {path} has no {inside}")
+    return getattr(load_file(path), inside)
+
+
+def load_file(path):
+    """Returns the module of a .py file, which may lie anywhere and import what lies beside it. It
+    is loaded anew if it, or one of these, has changed. Refuses what can't be loaded."""
+    path = pathlib.Path(path)
+    if path.suffix != ".py" or not path.is_file():
+        refuse(f"there is no file {path}" + " that ends in .py" * (path.suffix != ".py"))
+    file, folder = path.resolve(), str(path.resolve().parent)
+    sys.path += [folder] * (folder not in sys.path)
+    helpers = {} if file.parent == HERE else beside(file)
+    for name, own in helpers.items():
+        if (found := origin(name)) != str(own):
+            refuse(f"{path} imports {name}, which can be {own} or {found}; rename one of them")
+    now = {own: own.stat().st_mtime_ns for own in (*helpers.values(), file)}
+    if any(own in LOADED and LOADED[own][0] != time for own, time in now.items()):
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in helpers:
+                del sys.modules[name]
+        LOADED.pop(file, None)
+    if file not in LOADED:
+        module = execute(path)
+        LOADED.update({own: (time, module) for own, time in now.items()})
+    return LOADED[file][1]
+
+
+def execute(path):
+    """Returns the module that a file makes."""
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[str(path)] = module  # where dataclasses look
+    try:
+        fresh(lambda: spec.loader.exec_module(module))
+    except Exception as problem:  # whatever the file does
+        refuse(f"{path} can't be loaded: {type(problem).__name__}: {first_line(problem)}")
+    return module
+
+
+def beside(file, found=None):
+    """Returns {name: file} of the modules in its folder that a file imports, or that these do."""
+    found = {} if found is None else found
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # it fails when it is executed, or is never executed
+        return found
+    names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    for name in (name.partition(".")[0] for name in names):
+        for own in (file.parent / f"{name}.py", file.parent / name / "__init__.py"):
+            if own.is_file() and name not in found:
+                found[name] = own
+                beside(own, found)
+    return found
+
+
+def origin(name):
+    """Returns the file that `import NAME` gives."""
+    there = sys.modules.get(name)
+    if there and getattr(there, "__file__", None):
+        return str(pathlib.Path(there.__file__).resolve())
+    spec = importlib.util.find_spec(name)
+    return spec and spec.origin
+
+
+def fresh(build, seed=0):
+    """Returns build(), which draws from torch, numpy or random with this seed."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            return build()
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
