@@ -161,26 +161,40 @@ class Operations(TorchDispatchMode):
         return replay
 
 
+class Training(fl.training.Training):
+    """Trains on a CPU as on a GPU."""
+
+    def __init__(self, device, args, ways=None):
+        """ways: those that may be used, by default those of a GPU."""
+        super().__init__(device, args)
+        self.threads, self.map, self.wanted = 0, map, ways
+
+    def begin(self, d, largest):
+        super().begin(d, largest)
+        cuda = torch.device("cuda", 0)
+        self.ways = self.wanted or fl.training.ways_to_try(cuda, self.args, d)
+
+
+def ways_from(way):
+    """Returns the ways of training that are left where `way` is the fastest."""
+    return fl.training.WAYS[fl.training.WAYS.index(way) :]
+
+
 @contextlib.contextmanager
 def gpu(capture=None, room=float("inf"), way=None):
     """Within, every --device is the pretended GPU, with so much room for what clients keep.
-    capture: in place of Operations.capture. way: of training, in place of the fastest."""
-    init, from_numpy, load = common.Federation.__init__, torch.from_numpy, torch.load
-    operations = Operations()
-
-    def as_on_a_gpu(self, *args):
-        init(self, *args)
-        fast = "together" if self.net.d <= fl.training.SMALL else "graphs"
-        self.way, self.map = way or fast if self.args.engine == "auto" else "loop", map
+    capture: replaces Operations.capture. way: the fastest way of training that is tried."""
+    from_numpy, load = torch.from_numpy, torch.load
+    operations, ways = Operations(), way and ways_from(way)
 
     def loaded(file, map_location="cpu", **more):
         return label(load(file, map_location="cpu", **more), GPU if map_location == GPU else CPU)
 
     with pytest.MonkeyPatch.context() as patch, operations, Calls(operations):
         patch.setattr(fl.training, "capture", capture or operations.capture)
-        patch.setattr(fl.training, "find_device", lambda name: GPU)
-        patch.setattr("fl.run.free_memory", lambda device: room)
-        patch.setattr(common.Federation, "__init__", as_on_a_gpu)
+        patch.setattr(common, "find_device", lambda name: GPU)
+        patch.setattr(common, "Training", lambda *given: Training(*given, ways))
+        patch.setattr("fl.state.free_memory", lambda device: room)
         patch.setattr(torch, "from_numpy", lambda array: label(from_numpy(array), CPU))
         patch.setattr(torch, "load", loaded)
         yield operations
