@@ -267,8 +267,7 @@ def page(rows, some, methods, shared, args):
         parts += ["What is not shared:", "\n".join(notes)]
     if any(row["personal"] for row in rows):  # otherwise nothing is drawn
         parts += ["![Learning curves](curves.png)", "![Accuracies of the clients](clients.png)"]
-        return "\n\n".join(parts) + "\n"
-    return "\n\n".join(parts) + "\n\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def tex(text):
@@ -339,6 +338,7 @@ def draw(rows, records, shared, out):
     """Draws curves and clients: .png, .svg and, untitled, .pdf."""
     rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
     some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
+    rounds = {row["method"]: row["rounds"] for row in rows}
     styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
     title = f"{common.setting(some)}, {count(rows[0]['runs'], 'run')}"
     parts = (("global", "top1", "accuracy of the server's model"),
@@ -350,7 +350,7 @@ def draw(rows, records, shared, out):
                 style = styles[name]
                 x, mean, std = curve(records[name], part, key)
                 # fewer rounds, each with more work; a line through one point can't be seen
-                x = x * shared.rounds / records[name][0]["args"]["rounds"]
+                x = x * shared.rounds / rounds[name]
                 axis.plot(x, mean, label=name, marker="o" if len(x) == 1 else None, **style)
                 band = (mean - std).clip(0), (mean + std).clip(max=1)
                 axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)

@@ -132,14 +132,18 @@ def record(run):
     if not path.exists():
         return None
     found = records.read(path)
-    then = found["args"]
-    if next(iter(found["environment"]["sources"])) != run.method.file.name:
-        args = {**args, **{name: None for name in then if name not in args}}  # another method's
+    then, file = found["args"], next(iter(found["environment"]["sources"]))
+    other = "use another NAME, or another --out"
+    if file != run.method.file.name:  # a user's file may call one of ours
+        if not (HERE / file).exists():
+            common.refuse(f"{run.folder} has a record of {file}, now it is {run.method.file.name}; "
+                          f"{other}")
+        args = {**args, **{name: None for name in then if name not in args and then[name]}}
     for name in records.unlike(found, args):
         was, now = then.get(name), args[name]
         if name != "rounds" or was > now:  # with more rounds it goes on
             common.refuse(f"{run.folder} has a record with {flag(name)} {was}, now it is {now}; "
-                          "use another NAME, or another --out")
+                          f"{other}")
     return found
 
 

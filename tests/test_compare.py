@@ -861,6 +861,15 @@ def test_one_method_with_several_settings(go, capsys):
     assert found["slow/0"]["args"]["lr"] == 0.25  # what it has of its own, as under its own name
 
 
+def test_another_file_s_record_under_the_same_name_is_refused(go, tmp_path, capsys):
+    """Its flags are the same. A file that calls one of ours has that one's record."""
+    for name in ("one", "two"):
+        written(tmp_path / f"{name}.py", pathlib.Path(OWN).read_text())
+    go(f"own={tmp_path / 'one.py'}", "--seeds", "1")
+    words = "has a record of one.py, now it is two.py; use another NAME, or another --out"
+    refused(capsys, words, go, f"own={tmp_path / 'two.py'}", "--seeds", "1")
+
+
 def test_a_parameter_may_be_written_with_underscores(go):
     go("fedprox-ft", "--seeds", "1", "--set", "fedprox-ft.finetune_epochs=2")
     record = json.loads((go.out / "fedprox-ft/0/result.json").read_text())
