@@ -4,7 +4,6 @@ what a reader does with SuPerFed's page in a browser."""
 import functools
 import inspect
 import itertools
-import json
 import pathlib
 import re
 import shlex
@@ -20,8 +19,9 @@ import fedavg
 from comparing import benchmark
 from docs import build
 from docs.build import choices, pseudocode, tags
+from fl import records
 from papers import __main__ as reproduce
-from papers import fedavg_how_often
+from papers import again, fedavg_how_often, reading, runs
 
 HERE = pathlib.Path(fedavg.__file__).parent
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
@@ -110,7 +110,8 @@ def commands():
     """Every `python NAME.py ...` in the pages and the docstrings."""
     texts = [pages()] + [parts(name)[0] for name in (*ALGORITHMS, "baselines")]
     text = re.sub(r" \\\n +", " ", "\n".join(texts))  # a command may go on in the next line
-    found = re.findall(r"^(?: {4}|\| `|`)?python (\w+)\.py ?([^`\n|#(]*)", text, re.M)
+    found = re.findall(r"^(?: {4}|\| `|`)?python (?:-m )?(papers(?!\S)|\w+(?=\.py))(?:\.py)? ?"
+                       r"([^`\n|#(]*)", text, re.M)
     # a remark stands behind two spaces
     return sorted({(name, " ".join(argv.split("  ")[0].split())) for name, argv in found})
 
@@ -119,9 +120,10 @@ def commands():
 def test_commands_in_the_text_parse(name, argv, monkeypatch):
     """Up to the point where data would be read."""
     argv = re.sub(r"--(?:model|split) path/to/\S+", "", argv)  # these stand for a reader's files
-    if name == "reproduce":
-        for work in ("show", "reproduce", "rebuild"):
-            monkeypatch.setattr(reproduce, work, lambda *_: 0)
+    if name == "papers":
+        for module, work in ((reproduce, "show"), (reproduce, "reproduce"), (again, "repeat"),
+                             (reproduce.pages, "rebuild")):
+            monkeypatch.setattr(module, work, lambda *_: 0)
         assert reproduce.main(shlex.split(argv)) == 0
     elif argv.startswith("--benchmark"):
         assert benchmark.arguments(shlex.split(argv)[1:])
@@ -129,24 +131,25 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
         monkeypatch.chdir(HERE)
         assert compare.plan(*compare.arguments(shlex.split(argv)))
     else:
-        assert reproduce.arguments(f"{name}.py {argv}")
+        assert runs.arguments(f"{name}.py {argv}")
 
 
 def complete(record):
-    whole = len(record["rounds"]) == record["args"]["rounds"] or reproduce.reading.on_target(record)
+    whole = len(record["rounds"]) == record["args"]["rounds"] or reading.on_target(record)
     return whole and record["status"] == "finished"
 
 
 def quotable(folder):
-    """Accuracies that a docstring may quote from a run's folder; of a folder with several seeds,
-    their means."""
-    paths = list((HERE / folder).glob("result.json")) or list((HERE / folder).glob("*/result.json"))
-    records = [json.loads(path.read_text()) for path in paths]
-    assert records and all(map(complete, records))
-    known = set()
+    """Rounds to a target and accuracies that a docstring may quote from a run's folder; of a folder
+    with several seeds, their means."""
+    one = records.at(HERE / folder)
+    found = [records.read(path) for path in ([one] if one.exists() else
+                                             (HERE / folder).glob("*.json"))]
+    assert found and all(map(complete, found))
+    known = {f"{z:.1f}" for z in found[0].get("rounds_to", {}).values() if z}
     for when in ("final", "best"):
-        for key in {*records[0][when], *records[0]["rounds"][-1]}:
-            parts = [record[when].get(key, record["rounds"][-1].get(key)) for record in records]
+        for key in {*found[0][when], *found[0]["rounds"][-1]}:
+            parts = [record[when].get(key, record["rounds"][-1].get(key)) for record in found]
             if isinstance(parts[0], dict):
                 known |= {f"{np.mean([part[name] for part in parts]):.4f}"
                           for name in ("top1", "mean") if name in parts[0]}
@@ -158,7 +161,7 @@ def training(record):
 
 
 def measure(when, part, name):
-    of = {"final": reproduce.reading.final, "best": lambda record: record["best"]}[when]
+    of = {"final": reading.final, "best": lambda record: record["best"]}[when]
     return lambda record: f"{of(record)[part][name]:.4f}"
 
 
@@ -213,7 +216,7 @@ def test_the_table_of_settings_is_that_of_the_defaults():
         for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start:])]
     assert {row[0].split()[1][:-3] for row in rows} == {*ALGORITHMS, "baselines"}
     for row in rows:
-        args, row = (reproduce.arguments(row[0].strip("`").removeprefix("python ")),
+        args, row = (runs.arguments(row[0].strip("`").removeprefix("python ")),
                      dict(zip(titles, row)))
         assert {title: row[title] for title in columns} == {
             title: str(args[name]).removesuffix(".0") for title, name in columns.items()}, row
@@ -223,34 +226,37 @@ def test_the_table_of_settings_is_that_of_the_defaults():
 
 
 # a number that is a link to its record
-NUMBER = re.compile(r"\[([.\d][^\]]*)\]\(([^()]*/result\.json)\)")
+NUMBER = re.compile(r"\[(\d*\.\d[^\]]*)\]\((results/[^()]*/[^()]*\.json)\)")
 
 
 def test_numbers_that_are_links_are_those_of_their_records():
-    """The rounds until a target, the last accuracy, or the last (and the best)."""
+    """The rounds until a target, the last accuracy, global or personal, or the last (and the
+    best)."""
     found = NUMBER.findall(pages())
     assert len(found) > 40
     for text, path in found:
-        record = json.loads((HERE / path).read_text())
+        record = records.read(HERE / path)
         last, best = (measure(when, "global", "top1")(record) for when in ("final", "best"))
         until = COLUMNS["rounds until the target"](record) if record.get("rounds_to") else None
-        both = f"{float(last):.3f} ({float(best):.3f})"
-        assert complete(record) and text in (until, last[1:], both.replace("0.", ".")), path
+        both, own = f"{float(last):.3f} ({float(best):.3f})", record["final"]["personal"]["mean"]
+        assert complete(record), path
+        mean = f"{own:.4f}"[1:], f"{100 * own:.1f}"
+        assert text in (until, last[1:], *mean, both.replace("0.", ".")), path
 
 
 def test_numbers_in_the_pages_are_those_of_the_committed_results():
-    """Every table row that links to a result.json; a cell may be empty."""
+    """Every table row that links to a record; a cell may be empty."""
     found, titles = [], None
     for line in pages().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|") or "---" in line:
             continue
-        link = re.search(r"\(([^()]*/result\.json)\)", line)
+        link = re.search(r"\((results/[^()]*/[^()]*\.json)\)", line)
         if not link:
             titles = cells
         if not link or NUMBER.search(line):
             continue
-        record = json.loads((HERE / link.group(1)).read_text())
+        record = records.read(HERE / link.group(1))
         assert complete(record)
         checked = {title: cell for title, cell in zip(titles, cells, strict=True)
                    if title in COLUMNS and cell}
@@ -263,17 +269,18 @@ def test_persfls_tables_are_those_of_their_records():
     """Means over users and runs: FedAvg, fine-tuned and PersFL in per cent, T, lambda; behind +-
     the spread over users."""
     rows = re.findall(
-        r"^\| \[[^]]*\]\((results/(?:persfl-[23]/persfl-[\w-]+|persfl-normalize/mnist-DS-\d))\) "
-        r"\|(.*)\|$", pages(), re.M)
+        r"^\| \[[^]]*\]\((results/(?:persfl-[23]/persfl-[\w-]+|persfl-normalize/mnist-DS-\d)"
+        r"(?:\.json)?)\) \|(.*)\|$", pages(), re.M)
     assert len(rows) == 9
     for folder, numbers in rows:
-        users = [json.loads(path.read_text())["final"]["users"]
-                 for path in (HERE / folder).rglob("result.json")]
-        runs, *cells = [list(map(float, cell.split("+-"))) for cell in numbers.split("|")]
-        assert runs == [len(users)]
+        whole = HERE / folder
+        paths = [whole] if whole.suffix else whole.glob("[0-9].json")
+        users = [records.read(path)["final"]["users"] for path in paths]
+        seeds, *cells = [list(map(float, cell.split("+-"))) for cell in numbers.split("|")]
+        assert seeds == [len(users)]
         for name, cell in zip(("FedAvg", "fine-tuned", "PersFL", "T", "lambda"),
                               [cells[0], *cells[2:4], *cells[5::2]]):
-            mean = np.mean([run[name] for run in users], 0) * (
+            mean = np.mean([seed[name] for seed in users], 0) * (
                 1 if name in ("T", "lambda") else 100)
             want = [round(mean.mean(), 3 if name == "lambda" else 1), round(mean.std(ddof=1), 1)]
             assert cell == want[: len(cell)], (folder, name)
@@ -297,12 +304,13 @@ def test_what_methods_have_of_their_own_is_told():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
     """In the table of what to expect, a row ends with its record's folder under results/; its
-    numbers of four digits are from there."""
+    numbers of four digits, or with one digit behind the point, are from there."""
     rows = re.findall(r"^    (.*?) ([\w.-]+/[\w./-]+)$", parts(name)[0], re.M)
     common_folder = re.search(r"record \(in (results[\w./-]*)\)", parts(name)[0])
     assert rows
     for text, folder in rows:
-        quoted = re.findall(r"(?<!\d)0?(\.\d{4})(?!\d)", text)
+        quoted = re.findall(r"(?<!\d)0?(\.\d{4})(?!\d)|(?<![\d.])(\d+\.\d)(?!\d)", text)
+        quoted = ["".join(words) for words in quoted]
         folder = f"{common_folder.group(1)}/{folder}" if common_folder else folder
         assert quoted and set(quoted) <= {number.lstrip("0") for number in quotable(folder)}, folder
 
