@@ -1,0 +1,42 @@
+"""Prints the results and the ranks of a run of fedslr.py, and draws ranks.png beside its record.
+
+    python -m papers.fedslr_ranks runs/fedslr-shapes-0
+"""
+
+import pathlib
+import sys
+
+import common
+from fl import records
+
+
+def main(folder):
+    path = records.at(pathlib.Path(folder))
+    record = records.read(path)
+    rows = [row for row in record["rounds"] if "gkr" in row]
+    columns = ("mean", "std", "worst_decile", "loss")
+    print(f"{'model':<12}{'round':>8}" + "".join(f"{name:>14}" for name in (*columns, "weights")))
+    for name, part, model in (("GKR", "gkr", "gkr"), ("mixed", "personal", "mixed")):
+        best = max(rows, key=lambda row: row[part]["mean"])
+        for when, row in (("last", rows[-1]), ("best", best)):
+            values = "".join(f"{row[part][key]:>14.4f}" for key in columns)
+            print(f"{name}, {when:<8}{row['round']:>6}{values}{row['numbers'][model]:>14,.0f}")
+    most = {name: max(row["ranks"][name] for row in rows) for name in rows[-1]["ranks"]}
+    print("ranks   " + ", ".join(f"{name} {rank}" for name, rank in rows[-1]["ranks"].items()))
+    t = [row["round"] for row in rows]
+    with common.drawing(path.parent / "ranks.png", 1, 3, (15, 4.5),
+                        f"FedSLR, {common.setting(record)}") as axes:
+        for part, label, style in (("gkr", "GKR", "k--"), ("personal", "mixed", "k-")):
+            axes[0].plot(t, [row[part]["mean"] for row in rows], style, label=label)
+        for i, name in enumerate(most):  # there are seven colours
+            axes[1].plot(t, [row["ranks"][name] / most[name] for row in rows],
+                         ["-", "--", ":"][i // 7 % 3], label=name)
+        axes[2].plot([row["round"] for row in record["rounds"]],
+                     [row["bytes_down"] / 1e6 for row in record["rounds"]], "k-")
+        for axis, label in zip(axes, ("accuracy, mean over clients", "rank / largest rank",
+                                      "MB down per round")):
+            axis.set(xlabel="round", ylabel=label, ylim=(0, None))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
