@@ -1,0 +1,86 @@
+"""SuPerFed for unseen clients, for which the paper's abstract claims gains: --unseen clients never
+take part in the training of superfed.py. The paper's text does not say how they are evaluated.
+Ours (docs/superfed.md): after the last round each unseen client is tested with w^f as it is, with
+w^f after one ClientUpdate of Phase I (fine-tuned), and with its mixtures W(lambda) after one
+ClientUpdate of Phase II. The results are printed and written to unseen.json, beside the record.
+
+    python -m papers.superfed_unseen --unseen 20 --dataset cifar10 --mix model
+"""
+
+import argparse
+import json
+import sys
+
+import numpy as np
+import torch
+
+import common
+import superfed
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--unseen", type=common.positive_int, default=20)
+    own, argv = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    made = []
+
+    class Federation(common.Federation):
+        """Samples only clients that are seen."""
+
+        def __init__(self, args, make_net=None):
+            super().__init__(args, make_net)
+            if own.unseen >= self.K:
+                common.refuse(f"--unseen {own.unseen} leaves none of the {self.K} clients")
+            order = common.stream(args.split_seed, "split", 2).permutation(self.K)
+            self.unseen, self.seen = np.sort(order[: own.unseen]), np.sort(order[own.unseen :])
+            made.append(self)
+
+        def sample(self, t, m=None):
+            rng = common.stream(self.args.seed, "sampling", t)
+            return np.sort(rng.choice(self.seen, min(m, len(self.seen)), replace=False))
+
+    whole, common.Federation = common.Federation, Federation
+    try:
+        superfed.main(argv)
+    finally:
+        common.Federation = whole
+    federation = made[0]
+    out = federation.args.out or f"runs/superfed-{federation.data.name}-{federation.args.seed}"
+    state = torch.load(f"{out}/state.pt", weights_only=True, map_location=federation.device)
+    found = measures(federation, state["state"]["w_f"], state["state"]["w_l"])
+    for name, accuracy in found.items():
+        common.say(f"{name:<24}{accuracy:.4f}")
+    with open(f"{out}/unseen.json", "w") as file:
+        json.dump({"unseen": federation.unseen.tolist(), **found}, file, indent=1)
+    return found
+
+
+def measures(federation, w_f, w_l):
+    """Returns the mean accuracies of the unseen clients, each on its own test images."""
+    S, T = federation.unseen, federation.args.rounds
+    client_update = superfed.local_training(federation.net, federation.args)
+
+    def draw(rng, steps):
+        return rng.random((steps, len(federation.net.layers)))
+
+    def accuracy(models):  # of the clients S: [m, d]
+        def of(k):
+            return models[np.searchsorted(S, k)] if k[0] in S else w_f.expand(1, -1)
+
+        return float(np.mean(np.array(federation.evaluate_clients(of)["per_client"])[S]))
+
+    def update(phase_two):
+        phase = torch.tensor(phase_two, device=federation.device)
+        own = [w_f.expand(len(S), -1), w_l.to(federation.device)[S]]
+        return federation.train(client_update, S, T, own=own, draw=draw,
+                                shared=[federation.eta(T), phase])
+
+    found = {"w^f": accuracy(w_f.expand(len(S), -1)), "w^f, fine-tuned": accuracy(update(0.0)[0])}
+    w_f_k, w_l_k = update(1.0)
+    for lam in superfed.LAMBDAS:
+        found[f"W({lam})"] = accuracy(superfed.mix(w_f_k, w_l_k, lam))
+    return found
+
+
+if __name__ == "__main__":
+    main()
