@@ -1,7 +1,6 @@
 """The methods of baselines.py: what holds for all of them, identities, and rounds by hand in numpy.
 More on ditto, pfedme, per-fedavg, fedspa and fedma: test_baselines_more.py."""
 
-import json
 import pathlib
 import re
 from types import SimpleNamespace
@@ -17,9 +16,10 @@ import common
 import fedavg
 import fedslr
 import fl.data
+import fl.records
 import fl.training
 from conftest import QUICK, eager, equal, killed, pixels, refused, run, softmax_gradient
-from papers import __main__ as reproduce
+from papers import runs
 from papers import superfed as superfed_tables
 
 MINIBATCHES = ["--model", "mnistnet", "--batch-size", "4", "--momentum", "0.9", "--lr", "0.05",
@@ -125,15 +125,15 @@ def test_every_choice_has_a_few_lines_in_the_docstring_and_a_heading_on_the_page
 
 
 def test_numbers_in_the_page_s_tables_are_those_of_the_records():
-    """Every row that links to a result.json; a method without a global model has an empty cell."""
+    """Every row that links to a record; a method without a global model has an empty cell."""
     rows, titles = 0, None
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        link = re.search(r"\((\.\./results/[^)]*result\.json)\)", line)
+        link = re.search(r"\((\.\./results/[^)]*\.json)\)", line)
         if line.startswith("|") and "---" not in line and not link:
             titles = cells
         elif line.startswith("|") and link:
-            record = json.loads((PAGE.parent / link.group(1)).read_text())
+            record = fl.records.read(PAGE.parent / link.group(1))
             row, final = dict(zip(titles, cells, strict=True)), record["final"]
             assert row["rounds"] == str(len(record["rounds"]))
             assert row["personal, last"] == f"{final['personal']['mean']:.4f}"
@@ -221,14 +221,13 @@ def test_a_run_that_died_is_resumed_bit_for_bit(method, toy_argv, tmp_path, seen
     ("cifar10", 200, 0.1, "shards"), ("cifar100", 300, 0.1, "shards"),
     ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
 def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
-    """R, C, E, B, eta, momentum and K of each data set; fedavg.py has its own paper's unless
-    papers/superfed.py says them."""
-    ours = reproduce.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
+    """R, C, E, B, eta, momentum and K of each data set."""
+    ours = runs.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
     wanted = dict(rounds=rounds, fraction=fraction, split=split, clients=100, per_client=2,
                   epochs=10, batch_size=20, lr=0.01, momentum=0.9, model="cnn")
     assert wanted.items() <= ours.items()
-    theirs = reproduce.arguments(superfed_tables.run("FedAvg", dataset))
-    assert theirs.pop("target") == [] and theirs.items() <= ours.items()
+    theirs = runs.arguments(superfed_tables.run("FedAvg", dataset))
+    assert theirs == {**ours, "method": "fedavg"}
 
 
 def test_records_do_not_meet(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shlex
 import exercises
 import pytest
 
-from papers import __main__ as reproduce
+from papers import runs
 
 KNOWN = exercises.exercises()
 RECORD = json.loads(exercises.RECORD.read_text())
@@ -55,6 +55,6 @@ def test_the_pages_show_what_the_script_measured(name):
 @pytest.mark.parametrize("name", RECORD)
 def test_commands_parse_and_changed_lines_are_there(name):
     for command, change in KNOWN[name].runs:
-        assert reproduce.arguments(command.removeprefix("python "))["dataset"] == "shapes"
+        assert runs.arguments(command.removeprefix("python "))["dataset"] == "shapes"
         if change:
             assert (exercises.HERE / shlex.split(command)[1]).read_text().count(change[0]) == 1

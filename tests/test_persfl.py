@@ -11,6 +11,7 @@ import torch
 
 import common
 import fedavg
+import fl.records
 import persfl
 from conftest import paths, refused, run, same
 
@@ -596,7 +597,7 @@ def lines_of(header):
 
 
 def records(folder):
-    return [json.loads(path.read_text()) for path in sorted((HERE / folder).rglob("result.json"))]
+    return [fl.records.read(path) for path in sorted((HERE / folder).glob("*.json"))]
 
 
 def by_seed(folder):
