@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fl.data
+import fl.net
 import fl.splits
 from fl.data import DATASETS, images_for, load_data
 from fl.flags import (
@@ -78,7 +79,7 @@ class Federation:
         except ValueError as problem:
             size = "x".join(map(str, self.data.images.shape[1:3]))
             refuse(f"{problem}, but {self.data.name} has {size}; use --transform normalize")
-        self.net = (make_net or default_net(args, self.data))(shape, self.data.classes, self.device)
+        self.net = (make_net or fl.net.default(args, self.data))(shape, self.data.classes, self.device)
         self.w_0 = None if args.init is None else self.net.load(args.init)
         self.training.begin(self.net.d, max(map(len, dealt.train)))
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # a line each for the user
@@ -202,7 +203,7 @@ class Federation:
         for i, found in self.training.each(logits_of, len(parts)):
             logits = found.new_empty(ends[-1], self.data.classes) if logits is None else logits
             logits[places[i]] = found
-        return self.training.exchange(logits, places)
+        return self.training.exchange(logits, ends)
 
     def evaluate(self, w):
         """Returns the global measures of the model w [d], on the central test images: top1, top5,
@@ -255,21 +256,6 @@ class Federation:
         client = torch.from_numpy(self.everyone.repeat([*map(len, images)])).to(self.device)
         labels = self.labels[torch.as_tensor(index, device=self.device)]
         return score(self.logits(w, index), labels, client, self.K)["loss"]
-
-
-def default_net(args, data):
-    """Returns make_net of Federation: the network of --model."""
-    size = data.images.shape[1:3]
-
-    def make_net(shape, classes, device):
-        hint = ""
-        if shape[1:] != size:
-            hint = (f"; --transform {args.transform} cuts the {'x'.join(map(str, size))} images of "
-                    f"{data.name}: --transform normalize leaves them whole")
-        return Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout, hint=hint,
-                   precision=args.precision)
-
-    return make_net
 
 
 class Epochs:

@@ -19,6 +19,8 @@ from .files import find, fresh, load_file  # noqa: F401
 from .machine import first_line, refuse
 from .models import MODELS
 
+ROOT = "the root module"
+
 
 class Net:
     """logits = net(w, x): a network as a function of one flat vector w [d].
@@ -111,26 +113,30 @@ class Net:
         if N > len(self.passed):
             refuse(f"{N} layers are wanted of the model {self.name}, which has only "
                    f"{len(self.passed)}")
-        lower, upper = self.passed[:n], self.passed[n:]
+        lower, upper, names = self.passed[:n], self.passed[n:], [name for *_, name, _ in kept]
         end = min((where.start for *_, where in upper if where), default=self.d)
         why = [f"{name} has requires_grad = False" for *_, name, where in kept if not where]
-        why += [f"{name} holds the weights of several layers" for *_, name, _ in kept
+        why += [f"{name} holds the weights of several layers" for name in names
                 if self.holds_several(name)]
-        why += [f"{upper[0][2]} is registered before {name}, but an image passes it later"
+        why += [f"{upper[0][2]} is registered before {name}, but an image passes {name} first"
                 for *_, name, where in lower if where and where.stop > end]
         why += [f"{name} is used again after {upper[0][2]}"
                 for _, last, name, _ in lower if upper and last > upper[0][0]]
+        first = {}  # the layer of a tensor that several layers may have
+        for layer, z in self.module.named_parameters(remove_duplicate=False):
+            one, other = first.setdefault(id(z), owner(layer)) or ROOT, owner(layer) or ROOT
+            why += [f"{one} and {other} share a tensor"] * ((one in names) != (other in names))
         if why:
-            refuse(f"the layers of --model {self.name} can't be divided here: {why[0]}; make each "
-                   "layer a module, and register them in the order in which an image passes them")
+            refuse(f"the layers of --model {self.name} can't be divided here: {why[0]}; each must "
+                   "be a module with trained weights, and registered in the order in which an "
+                   "image passes them")
         return end
 
     def holds_several(self, layer):
-        """Returns whether what has these parameters is a mere container of several matrices."""
-        module = self.module.get_submodule(layer) if layer else self.module
-        kernels = [z for z in module.parameters(recurse=False) if z.dim() > 1]
-        mere = module is self.module or isinstance(module, (nn.ParameterDict, nn.ParameterList))
-        return mere and len(kernels) > 1
+        """Returns whether a layer is only a container of several layers' weights."""
+        module = self.module if layer == ROOT else self.module.get_submodule(layer)
+        mere = layer == ROOT or isinstance(module, (nn.ParameterDict, nn.ParameterList))
+        return mere and sum(z.dim() > 1 for z in module.parameters(recurse=False)) > 1
 
     @functools.cached_property
     def passed(self):
@@ -140,7 +146,7 @@ class Net:
         times, spans = {}, dict(self.layers)
         for name, found in uses(logits, leaves).items():
             times.setdefault(name if name in spans else owner(name), []).extend(found)
-        return sorted((min(found), max(found), layer, spans.get(layer))
+        return sorted((min(found), max(found), layer or ROOT, spans.get(layer))
                       for layer, found in times.items() if found)
 
     def graph(self, w):
@@ -475,3 +481,18 @@ def pure(net, w):
                          "--init)" * (net.batchnorm != "frozen"))
     net.apply(w.split(net.sizes), x[:1])  # must not fail, since a minibatch may have one image
     return first
+
+
+def default(args, data):
+    """Returns make_net of Federation: the network of --model."""
+    size = data.images.shape[1:3]
+
+    def make_net(shape, classes, device):
+        hint = ""
+        if shape[1:] != size:
+            hint = (f"; --transform {args.transform} cuts the {'x'.join(map(str, size))} images of "
+                    f"{data.name}: --transform normalize leaves them whole")
+        return Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout, hint=hint,
+                   precision=args.precision)
+
+    return make_net
