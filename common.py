@@ -79,7 +79,8 @@ class Federation:
         except ValueError as problem:
             size = "x".join(map(str, self.data.images.shape[1:3]))
             refuse(f"{problem}, but {self.data.name} has {size}; use --transform normalize")
-        self.net = (make_net or fl.net.default(args, self.data))(shape, self.data.classes, self.device)
+        make_net = make_net or fl.net.default(args, self.data)
+        self.net = make_net(shape, self.data.classes, self.device)
         self.w_0 = None if args.init is None else self.net.load(args.init)
         self.training.begin(self.net.d, max(map(len, dealt.train)))
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # a line each for the user
@@ -93,8 +94,7 @@ class Federation:
         return self.net.init(stream(self.args.seed, "initialisation"))
 
     def per_client(self, x):
-        """Returns Rows: what every client keeps between rounds, a row each, [K, ...]. At first a
-        row is x [...], or x(k) for client k."""
+        """Returns Rows [K, ...]: what every client keeps between rounds, at first x, or x(k)."""
         rows = Rows(self.K, x if callable(x) else lambda k: x, self.device, self.all_rows)
         self.all_rows.append(rows)
         return rows
@@ -197,7 +197,7 @@ class Federation:
         return self.net(w, self.transform(self.images[index]))
 
     def each_logits(self, logits_of, parts):
-        """Returns the logits_of(i) for all parts i of the images, one below the other."""
+        """Returns logits_of(i) for all parts i of the images, one below the other."""
         ends, logits = np.cumsum([len(index) for index in parts]), None
         places = [slice(end - len(index), end) for end, index in zip(ends, parts)]
         for i, found in self.training.each(logits_of, len(parts)):
@@ -295,8 +295,7 @@ class Batch(NamedTuple):
 
 
 def cross_entropy(logits, batch):
-    """Returns the mean cross-entropy over the batch's real images: logits [B, classes] -> scalar.
-    """
+    """Returns the mean cross-entropy over the real images: logits [B, classes] -> scalar."""
     loss = F.cross_entropy(logits, batch.y, reduction="none")
     return (loss * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
