@@ -33,6 +33,8 @@ WIDEST = 32  # clients at once in "together"; each needs memory for its activati
 MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
 # how far a fast way may be from the loop, as a share of each tensor's change in two minibatches
 TOLERANCE = {"fp32": 0.01, "tf32": 0.05, "bf16": 0.25}
+# what rounding may change, as a share of the mean change of the model's weights
+ROUNDING = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 
 
 def ways_to_try(device, args, d):
@@ -72,7 +74,8 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    # Several processes: each has the server's whole state. The i-th item is work of process i mod P
+    # Several processes: each has the server's whole state. Items are shared out in blocks, which
+    # are rows that lie side by side in a result
 
     @contextlib.contextmanager
     def one_after_the_other(self):
@@ -83,6 +86,11 @@ class Training:
         yield
         if first and self.processes > 1:
             dist.barrier()
+
+    def share(self, n, rank=None):
+        """Returns which of the items 0 to n-1 a process works on, by default this one."""
+        rank = self.rank if rank is None else rank
+        return range(n * rank // self.processes, n * (rank + 1) // self.processes)
 
     def each(self, work, n):
         """Yields (i, work(i)) for this process's share of the items 0 to n-1 (at least for one, so
@@ -96,19 +104,21 @@ class Training:
             with set_in_thread(alone=True):
                 return work(i)
 
-        mine = range(self.rank, n, self.processes) or [0]
+        mine = self.share(n) or [0]
         yield from zip(mine, self.map(alone, mine))
 
-    def exchange(self, tree, places=None):
-        """Returns the tensors with all rows, in all processes: row i, or places[i], is sent by the
-        process that has made it by `each`."""
+    def exchange(self, tree, ends=None):
+        """Returns the tensors with all rows, in all processes. Row i was made by the process that
+        has the i-th item. ends: where each item's rows end, if an item has several."""
         if self.processes == 1 or getattr(STEPS, "alone", False):
             return tree
         for z in tree_leaves(tree):
-            for i in range(len(places or z)):
-                row = z[places[i] if places else i]
-                row = row.view(torch.uint8) if row.dtype == torch.bool else row  # gloo has no bool
-                dist.broadcast(row, i % self.processes)
+            stops = [0, *(range(1, len(z) + 1) if ends is None else ends)]
+            for rank in range(self.processes):
+                items = self.share(len(stops) - 1, rank)
+                rows = z[stops[items.start] : stops[items.stop]]
+                if len(rows):
+                    dist.broadcast(plain(rows), rank)
         return tree
 
     def agree(self, value):
@@ -124,13 +134,13 @@ class Training:
         if self.processes == 1:
             return z
         z = z.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(z.view(torch.uint8) if z.dtype == torch.bool else z, 0)
+        dist.broadcast(plain(z), 0)
         return z
 
     def end_round(self, done):
-        """done: rounds that are complete. The first has its peak of memory to itself, since cuDNN's
-        search takes the largest candidate's workspace."""
-        if done == 1:
+        """done: rounds that are complete. The peak of memory is that of the later ones, since
+        cuDNN's search, in the first, takes the largest candidate's workspace."""
+        if done == 1 < self.args.rounds:
             self.reset_peak()
 
     def end(self):
@@ -142,16 +152,15 @@ class Training:
         """Federation.train, with the Epochs of the clients."""
         if self.ways == ("loop",) and self.device.type != "cuda":
             return self.exchange(fed.one_by_one(client_update, own, clients, shared))
-        m, mine = len(clients), np.arange(self.rank, len(clients), self.processes)
         if self.processes == 1:
             return self.train_fast(fed, client_update, own, clients, shared)
-        mine = mine if len(mine) else np.array([0])
+        m, mine = len(clients), self.share(len(clients)) or range(1)
         with set_in_thread(alone=True):
             found = self.train_fast(fed, client_update, [Some(z, mine) for z in own],
-                                    [clients[i] for i in mine], shared)
+                                    clients[mine.start : mine.stop], shared)
         whole = tree_map(lambda z: z.new_empty((m, *z.shape[1:])), found)
         for z, part in zip(tree_leaves(whole), tree_leaves(found)):
-            z[torch.from_numpy(mine).to(z.device)] = part
+            z[mine.start : mine.stop] = part
         return self.exchange(whole)
 
     def train_fast(self, fed, client_update, own, clients, shared):
@@ -165,13 +174,13 @@ class Training:
                 continue
             self.used = way
             try:
-                with fast_kernels(self.args.precision, search=True):
-                    self.prove(way, fed, client_update, own, clients, shared)
-                    return self.by(way, fed, client_update, own, clients, shared, len(clients))
+                self.prove(way, fed, client_update, own, clients, shared)
+                return self.by(way, fed, client_update, own, clients, shared, len(clients))
             except Exception as problem:
                 now(self.device)  # raises if the GPU can't be used any more
                 self.gave_up[way] = why = first_line(problem)
-            instead = next(z for z in self.ways if z not in self.gave_up)
+            later = self.ways[self.ways.index(way) + 1 :]
+            instead = next(z for z in later if z not in self.gave_up)
             say(f"engine  {instead!r} in place of {way!r} from here on, slower: {why}")
             self.graphs.clear()
             with contextlib.suppress(RuntimeError):  # after a capture that broke
@@ -186,44 +195,48 @@ class Training:
 
     def by(self, way, fed, client_update, own, clients, shared, m):
         """Trains the clients in a way that is not the loop. m: how many train in this round."""
-        if way == "graphs":
-            filled = [FilledEpochs(fed, [one], way) for one in clients]
-            return fed.one_by_one(client_update, own, filled, shared)
-        width, results = min(m, WIDEST), []
-        for start in range(0, len(clients), width):  # all chunks have one width, hence one graph
-            here = range(start, min(start + width, len(clients)))
-            places = [*here, *[0] * (width - len(here))]  # filled up with client 0
-            rows = slice(here.start, here.stop) if len(here) == width else np.array(places)
-            epochs = FilledEpochs(fed, [clients[i] for i in places], way)
-            found = client_update(*(z[rows] for z in own), epochs, *shared)
-            kept = len(here)
-            results.append(tree_map(lambda z, kept=kept: z[:kept], found))
-        if len(results) == 1:
-            return results[0]
-        return tree_map(lambda *parts: torch.cat(parts), *results)
+        with fast_kernels(self.args.precision, search=True):
+            if way == "graphs":
+                filled = [FilledEpochs(fed, [one], way) for one in clients]
+                return fed.one_by_one(client_update, own, filled, shared)
+            # all chunks have one width, hence one graph; they are filled up with client 0
+            width, parts = -(-m // -(-m // WIDEST)), []
+            for start in range(0, len(clients), width):
+                places = [*range(start, min(start + width, len(clients)))]
+                n, places = len(places), np.array(places + [0] * (width - len(places)))
+                epochs = FilledEpochs(fed, [clients[i] for i in places], way)
+                found = client_update(*(z[places] for z in own), epochs, *shared)
+                parts.append(tree_map(lambda z, n=n: z[:n], found))
+            return tree_map(lambda *z: torch.cat(z), *parts) if len(parts) > 1 else parts[0]
 
     def prove(self, way, fed, client_update, own, clients, shared):
         """Raises ValueError unless this way gives what the plain loop gives: after two minibatches
-        of the first and of the last client, in every tensor of the model."""
-        ends = sorted({0, len(clients) - 1})
-        start = [[z[i] for i in ends] for z in own]
+        of the first client, the last, and the one with the smallest last minibatch, in every tensor
+        of the model."""
+        B = self.args.batch_size or math.inf
+        shortest = min(range(len(clients)), key=lambda i: (len(clients[i].images) - 1) % B)
+        chosen = sorted({0, shortest, len(clients) - 1})
+        start = [[z[i] for i in chosen] for z in own]
         key = client_update, way, *(z[0].shape for z in start)
         if key in self.proved:
             return
-        two = [few(clients[i]) for i in ends]
-        wanted = [client_update(*(z[j] for z in start), one, *shared) for j, one in enumerate(two)]
+        two = [few(clients[i]) for i in chosen]
+        with fast_kernels(self.args.precision):
+            wanted = [client_update(*(z[j] for z in start), one, *shared)
+                      for j, one in enumerate(two)]
         found = self.by(way, fed, client_update, [torch.stack(z) for z in start], two, shared,
                         len(clients))
         for j, want in enumerate(wanted):
             compare(fed.net, [z[j] for z in start], want, tree_map(lambda z, j=j: z[j], found),
-                    TOLERANCE[self.args.precision])
+                    self.args.precision)
         self.proved.add(key)
 
 
-def compare(net, start, wanted, found, tolerance):
+def compare(net, start, wanted, found, precision):
     """Raises ValueError if `found`, a client's tensors after two minibatches, differs from `wanted`
-    by more than this share of the change since `start`, in any tensor of the model by itself.
-    Changes far below the whole model's, such as of a bias before a normalisation, are rounding."""
+    by more than a share of the change since `start`, in any tensor of the model by itself. Where
+    exact arithmetic would change nothing, as in a bias before a normalisation, rounding does."""
+    tolerance, rounding = TOLERANCE[precision], ROUNDING[precision]
     for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
         want, got = want.double(), got.double()
         if not want.isfinite().all():
@@ -233,22 +246,27 @@ def compare(net, start, wanted, found, tolerance):
         whole = change.square().mean().sqrt()
         sizes = net.sizes if want.dim() and want.shape[-1] == net.d else want.shape[-1:]
         for w, g, c in zip(*(z.split(sizes, -1) if z.dim() else [z] for z in (want, got, change))):
-            rounding = 1e-6 * w.norm() + 1e-4 * whole * w.numel() ** 0.5
-            if not (g - w).norm() <= tolerance * c.norm() + rounding:
+            least = 1e-6 * w.norm() + rounding * whole * w.numel() ** 0.5
+            if not (g - w).norm() <= tolerance * c.norm() + least:
                 raise ValueError("two minibatches do not give what the plain loop gives")
 
 
 class Some:
-    """Some rows of z, each fetched when it is asked for."""
+    """The rows z[mine], each fetched when it is asked for."""
 
-    def __init__(self, z, places):
-        self.z, self.places = z, places
+    def __init__(self, z, mine):
+        self.z, self.places = z, np.array(mine)
 
     def __len__(self):
         return len(self.places)
 
     def __getitem__(self, i):
         return self.z[self.places[i]]
+
+
+def plain(z):
+    """Returns z's memory in a type that gloo sends, which has no bool."""
+    return z.view(torch.uint8) if z.dtype == torch.bool else z
 
 
 def few(one):

@@ -67,12 +67,18 @@ def eager(function, device):
     return replay
 
 
+def on_a_gpu(fed, way="together"):
+    """Returns the federation, which from now on trains as on a GPU, at first in the given way."""
+    fed.training = pretend.Training(fed.device, fed.args, pretend.ways_from(way))
+    fed.training.begin(fed.net.d, max(map(len, fed.split.train)))
+    return fed
+
+
 def paths(fed, monkeypatch):
     """Sets a federation to each way of training, the loop, which is the specification, first."""
     monkeypatch.setattr(fl.training, "capture", eager)
     for way in reversed(fl.training.WAYS):
-        fed.training = pretend.Training(fed.device, fed.args, pretend.ways_from(way))
-        fed.training.begin(fed.net.d, max(map(len, fed.split.train)))
+        on_a_gpu(fed, way)
         yield way
         assert not fed.training.gave_up, fed.training.gave_up
 

@@ -12,7 +12,7 @@ import common
 import fedavg
 import fl.models
 import fl.training
-from conftest import QUICK, eager, federation, paths, refused
+from conftest import QUICK, eager, federation, on_a_gpu, paths, refused
 
 LINEAR = [*QUICK, "--split", "iid", "--model", "mnistnet", "--fraction", "1"]
 UNEQUAL = [*LINEAR, "--split", "dirichlet-classes", "--alpha", "1"]
@@ -33,31 +33,31 @@ def test_a_plan_by_hand():
     if the last minibatch, of 5 images, were full."""
     fed = federation([*QUICK, "--transform", "fedslr"])  # four random numbers for each image
     own, k = np.arange(100, 145), 3
-    plan = fed.plan(k, own, 7, epochs=2, draw=lambda rng, steps: rng.random((steps, 2)), order=5)
+    index, uniform, draws = fed.plan(k, own, 7, epochs=2, order=5,
+                                     draw=lambda rng, steps: rng.random((steps, 2)))
     shuffle, augment, draw = (common.stream(0, purpose, 7, k, 5)
                               for purpose in ("order", "augmentation", "algorithm"))
-    assert plan.draw.shape == (2, 3, 2)
-    assert np.array_equal(plan.index, [shuffle.permutation(own) for _ in range(2)])
-    assert np.array_equal(plan.uniform, augment.random((2, 60, 4), np.float32)[:, :45])
-    assert np.allclose(plan.draw.reshape(6, 2), draw.random((6, 2)))
+    assert draws.shape == (2, 3, 2)
+    assert np.array_equal(index, [shuffle.permutation(own) for _ in range(2)])
+    assert np.array_equal(uniform, augment.random((2, 60, 4), np.float32)[:, :45])
+    assert np.allclose(draws.reshape(6, 2), draw.random((6, 2)))
     for size in (100, 0):  # more than a client has, and all
         fed.args.batch_size = size
-        plan = fed.plan(k, own, 7, epochs=2)
-        assert plan.index.shape == (2, 45) and plan.draw.shape == (2, 1, 0)
+        index, _, draws = fed.plan(k, own, 7, epochs=2)
+        assert index.shape == (2, 45) and draws.shape == (2, 1, 0)
 
 
 def test_epochs_by_hand():
     """`for minibatches in epochs: for b in minibatches` sees the plan's images, also in others."""
     fed = federation(LINEAR)
     own = np.arange(45)
-    epochs = common.Epochs(fed, [(2, own)], 0, epochs=1)
-    for found, more in ((epochs, {}), (epochs(epochs=2), {"epochs": 2}),
-                        (epochs(order=3), {"order": 3})):
-        plan = fed.plan(2, own, 0, **{"epochs": 1, **more})
-        seen = [[b for b in minibatches] for minibatches in found]
-        assert [[len(b.y) for b in e] for e in seen] == [[20, 20, 5]] * len(plan.index)
+    epochs = common.Epochs(fed, 2, own, 0, 1, None, 0)
+    for more in ({}, {"epochs": 2}, {"order": 3}):
+        index, *_ = fed.plan(2, own, 0, **{"epochs": 1, **more})
+        seen = [[b for b in minibatches] for minibatches in epochs.again(**more)]
+        assert [[len(b.y) for b in e] for e in seen] == [[20, 20, 5]] * len(index)
         labels = np.concatenate([b.y for e in seen for b in e])
-        assert np.array_equal(labels, fed.data.labels[plan.index.flatten()])
+        assert np.array_equal(labels, fed.data.labels[index.flatten()])
         assert all(b.mask.eq(1).all() and len(b.mask) == len(b.y) for e in seen for b in e)
 
 
@@ -68,24 +68,24 @@ def test_two_minibatches_by_hand(n, B, sizes):
     """As many images as the last two of an epoch, or as two epochs with one each."""
     fed = federation(LINEAR)
     fed.args.batch_size = B
-    epochs = common.Epochs(fed, [(2, np.arange(n))], 0, epochs=3).by("loop", few=True)
+    epochs = fl.training.few(common.Epochs(fed, 2, np.arange(n), 0, 3, None, 0))
     assert [[len(b.y) for b in minibatches] for minibatches in epochs] == sizes
 
 
 def test_minibatches_are_filled_up_to_one_shape():
     """7 images in minibatches of 5, filled up to 6; 7 and 12 images in one minibatch each."""
     fed = federation(LINEAR)
-    fed.args.batch_size, fed.B = 5, 6
-    one = common.Epochs(fed, [(0, np.arange(7))], 0, epochs=2)
-    for epoch, index in zip(one.by("graphs"), fed.plan(0, np.arange(7), 0, epochs=2).index):
+    fed.args.batch_size, fed.training.B = 5, 6
+    one, two = (common.Epochs(fed, k, np.arange(n), 0, 2, None, 0) for k, n in ((0, 7), (1, 12)))
+    filled = fl.training.FilledEpochs
+    for epoch, index in zip(filled(fed, [one], "graphs"), one.plan()[0]):
         inputs = [b.inputs for b in epoch]
         assert [mask.tolist() for *_, mask in inputs] == [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
         assert [z.shape for z in inputs[0]] == [z.shape for z in inputs[1]]
         assert np.array_equal(torch.cat([z[mask > 0] for z, *_, mask in inputs]), index)
-    both = [(0, np.arange(7)), (1, np.arange(12))]
-    for fed.B, width in ((15, 15), (10, 12)):
-        fed.args.batch_size = 0
-        (b,), (_,) = one.by("together", clients=both)
+    fed.args.batch_size = 0
+    for fed.training.B, width in ((15, 15), (10, 12)):
+        (b,), (_,) = filled(fed, [one, two], "together")
         index, uniform, draw, mask = b.inputs
         assert index.shape == mask.shape == (2, width) and mask.sum(1).tolist() == [7, 12]
         assert uniform.shape == (2, width, 0) and draw.shape == (2, 0)
@@ -102,12 +102,12 @@ def test_minibatches_are_filled_up_to_one_shape():
 def test_every_way_gives_what_the_loop_gives(more, alike, monkeypatch):
     """With clients of equal and unequal size, smaller than a minibatch, and with one client. Those
     with unequally many minibatches do not go together."""
-    fed = federation([*LINEAR, *more, "--epochs", "2", "--momentum", "0.5"])
-    S, used, found = fed.rows(), [], []
+    fed = federation([*LINEAR, *more, "--epochs", "2"])
+    S, used, found = fed.everyone, [], []
     for _ in paths(fed, monkeypatch):
         found.append(trained(fed, S))
-        used.append(fed.used)
-        assert len(fed.graphs) == (fed.used != "loop")  # one shape for all
+        used.append(fed.training.used)
+        assert len(fed.training.graphs) == (used[-1] != "loop")  # one shape for all
     assert used == ["loop", "graphs", "together" if alike else "graphs"]
     change = (found[0] - fed.initial_weights()).norm()
     assert all((z - found[0]).norm() < 1e-5 * change for z in found[1:])
@@ -117,30 +117,6 @@ def test_every_way_gives_what_the_loop_gives(more, alike, monkeypatch):
 def test_threads_change_no_bit(threads):
     assert torch.equal(trained(federation([*UNEQUAL, "--parallel", threads])),
                        trained(federation(UNEQUAL)))
-
-
-def test_a_client_stops_at_its_next_minibatch(monkeypatch):
-    fed = federation(LINEAR)
-    for way in paths(fed, monkeypatch):
-        seen = []
-
-        def client_update(w, epochs):
-            for minibatches in epochs:
-                for b in minibatches:
-                    seen.append(b)
-                    fed.stop = 143
-            return w
-
-        fed.stop = 0
-        fed.proved = {(client_update, way)}
-        with pytest.raises(SystemExit, match="143"):
-            fed.train(client_update, np.arange(2), 0, own=[fed.initial_weights().expand(2, -1)])
-        assert len(seen) == 1
-
-
-def test_a_process_without_clients_in_a_round_gives_no_rows():
-    fed = federation(LINEAR)
-    assert trained(fed, []).shape == (0, fed.net.d)
 
 
 # Steps and graphs
@@ -199,14 +175,13 @@ def test_a_graph_sees_what_changes(monkeypatch):
                 eta += more
                 found = fed.train(client_update, np.arange(2), 0, own=[w], shared=[eta])
                 assert found.eq(expected - 2 * more).all()
-        assert len(fed.graphs) == (fed.used != "loop")
+        assert len(fed.training.graphs) == (fed.training.used != "loop")
 
 
 def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, capsys):
     """A number that changes from call to call would make a graph for each."""
-    fed = federation(LINEAR)
+    fed = on_a_gpu(federation(LINEAR))
     monkeypatch.setattr(fl.training, "capture", eager)
-    fed.way, fed.map = "together", map
 
     @common.step
     def step(w, b, number):
@@ -220,8 +195,8 @@ def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, c
 
     for t in range(2 * fl.training.MOST + 1):
         w = fed.train(client_update, np.arange(2), t, own=[torch.zeros(2, 3)], shared=[float(t)])
-        assert w.eq(2 * t).all() and len(fed.graphs) <= fl.training.MOST
-    assert fed.used == "loop"
+        assert w.eq(2 * t).all() and len(fed.training.graphs) <= fl.training.MOST
+    assert fed.training.used == "loop"
     assert capsys.readouterr().out.count("pass numbers as tensors") == 2
 
 
@@ -295,7 +270,7 @@ def test_tf32_is_for_gpus_from_ampere_on(capsys, monkeypatch):
     parser = common.parser("test")
     refused(capsys, "--precision tf32 is for GPUs", federation, [*QUICK, "--precision", "tf32"])
     for old, default in ((False, "tf32"), (True, "fp32")):
-        monkeypatch.setattr(fl.training, "before_ampere", lambda name, old=old: old)
+        monkeypatch.setattr("fl.flags.lacks_tf32", lambda name, old=old: old)
         assert common.parse(parser, {}, ["--device", "cuda"]).precision == default
         assert common.parse(parser, {}, ["--device", "cpu"]).precision == "fp32"
     refused(capsys, "--precision bf16 is for GPUs from Ampere on", common.parse, parser, {},
@@ -305,7 +280,7 @@ def test_tf32_is_for_gpus_from_ampere_on(capsys, monkeypatch):
 def test_tf32_and_cudnns_timing_are_for_training_alone():
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     flags = lambda: (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
-    for precision, tf32 in (("tf32", True), ("fp32", False)):
-        with fl.training.fast_kernels(precision):
-            assert flags() == (tf32, tf32, True)
+    for precision, tf32, search in (("tf32", True, True), ("fp32", False, False)):
+        with fl.training.fast_kernels(precision, search):
+            assert flags() == (tf32, tf32, search)
         assert flags() == (False, False, False)
