@@ -48,7 +48,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         if is_main_process():
             path = pathlib.Path(path)
             figure.savefig(path)
-            picture = Image.open(path).convert("RGB").quantize(256)  # a third of the bytes
+            picture = Image.open(path).convert("RGB").quantize(64)  # a quarter of the bytes
             picture.save(path, dpi=(300, 300), optimize=True)
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
             say(f"plot    {path}, {path.with_suffix('.svg').name}")
