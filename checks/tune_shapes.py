@@ -29,7 +29,8 @@ RATES = ["--batch-size 20 --lr .02 --lr-decay 1", "--batch-size 20 --lr .05 --lr
          "--batch-size 10 --lr .03 --lr-decay .95", "--batch-size 10 --lr .02 --lr-decay .95"]
 MOMENTA = ["--momentum .9 --lr .02", "--momentum 0 --lr .02", "--momentum 0 --lr .05"]
 METHODS = {  # command, the measure that the method is for, what was tried
-    "fedavg": ("fedavg --eval-every 5", GLOBAL, RATES),
+    "fedavg": ("fedavg --eval-every 5", GLOBAL,
+               [f"--batch-size 10 --lr {lr} --lr-decay .95" for lr in (".05", ".1", ".2")]),
     "superfed, model": ("superfed --mix model", PERSONAL, RATES),
     "superfed, layer": ("superfed --mix layer", PERSONAL, RATES),
     "fedavgm": ("fedavgm --rounds 15", GLOBAL, ["--lr .05 --beta .9", "--lr .02 --beta .9"]),
