@@ -114,11 +114,12 @@ class Net:
             refuse(f"{N} layers are wanted of the model {self.name}, which has only "
                    f"{len(self.passed)}")
         lower, upper, names = self.passed[:n], self.passed[n:], [name for *_, name, _ in kept]
-        end = min((where.start for *_, where in upper if where), default=self.d)
+        end, early = min(((where.start, name) for *_, name, where in upper if where),
+                         default=(self.d, ""))
         why = [f"{name} has requires_grad = False" for *_, name, where in kept if not where]
         why += [f"{name} holds the weights of several layers" for name in names
                 if self.holds_several(name)]
-        why += [f"{upper[0][2]} is registered before {name}, but an image passes {name} first"
+        why += [f"{early} is registered before {name}, but an image passes {name} first"
                 for *_, name, where in lower if where and where.stop > end]
         why += [f"{name} is used again after {upper[0][2]}"
                 for _, last, name, _ in lower if upper and last > upper[0][0]]

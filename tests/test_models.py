@@ -17,8 +17,8 @@ import baselines
 import common
 import fedavg
 import fl.models
-import fl.run
 from conftest import QUICK, federation, refused, run
+from fl.provenance import SHARED
 
 CPU = ["--device", "cpu"]
 TINY = [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1"]
@@ -185,6 +185,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 class Base(nn.Module):
     def __init__(self, num_classes, in_channels=1, size=(4, 4)):
@@ -281,6 +283,45 @@ class Numpy(Base):
     def forward(self, x): return torch.from_numpy(np.tanh(super().forward(x).numpy()))
 class Array(Base):
     def forward(self, x): return super().forward(x).detach().numpy()
+class Whisper(Base):  # too low to be heard in the logits of eight images
+    def forward(self, x): return super().forward(x + 1e-9 * F.dropout(x, 0.01, self.training))
+class NumpyNoise(Base):
+    def forward(self, x): return super().forward(x + 1e-9 * np.random.rand())
+class Overwrites(Base):
+    def forward(self, x):
+        y = self.conv(x).sigmoid()
+        z = y * y
+        y.add_(1)
+        return self.fc(z.flatten(1))
+class Reentrant(Base):
+    def forward(self, x):
+        return self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))
+class Spectral(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.fc = parametrizations.spectral_norm(self.fc)
+class OldNorm(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.fc = nn.utils.weight_norm(self.fc)
+class Lazy(nn.Sequential):
+    def __init__(self, classes): super().__init__(nn.Flatten(), nn.LazyLinear(classes))
+class Copies(Base):  # begins with logits of 0, whatever the seed is
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        nn.init.zeros_(self.fc.bias)
+        self.register_buffer("begin", self.fc.weight.detach().clone())
+    def forward(self, x):
+        return F.linear(F.relu(self.conv(x)).flatten(1), self.fc.weight - self.begin, self.fc.bias)
+class Idle(Base):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.more = nn.Linear(5, 7)
+class Widths(nn.Module):
+    def __init__(self, in_channels=3, channels=64, num_classes=10, classes="many"):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(in_channels, channels, 3), nn.Linear(channels, num_classes)
+    def forward(self, x): return self.fc(self.conv(x).mean((2, 3)))
 class InPlace(Base):
     def forward(self, x): return super().forward(x.mul_(2))
 class Raises(Base):
@@ -336,9 +377,8 @@ def test_a_tensor_may_be_called_start(tmp_path):
 def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     argv = [*TINY, "--model", path(tmp_path, "Residual"), "--out", str(tmp_path / "out")]
     for flags, words in (
-            ([], "two calls on one batch differ: it draws at random, or changes x in place; for "
-             "dropout use --no-dropout, which makes it inactive, and for BatchNorm --batchnorm "
-             "group"),
+            ([], "it draws random numbers; for dropout use --no-dropout, which makes it inactive, "
+             "and for BatchNorm --batchnorm group"),
             (["--no-dropout"], "an image's logits depend on the others of its minibatch; for "
              "BatchNorm use --batchnorm group (GroupNorm instead), or --batchnorm frozen"),
             (["--batchnorm", "group"], "for dropout use --no-dropout")):
@@ -362,15 +402,22 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("Dropout", "two calls on one batch differ: it draws at random, or changes x in place; for "
-     "dropout use --no-dropout, which makes it inactive"),
-    ("Layer", "use --no-dropout"), ("Noise", "two calls on one batch differ"),
-    ("InPlace", "changes x in place"),
+    ("Dropout", "it draws random numbers; for dropout use --no-dropout, which makes it inactive"),
+    ("Layer", "use --no-dropout"), ("Noise", "it draws random numbers"),
+    ("Whisper", "it draws random numbers"), ("NumpyNoise", "it draws random numbers"),
+    ("InPlace", "two calls on one batch differ: it changes x in place"),
+    ("Overwrites", "its gradient can't be computed: one of the variables needed for gradient"),
+    ("Reentrant", "its gradient can't be computed: When use_reentrant=True"),
+    ("Lazy", "1.weight has no shape yet; give the layer its number of inputs"),
+    ("Spectral", "its spectral_norm has buffers that must follow the weights; use "
+     "parametrizations.weight_norm"),
+    ("OldNorm", "and torch.nn.utils.parametrizations in place of old weight_norm or pruning"),
     ("Norm", "an image's logits depend on the others of its minibatch; for BatchNorm use "
      "--batchnorm group (GroupNorm instead), or --batchnorm frozen (constant running statistics, "
      "for a pretrained --init)"),
     ("Momentless", "use --batchnorm group"), ("Functional", "depend on the others"),
-    ("Running", "it changes its buffers in training, which all clients share"),
+    ("Running", "it changes its buffer before.running_mean in training, which all clients share; "
+     "keep it constant (InstanceNorm: track_running_stats=False)"),
     ("Complex", "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
     ("Listed", "it trains tensors that are not its parameters: register them, as modules in an "
      "nn.ModuleList, not in a list"),
@@ -385,7 +432,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     ("Numpy", "numpy() on Tensor that requires grad"), ("Empty", "it has no parameters to train"),
     ("Raises", "KeyError: 'weights'"), ("Gauss", "its `start` gives 'gauss', which is none of"),
     ("Asks", ": missing a required argument: 'depth'; it must be a function or class that gives an "
-     "nn.Module and asks for nothing else than channels, in_channels, classes, num_classes, size"),
+     "nn.Module and asks for nothing else than in_channels (or channels), num_classes (or "
+     "classes) and size"),
     ("old", ": missing a required argument: 'm'; it must be"),
     ("number", "it gives a int, not an nn.Module"),
     ("names", "['fc'] is not a callable object; it must be a function or class that gives"),
@@ -400,7 +448,8 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(name, words
     ("Subclass", {"batchnorm": "group"}, "a Thick does more than BatchNorm; --batchnorm group "
      "can't replace it"),
     ("Norm", {"no_dropout": True}, "use --batchnorm group"),
-    ("Noise", {"no_dropout": True}, "two calls on one batch differ")])
+    ("Noise", {"no_dropout": True}, "it draws random numbers"),
+    ("Spectral", {"no_dropout": True}, "its spectral_norm has buffers that must follow")])
 def test_what_the_flags_do_not_help_is_refused(name, flags, words, tmp_path, capsys):
     refused(capsys, words, common.Net, path(tmp_path, name), *IMAGES, **flags)
 
@@ -428,14 +477,39 @@ def test_a_command_with_such_a_model_is_refused(model, words, tmp_path, capsys):
     refused(capsys, words, fedavg.main, argv)
 
 
+def test_weights_and_buffers_come_from_one_build(tmp_path):
+    """A buffer that copies the initial weights makes all logits 0 at the start, with every seed."""
+    for seed in (0, 1):
+        net = common.Net(path(tmp_path, "Copies"), *IMAGES)
+        w = net.init(common.stream(seed, "initialisation"))
+        assert not net(w, torch.rand(5, *IMAGES[0])).any() and w[20:116].abs().min() > 0
+        net.init(common.stream(7, "initialisation"))  # a client's own start, as in FedMA
+        assert not net(w, torch.rand(5, *IMAGES[0])).any()
+
+
+def test_one_name_of_each_pair_is_filled(tmp_path):
+    """Conv2d(1, 64, 3) and Linear(64, 3): `channels` is a width, and `classes` something else."""
+    assert common.Net(path(tmp_path, "Widths"), *IMAGES).d == 64 * 9 + 64 + 64 * 3 + 3
+
+
+def test_torchvisions_vision_transformer_takes_small_images():
+    """768 * (3 * 16 * 16 + 1) weights cut 32x32 pixels into 4 patches, which have positions, as has
+    the class token; 12 layers, a normalisation and the head."""
+    layer = 4 * 768 * 769 + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+    d = 768 * 769 + 768 * (1 + 4 + 1) + 12 * layer + 2 * 768 + 769 * 10
+    assert common.Net("torchvision:vit_b_16", (3, 32, 32), 10).d == d
+
+
 def test_softmax_and_frozen_parameters_are_noted(tmp_path):
     net = common.Net(path(tmp_path, "Softmax"), *IMAGES)
     assert net.notes == ["note    the model ends in softmax; cross-entropy wants the logits before "
                          "it"]
     net = common.Net(path(tmp_path, "Frozen"), *IMAGES)
     assert net.d == 99 and net.names == ["fc.weight", "fc.bias"]
-    assert net.notes == ["model   20 weights with requires_grad = False stay as they are, "
-                         "with every --seed"]
+    assert net.notes == ["model   20 weights with requires_grad = False stay as they are"]
+    net = common.Net(path(tmp_path, "Idle"), *IMAGES)  # Linear(5, 7) beside 119 weights
+    assert net.notes == ["note    42 of 161 weights are sent without being trained, since nothing "
+                         "depends on them, such as more.weight; set requires_grad = False there"]
 
 
 def test_frozen_parameters_stay_as_they_are(toy, tmp_path):
@@ -496,6 +570,100 @@ def test_buffers_ties_and_the_order_of_registration():
     assert torch.equal(second["code"], saved["code"])
 
 
+CUTS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+class Plain(nn.Module):  # a: 16 * 5 + 5 weights, b: 5 * 4 + 4, c: 4 * classes + classes
+    order = "abc"
+    def __init__(self, classes):
+        super().__init__()
+        layers = {"a": nn.Linear(16, 5), "b": nn.Linear(5, 4), "c": nn.Linear(4, classes)}
+        for name in self.order:
+            setattr(self, name, layers[name])
+        self.change()
+    def change(self): pass
+    def forward(self, x): return self.c(self.b(self.a(x.flatten(1)).relu()).relu())
+class HeadFirst(Plain): order = "cab"
+class Swapped(Plain): order = "bac"
+class FrozenHead(Plain):
+    def change(self): self.c.requires_grad_(False)
+class FrozenBody(Plain):
+    def change(self): self.a.requires_grad_(False)
+class FrozenBias(Plain):
+    def change(self): self.c.bias.requires_grad_(False)
+class Normed(Plain):  # c has 3 magnitudes, 12 directions and 3 biases
+    def change(self): self.c = parametrizations.weight_norm(self.c)
+class Scaled(Plain):
+    def change(self): self.scale = nn.Parameter(torch.ones([]))
+    def forward(self, x): return self.scale * super().forward(x)
+class Positions(Plain):  # 16 weights of its own, added to the pixels
+    def change(self): self.code = nn.Parameter(torch.ones(1, 1, 4, 4))
+    def forward(self, x): return super().forward(x + self.code)
+class TiedHead(Plain):
+    def change(self): self.c.weight = nn.Parameter(self.a.weight[:3, :4].detach()); self.d = self.c
+    def forward(self, x): return self.c(self.b(self.a(x.flatten(1)).relu() + self.d.weight.sum()))
+class TwoNames(nn.Module):  # b has a's matrix, 16 * 16, and a bias; then c, 16 * 3 + 3
+    def __init__(self, classes):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, classes)
+        self.b.weight = self.a.weight
+    def forward(self, x): return self.c(self.b(self.a(x.flatten(1))))
+class Sliced(TwoNames):  # the matrix of the head is a's, used before the head's bias
+    def __init__(self, classes):
+        super().__init__(classes)
+        del self.b
+        self.c.weight = self.a.weight
+    def forward(self, x): return self.a(x.flatten(1)) @ self.c.weight[:, :3] + self.c.bias
+class Dictionary(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.p = nn.ParameterDict({"a": torch.randn(5, 16), "b": torch.randn(classes, 5)})
+    def forward(self, x): return F.linear(F.linear(x.flatten(1), self.p["a"]), self.p["b"])
+class Recurrent(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.a, self.b, self.c = nn.RNNCell(4, 5), nn.RNNCell(5, 5), nn.Linear(5, classes)
+    def forward(self, x):
+        h = k = x.new_zeros(len(x), 5)
+        for row in range(4):
+            h = self.a(x[:, 0, row], h)
+            k = self.b(h, k)
+        return self.c(k)
+"""
+
+
+@pytest.mark.parametrize("name, first, last", [  # w's parts: the first layer's, the last layer's
+    ("Plain", (0, 85), (109, 124)),
+    ("HeadFirst", "c is registered before a, but an image passes a first", "c is registered before"
+     " a, but an image passes a first"),
+    ("Swapped", "b is registered before a, but", (109, 124)),
+    ("FrozenHead", (0, 85), "c has requires_grad = False"),
+    ("FrozenBody", "a has requires_grad = False", (24, 39)),
+    ("FrozenBias", (0, 85), (109, 121)), ("Normed", (0, 85), (109, 127)),
+    ("Scaled", *2 * ["the root module is registered before a, but"]),
+    ("Positions", (0, 16), (125, 140)),
+    ("TiedHead", (0, 85), "b is registered before c, but"),
+    ("TwoNames", "a and b share a tensor", (288, 339)),
+    ("Sliced", "a and c share a tensor", "a and c share a tensor"),
+    ("Dictionary", "p holds the weights of several layers", "p holds the weights of several"),
+    ("Recurrent", "a is used again after b", (115, 133)),
+])
+def test_layers_are_divided_where_an_image_passes_from_one_to_the_next(name, first, last, tmp_path,
+                                                                       capsys):
+    """Or the network is refused by what keeps a part of w apart."""
+    file = tmp_path / "cuts.py"
+    file.write_text(CUTS)
+    net = common.Net(f"{file}:{name}", *IMAGES)
+    for divide, want in ((net.first_layers, first), (net.last_layers, last)):
+        if isinstance(want, str):
+            refused(capsys, want, divide, 1)
+        else:
+            assert divide(1) == slice(*want)
+
+
 def test_single_numbers_among_the_parameters_and_an_extra_state(toy, tmp_path):
     """A learned scale is in model.pt, as is what get_extra_state returns."""
     file = tmp_path / "mine.py"
@@ -525,8 +693,8 @@ class Mine(nn.Sequential):
     assert module.version == 5
 
 
-def test_a_state_dict_of_ones_own(tmp_path, capsys):
-    """Detached tensors are found by their names; what has neither is refused at the start."""
+def test_a_state_dict_of_ones_own(tmp_path):
+    """It may give its tensors other names."""
     file = tmp_path / "mine.py"
     file.write_text("""
 from torch import nn
@@ -538,10 +706,9 @@ class Detached(nn.Sequential):
 class Renamed(Detached):
     def old(self, name): return f"old.{name}"
 """)
-    net = common.Net(f"{file}:Detached", *IMAGES)
-    assert net.state_dict(torch.full((net.d,), 7.0))["1.bias"].tolist() == [7, 7, 7]
-    refused(capsys, "its state_dict() has old.1.weight, neither parameter nor buffer",
-            common.Net, f"{file}:Renamed", *IMAGES)
+    for name, bias in (("Detached", "1.bias"), ("Renamed", "old.1.bias")):
+        net = common.Net(f"{file}:{name}", *IMAGES)
+        assert net.state_dict(torch.full((net.d,), 7.0))[bias].tolist() == [7, 7, 7]
 
 
 def test_a_constructor_that_draws_with_numpy_or_random(tmp_path):
@@ -576,6 +743,27 @@ def test_a_file_that_has_changed_is_loaded_anew(tmp_path):
                         f"    torch.nn.Flatten(), torch.nn.Linear(16, {n}),\n"
                         f"    torch.nn.Linear({n}, classes))  # {'x' * n}\n")
         assert common.Net(f"{file}:mine", *IMAGES).d == 17 * n + 3 * n + 3
+
+
+def test_files_beside_a_file_are_its_own(tmp_path, capsys):
+    """Two folders with a utils.py each: the second is refused, as is a name of Python's own. An
+    edited helper is loaded anew."""
+    mine = "import torch\nfrom torch import nn\nfrom {0} import width\n" \
+        "def mine(classes): return nn.Sequential(nn.Flatten(), nn.Linear(16, width), " \
+        "nn.Linear(width, classes))\n"
+    for folder, helper in (("a", "own_utils"), ("b", "own_utils"), ("c", "calendar")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(mine.format(helper))
+        (tmp_path / folder / f"{helper}.py").write_text("from own_width import width\n")
+        (tmp_path / folder / "own_width.py").write_text("width = 3\n")
+    net = common.Net(f"{tmp_path / 'a' / 'mine.py'}:mine", *IMAGES)
+    assert net.d == 17 * 3 + 4 * 3
+    for folder, name in (("b", "own_utils"), ("c", "calendar")):
+        own = tmp_path / folder / f"{name}.py"
+        refused(capsys, f"mine.py imports {name}, which can be {own} or /", common.Net,
+                f"{tmp_path / folder / 'mine.py'}:mine", *IMAGES)
+    (tmp_path / "a" / "own_width.py").write_text("width = 5  # now\n")
+    assert common.Net(f"{tmp_path / 'a' / 'mine.py'}:mine", *IMAGES).d == 17 * 5 + 6 * 3
 
 
 def test_bf16_is_tried_at_the_start(tmp_path, capsys):
@@ -626,7 +814,7 @@ def test_torchvisions_mobilenet_takes_a_step(tmp_path, capsys):
     record, _ = run(fedavg, argv, tmp_path)
     assert "model   BatchNorm layers that became GroupNorm: 34\n" in capsys.readouterr().out
     assert record["batchnorm_layers"] == 34 and record["parameters"] == 1_528_106
-    assert set(record["environment"]["sources"]) == {"fedavg.py", *fl.run.SHARED}
+    assert set(record["environment"]["sources"]) == {"fedavg.py", *SHARED}
 
 
 # State dicts: --init, model.pt, clients.pt
@@ -697,6 +885,24 @@ def test_other_files_are_refused(contents, words, tmp_path, capsys):
     refused(capsys, words, net.load, str(tmp_path / "init.pt"))
 
 
+def test_noise_that_comes_with_the_state_dict_is_refused(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("""
+import torch
+from torch import nn
+class Mine(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(nn.Flatten(), nn.Linear(16, classes))
+        self.register_buffer("rate", torch.tensor(0.0))
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, float(self.rate), bool(self.rate > 0)))
+""")
+    net, more = common.Net(f"{file}:Mine", *IMAGES), {"1.weight": torch.ones(3, 16)}
+    more |= {"1.bias": torch.ones(3), "rate": torch.tensor(0.001)}
+    torch.save(more, tmp_path / "init.pt")
+    refused(capsys, "init.pt: it draws random numbers", net.load, str(tmp_path / "init.pt"))
+
+
 def test_frozen_batchnorm_keeps_the_statistics_of_the_state_dict(tmp_path):
     """They come with --init, are constants in training, and stand in model.pt."""
     module = module_of(tmp_path, "Residual")(3, 10)
@@ -730,7 +936,7 @@ def accuracy(fed, module, index=None):
 
 def test_model_pt_is_the_modules_own_state_dict(tmp_path):
     """In the bare module it gives the accuracy of the record."""
-    argv = [*QUICK, "--model", path(tmp_path, "Base"), "--lr", "0.03", "--momentum", "0.9",
+    argv = [*QUICK, "--model", path(tmp_path, "Base"), "--lr", "0.03",
             "--split", "iid", "--limit", "1000", "--epochs", "3", "--transform", "normalize"]
     record, state = run(fedavg, argv, tmp_path / "out")
     module = module_of(tmp_path, "Base")(10, 3, (32, 32))
