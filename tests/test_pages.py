@@ -16,7 +16,7 @@ import baselines
 import common
 import compare
 import fedavg
-from comparing import benchmark
+from comparing import benchmark, planning
 from docs import build
 from docs.build import choices, pseudocode, tags
 from fl import records
@@ -293,11 +293,11 @@ def test_the_page_on_extending_shows_lines_of_the_file():
 
 
 def test_what_methods_have_of_their_own_is_told():
-    """docs/compare.md has a row for each of compare.OWN, with its reason and its settings for the
+    """docs/compare.md has a row for each of planning.OWN, with its reason and its settings for the
     defaults."""
     page = (HERE / "docs" / "compare.md").read_text()
     shared = compare.arguments(["--methods", "all"])[1]
-    for name, (settings, why) in compare.OWN.items():
+    for name, (settings, why) in planning.OWN.items():
         assert f"| {name} | `{' '.join(compare.flags(settings(shared)))}` | {why} |" in page, name
 
 
