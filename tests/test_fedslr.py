@@ -12,6 +12,7 @@ from torch import nn
 import common
 import fedavg
 import fedslr
+import fl.records
 import fl.training
 from conftest import QUICK, killed, paths, pixels, refused, run, same, softmax_gradient
 from papers import fedslr_factors
@@ -621,7 +622,7 @@ def test_the_command_writes_the_factors_and_times_them(tmp_path, capsys):
     before, state = run(fedslr, argv, tmp_path)
     fedslr_factors.main([str(tmp_path)])
     assert "20 images take" in capsys.readouterr().out
-    after = json.loads((tmp_path / "result.json").read_text())
+    after = fl.records.read(tmp_path / "result.json")
     latency = after["final"].pop("latency")
     assert after == before and set(latency) == {"dense_ms", "factorised_ms"}
     assert min(latency.values()) > 0
@@ -633,22 +634,22 @@ def test_the_command_writes_the_factors_and_times_them(tmp_path, capsys):
     x = fed.transform(fed.images[:5])
     torch.testing.assert_close(thin(x), fed.net(state["w"], x), atol=1e-4, rtol=1e-4)
     run(fedslr, [*argv, "--resume"], tmp_path)  # a finished run: the record stays
-    assert json.loads((tmp_path / "result.json").read_text())["final"]["latency"] == latency
+    assert fl.records.read(tmp_path / "result.json")["final"]["latency"] == latency
 
 
 def test_folders_without_a_finished_run_of_fedslr_are_refused(tmp_path, capsys):
     def no(words):
         refused(capsys, words, fedslr_factors.main, [str(tmp_path)])
 
-    no("result.json can't be read (FileNotFoundError)")
+    no("there is no record")
     run(fedavg, [*SMALL, "--rounds", "1"], tmp_path)
     no("fedavg.py, finished; name the --out folder of a finished run of fedslr.py")
-    record = json.loads((tmp_path / "result.json").read_text())
-    (tmp_path / "result.json").write_text(json.dumps({**record, "algorithm": "fedslr"}))
+    record = fl.records.read(tmp_path / "result.json")
+    (tmp_path / "result.json").write_text(fl.records.text({**record, "algorithm": "fedslr"}))
     (tmp_path / "model.pt").write_text("no weights")
     no("model.pt can't be read (UnpicklingError)")
     (tmp_path / "result.json").write_text("no record")
-    no("result.json can't be read (JSONDecodeError)")
+    no("result.json can't be read as a record (JSONDecodeError)")
 
 
 # Arguments
