@@ -53,7 +53,7 @@ for each client of S and returns its results, a row for each client. A GPU may t
 once: client_update then sees [m, d] instead of [d].
 
 V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S;
-V[S] = y replaces them; V.all has all rows. federation.mean(x) is the plain mean of the rows of x
+V[S] = y replaces them; V.all has all rows. x.mean(0) is the plain mean of the rows of x
 over S_t; mean(x, n_k) weights them by n_k; sum(x) adds them up.
 """
 
@@ -109,7 +109,7 @@ def sum_of_gradients(gradient):
 
     def total(w, epochs):
         sum_k = torch.zeros_like(w)
-        for minibatches in epochs(epochs=1, order=1):
+        for minibatches in epochs.again(epochs=1, order=1):
             for b in minibatches:
                 sum_k = add(sum_k, w, b)
         return sum_k
@@ -121,7 +121,7 @@ def sum_of_gradients(gradient):
 # layer makes two parts of w, the lower layers w[:cut] and the upper layers w[cut:].
 
 
-def personal_layers(federation, args):
+def personal_layers(federation, run, args):
     """Returns the slice of w that a client keeps: its last N layers, for lg-fedavg its first N. The
     run prints which layers these are."""
     net, N = federation.net, args.personal
@@ -131,8 +131,7 @@ def personal_layers(federation, args):
         part = net.last_layers(1 if N is None else N)
     names = [name for name, where in net.layers if part.start <= where.start < part.stop]
     names = " to ".join(dict.fromkeys([*names[:1], *names[-1:]])) or "no layer"
-    federation.notes.append(f"note    personal: {names} ({part.stop - part.start:,} of {net.d:,} "
-                            "weights)")
+    run.note(f"note    personal: {names} ({part.stop - part.start:,} of {net.d:,} weights)")
     return part
 
 
@@ -236,13 +235,13 @@ def centralised(federation, run, args):
 
     epochs = max(1, round(args.fraction * args.epochs))  # D1
     state = State(w=federation.initial_weights())  # l.1: [d]
-    P = np.concatenate(federation.whole_split.train)  # l.1: indices of images
-    centre = federation.rows([0])  # client 0 trains on P, in one process
+    P = np.concatenate(federation.split.train)  # l.1: indices of images
+    centre = [0]  # client 0 trains on P
     for t in run.rounds(state):  # l.2
-        w = state.w.expand(len(centre), -1)  # [1, d]; [0, d] where nobody trains
+        w = state.w.expand(1, -1)  # [1, d]
         w = federation.train(client_update, centre, t, own=[w], shared=[federation.eta(t)],
                              epochs=epochs, images=[P for _ in centre])  # l.3
-        state.w = federation.sum(w)  # the one row, now in all processes
+        state.w = w[0]
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 
@@ -271,7 +270,7 @@ def fedprox(federation, run, args):
     D4  Line 4 weights by n_k. The paper's listing draws clients by n_k and takes the plain mean;
         its experiments draw them uniformly and weight by n_k, as we do.
     """
-    mu = 0.0 if args.method == "fedavg-ft" else args.mu
+    mu = args.mu if args.method in ("fedprox", "fedprox-ft") else 0.0
     gradient, sgd = local_sgd(federation.net, args)
     sgd_step = fedavg_step(federation.net, args)
 
@@ -299,12 +298,12 @@ def fedprox(federation, run, args):
         w_t = state.w.expand(len(S), -1)  # [m, d]
         w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.2-3: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(w_k, n_k)  # l.4 (D4): [d]
+        state.w = n_k @ w_k / n_k.sum()  # l.4 (D4): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             v = state.w  # the personal model: [d]; for -ft methods in the end [K, d]
             if args.method.endswith("-ft") and t == args.rounds - 1:
-                everyone, T = federation.rows(), args.rounds
+                everyone, T = federation.everyone, args.rounds
                 v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
                 v = federation.train(fine_tune, everyone, T, own=[v], shared=[federation.eta(T)],
                                      epochs=args.finetune_epochs)  # l.6 (D3)
@@ -364,8 +363,8 @@ def scaffold(federation, run, args):
         n_k = federation.n[S, None]  # [m, 1]
         y_k, c_plus = federation.train(client_update, S, t, own=[x, c_k, n_k],
                                        shared=[eta, state.c])  # l.3-6: [m, d] each
-        state.x = state.x + args.global_lr * federation.mean(y_k - x)  # l.7 (D1)
-        state.c = state.c + federation.sum(c_plus - c_k) / federation.K  # l.8
+        state.x = state.x + args.global_lr * (y_k - x).mean(0)  # l.7 (D1)
+        state.c = state.c + (c_plus - c_k).sum(0) / federation.K  # l.8
         state.c_k[S] = c_plus  # l.9
         run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
         if run.evaluates():
@@ -415,12 +414,12 @@ def feddyn(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         w, g_k = state.w.expand(len(S), -1), state.G[S]  # [m, d] each
         theta_k, g_k = federation.train(client_update, S, t, own=[w, g_k], shared=[eta])  # l.3-6
-        state.h = state.h - alpha / K * federation.sum(theta_k - w)  # l.7: [d]
-        state.w = federation.mean(theta_k) - state.h / alpha  # l.8: [d]
+        state.h = state.h - alpha / K * (theta_k - w).sum(0)  # l.7: [d]
+        state.w = theta_k.mean(0) - state.h / alpha  # l.8: [d]
         state.G[S], state.Theta[S] = g_k, theta_k
         run.sent(up=theta_k.numel(), down=theta_k.numel())
         if run.evaluates():
-            of_all = federation.sum(state.Theta) / K  # D2
+            of_all = state.Theta.sum() / K  # D2
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w),
                     all=federation.evaluate(of_all))
 
@@ -493,12 +492,12 @@ def apfl(federation, run, args):
         w_k, v_k, alpha_k = federation.train(client_update, S, t, own=[w, v, alpha],
                                              shared=[eta])  # l.3-8
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(w_k, n_k)  # l.9 (D5): [d]
+        state.w = n_k @ w_k / n_k.sum()  # l.9 (D5): [d]
         state.alpha[S], state.V[S] = alpha_k, v_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(mixtures),
-                    apfl_alpha=float(federation.gather(state.alpha.all).mean()))
+                    apfl_alpha=float(state.alpha.all.mean()))
 
 
 def fedper(federation, run, args):
@@ -518,7 +517,7 @@ def fedper(federation, run, args):
     D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
     """
     sgd_step = fedavg_step(federation.net, args)
-    head = personal_layers(federation, args)  # a slice of w (D1)
+    head = personal_layers(federation, run, args)  # a slice of w (D1)
 
     def client_update(w, epochs, eta):  # l.3: w is (w_k, v_k)
         u = torch.zeros_like(w)
@@ -538,7 +537,7 @@ def fedper(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(trained, n_k)  # l.5 (D3): [d]; its head is not used
+        state.w = n_k @ trained / n_k.sum()  # l.5 (D3): [d]; its head is not used
         state.V[S] = trained[:, head]
         sent = len(S) * head.start
         run.sent(up=sent, down=sent)
@@ -570,15 +569,15 @@ def fedrep(federation, run, args):
         the mean of the sampled heads.
     """
     on_body, on_head = steps_on_parts(federation.net, args)
-    head = personal_layers(federation, args)  # a slice of w; the body is before it
+    head = personal_layers(federation, run, args)  # a slice of w; the body is before it
 
     def client_update(w, v, epochs, eta):  # l.3: w_k = w
         u = torch.zeros_like(v)
-        for minibatches in epochs(order=1):  # l.4
+        for minibatches in epochs.again(order=1):  # l.4
             for b in minibatches:  # l.4
                 v, u = on_head(v, u, w, b, eta, args.weight_decay)  # l.4
         u = torch.zeros_like(w)
-        for minibatches in epochs(epochs=args.body_epochs):  # l.5 (D1)
+        for minibatches in epochs.again(epochs=args.body_epochs):  # l.5 (D1)
             for b in minibatches:  # l.5
                 w, u = on_body(w, u, v, b, eta, args.weight_decay)  # l.5
         return w, v
@@ -596,7 +595,7 @@ def fedrep(federation, run, args):
         w_k, v_k = federation.train(client_update, S, t, own=[w, state.V[S]], shared=[eta])  # l.3-5
         n_k = federation.n[S]  # [m]
         both = torch.cat([w_k, v_k], 1)  # [m, d]
-        state.w = federation.mean(both, n_k)  # l.6 (D3): [d]; its head is not used
+        state.w = n_k @ both / n_k.sum()  # l.6 (D3): [d]; its head is not used
         state.V[S] = v_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -625,7 +624,7 @@ def lg_fedavg(federation, run, args):
         further losses for v_k.
     """
     sgd_step = fedavg_step(federation.net, args)
-    lower = personal_layers(federation, args)  # a slice of w (D1)
+    lower = personal_layers(federation, run, args)  # a slice of w (D1)
 
     def client_update(w, epochs, eta):  # l.3: w is (v_k, w_k)
         u = torch.zeros_like(w)
@@ -644,7 +643,7 @@ def lg_fedavg(federation, run, args):
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
-        state.w = federation.mean(trained)  # l.5 (D4): [d]; its lower layers are not used
+        state.w = trained.mean(0)  # l.5 (D4): [d]; its lower layers are not used
         state.V[S] = trained[:, lower]
         sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)
@@ -686,7 +685,7 @@ def ditto(federation, run, args):
             for b in minibatches:  # l.4
                 w, u = sgd_step(w, u, b, eta)  # l.4
         u = torch.zeros_like(v)
-        for minibatches in epochs(epochs=s):  # l.5 (D1)
+        for minibatches in epochs.again(epochs=s):  # l.5 (D1)
             for b in minibatches:  # l.5
                 v, u = personal_step(v, u, w_t, b, eta)
         return w, v
@@ -697,7 +696,7 @@ def ditto(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         w_t, v = state.w.expand(len(S), -1), state.V[S]  # [m, d] each
         w_k, v_k = federation.train(client_update, S, t, own=[w_t, v], shared=[eta])  # l.3-5
-        state.w = federation.mean(w_k)  # l.6 (D3): [d]
+        state.w = w_k.mean(0)  # l.6 (D3): [d]
         state.V[S] = v_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
@@ -758,7 +757,7 @@ def pfedme(federation, run, args):
         eta_p = eta * (args.theta_lr / args.lr)  # D5
         w = state.w.expand(len(S), -1)  # [m, d]
         theta_k, w_k = federation.train(client_update, S, t, own=[w], shared=[eta, eta_p])  # l.3-6
-        mean = federation.mean(w_k, federation.n[S])  # l.7 (D7): [d]
+        mean = federation.n[S] @ w_k / federation.n[S].sum()  # l.7 (D7): [d]
         state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * mean  # l.7
         state.Theta[S], state.W[S] = theta_k, w_k
         run.sent(up=w_k.numel(), down=w_k.numel())
@@ -818,13 +817,13 @@ def per_fedavg(federation, run, args):
         return w - alpha * total(w, epochs) / n_k  # l.8 (D4)
 
     state = State(w=federation.initial_weights())  # l.1: [d]
-    everyone = federation.rows()
+    everyone = federation.everyone
     for t in run.rounds(state):  # l.2
         S, beta = federation.sample(t), federation.eta(t)  # l.2
         w = state.w.expand(len(S), -1)  # [m, d]
         w_k = federation.train(client_update, S, t, own=[w], shared=[beta])  # l.3-6: [m, d]
         n_k = federation.n[S]  # [m]
-        state.w = federation.mean(w_k, n_k)  # l.7 (D3): [d]
+        state.w = n_k @ w_k / n_k.sum()  # l.7 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             own = [state.w.expand(len(everyone), -1), federation.n[:, None]]  # [K, d], [K, 1]
@@ -834,7 +833,7 @@ def per_fedavg(federation, run, args):
 
 def refuse_small_clients(federation, args):
     """Refuses --method per-fedavg where a client has too few minibatches for one step."""
-    least = int(federation.gather(federation.n).min())
+    least = int(federation.n.min())
     if args.epochs * ceil(least / (args.batch_size or least)) < 2:
         common.refuse(f"a step of per-fedavg takes 2 minibatches, and a client with {least} images "
                       "has fewer; use more --epochs or a smaller --batch-size")
@@ -908,7 +907,7 @@ def fedspa(federation, run, args):
         own = [state.w.expand(len(S), -1), state.M[S].float()]  # [m, d] each
         U_k, M_k = federation.train(client_update, S, t, own=own, shared=[eta, left])  # l.3-7
         n_k = federation.n[S]  # [m]
-        state.w = state.w + federation.mean(U_k, n_k)  # l.8 (D5): [d]
+        state.w = state.w + n_k @ U_k / n_k.sum()  # l.8 (D5): [d]
         state.M[S] = M_k.bool()
         run.sent(up=len(S) * active, down=len(S) * active)
         if run.evaluates():
@@ -1000,13 +999,10 @@ def fedma(federation, run, args):
     state = State(w=federation.initial_weights())  # l.1: [d]
     for t in run.rounds(state):  # l.2
         S = federation.sample(t)  # l.2 (D7)
-        # the sampled clients of all processes, and which of them belong to this process
-        numbers = sampled_numbers(federation, S)
-        mine = np.flatnonzero(np.isin(numbers, federation.clients))
         w, w_k = state.w.clone(), state.w.repeat(len(S), 1)  # l.3: [d], [m, d]
         own_start = t == 0 and not args.common_start
         if own_start:
-            for i, k in enumerate(federation.clients[S]):
+            for i, k in enumerate(S):
                 w_k[i] = net.init(common.stream(args.seed, "initialisation", 0, k + 1))  # l.3 (D6)
         for l, (_, layer) in enumerate(net.layers):  # l.4: from 0; `layer` is its slice of w
             last = l == L - 1
@@ -1018,16 +1014,15 @@ def fedma(federation, run, args):
             free = federation.train(client_update, S, t, own=[free, matched], shared=[eta, decay],
                                     epochs=epochs, order=l)  # l.5
             w_k = torch.cat([matched, free], 1)
-            # [m of all processes, units, inputs + 1]
-            U = by_unit(federation.gather(w_k[:, layer], numbers), units[l])
+            U = by_unit(w_k[:, layer], units[l])  # [m, units, inputs + 1]
             if not last:
                 Pi = match(U)  # l.6 (D1, D2): [m, units]
                 w[layer] = flat(in_order(U, Pi).mean(0, keepdim=True))[0]  # l.7 (D3)
                 w_k[:, layer] = w[layer]  # l.7
                 following, out = net.layers[l + 1][1], units[l + 1]
-                w_k[:, following] = inputs_in_order(w_k[:, following], out, Pi[mine])  # l.8
+                w_k[:, following] = inputs_in_order(w_k[:, following], out, Pi)  # l.8
             else:
-                n_kc = federation.gather(held[S], numbers)  # [m, classes]
+                n_kc = held[S]  # [m, classes]
                 n_kc = torch.where(n_kc.sum(0) > 0, n_kc, 1)  # D5
                 weights = (n_kc / n_kc.sum(0))[:, :, None]
                 w[layer] = flat((U * weights).sum(0, keepdim=True))[0]  # l.9
@@ -1038,13 +1033,6 @@ def fedma(federation, run, args):
         run.sent(up=w_k.numel(), down=first + all_but_last + permutations)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
-
-
-def sampled_numbers(federation, S):
-    """Returns the indices of the sampled clients of all processes. S: this process's rows."""
-    taken = torch.zeros_like(federation.n)
-    taken[S] = 1
-    return np.flatnonzero(federation.gather(taken).cpu().numpy())
 
 
 def by_unit(x, out):
@@ -1137,9 +1125,9 @@ def order_is_free(net, units, x):
 # Around it
 
 METHODS = {
-    "local": local_training, "centralised": centralised, "fedavg-ft": fedprox, "fedprox": fedprox,
-    "fedprox-ft": fedprox, "scaffold": scaffold, "feddyn": feddyn, "apfl": apfl, "fedper": fedper,
-    "fedrep": fedrep, "lg-fedavg": lg_fedavg, "ditto": ditto, "pfedme": pfedme,
+    "local": local_training, "centralised": centralised, "fedavg": fedprox, "fedavg-ft": fedprox,
+    "fedprox": fedprox, "fedprox-ft": fedprox, "scaffold": scaffold, "feddyn": feddyn, "apfl": apfl,
+    "fedper": fedper, "fedrep": fedrep, "lg-fedavg": lg_fedavg, "ditto": ditto, "pfedme": pfedme,
     "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,
 }
 
@@ -1245,11 +1233,9 @@ def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
     args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
-    run = common.Run(__file__, federation, FIXED_ROUNDS.get(args.method, ""))
-    run.algorithm = args.method
+    run = common.Run(__file__, federation, args.method, FIXED_ROUNDS.get(args.method, ""))
     if args.momentum and args.method in ("scaffold", "per-fedavg", "pfedme"):
-        federation.notes.append(
-            "note    its paper has no momentum: use --momentum 0, and choose --lr anew")
+        run.note("note    its paper has no momentum: use --momentum 0, and choose --lr anew")
     METHODS[args.method](federation, run, args)
     return run.record()
 
