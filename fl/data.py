@@ -127,9 +127,7 @@ def make_data(name, source, arrays, test_share=None, classes=None):
     if missing := [f"{z}_{part}" for part in parts for z in "xy" if f"{z}_{part}" not in arrays]:
         refuse(f"{source} has no array {missing[0]}; it needs {', '.join(ARRAYS[:4])}")
     x = {part: check_images(source, f"x_{part}", arrays[f"x_{part}"]) for part in parts}
-    anew = numbered(*(f"y_{part}" for part in parts))
-    y = {part: check_labels(source, part, len(x[part]), arrays[f"y_{part}"], anew)
-         for part in parts}
+    y = {part: check_labels(source, part, len(x[part]), arrays[f"y_{part}"]) for part in parts}
     a = x["train"]
     for part, b in x.items():
         if (a.shape[1:], a.dtype) != (b.shape[1:], b.dtype):
@@ -140,7 +138,7 @@ def make_data(name, source, arrays, test_share=None, classes=None):
         names, said = tuple(map(str, said)), np.array(len(said))
     if said.ndim or said.dtype.kind not in "iu":
         refuse(f"{source}: the array classes must be their number, or their names")
-    n = count_classes(source, y, classes or int(said), anew)
+    n = count_classes(source, y, classes or int(said))
     owner, test_owner = check_owners(source, arrays, y)
     if not test_share and "test" not in parts:
         refuse(f"{source} has no test images; add x_test and y_test (in a folder of images: "
@@ -155,12 +153,12 @@ def make_data(name, source, arrays, test_share=None, classes=None):
     images, labels = (np.concatenate([z[part] for part in ("train", "test", "val") if part in z])
                       for z in (x, y))
     return Data(name, images, labels, len(y["train"]), n, owner, test_owner, len(y.get("val", ())),
-                names, tuple(arrays.get("notes", ())))
+                names, tuple(map(str, arrays.get("notes", ()))))
 
 
 def check_images(source, key, x):
     """Returns the images as [n,H,W,C] of uint8, or of float32, where 65535 of uint16 is 1."""
-    if x.dtype == np.uint16:
+    if x.dtype.newbyteorder("=") == np.uint16:  # either byte may come first
         x = x / np.float32(65535)
     if x.dtype.kind == "f":
         x = x.astype(np.float32, copy=False)
@@ -179,71 +177,53 @@ def check_images(source, key, x):
     return x.reshape(*x.shape[:3], -1)
 
 
-def check_labels(source, part, n, y, anew):
-    """Returns the labels of n images as [n] int64. anew: advice for the refusals."""
+def check_labels(source, part, n, y):
+    """Returns the labels of n images as [n] int64."""
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if y.ndim == 2 and len(y) == n:
         refuse(f"{source}: y_{part} has the shape {y.shape}; multi-label is not supported (one-hot "
                f"labels become classes by y_{part}.argmax(1))")
     if y.dtype.kind not in "iu":
-        refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - "
-               f"1: {anew}")
+        refuse(f"{source}: y_{part} holds {y.dtype}; labels must be integers from 0 to classes - 1")
     if y.shape != (n,):
         refuse(f"{source}: x_{part} has {n} images, y_{part} the shape {y.shape}; there must be "
                "one label per image")
     return y.astype(np.int64)
 
 
-def numbered(*names):
-    """Returns code that numbers what the arrays hold, together: equal values get equal numbers."""
-    if len(names) == 1:
-        return f"{names[0]} = numpy.unique({names[0]}, return_inverse=True)[1]"
-    ends = ", ".join(f"len({name})" for name in names[:-1])
-    ends = f"numpy.cumsum([{ends}])" if len(names) > 2 else f"[{ends}]"
-    whole = ", ".join(f"*{name}" for name in names)
-    return (f"{', '.join(names)} = numpy.split(numpy.unique([{whole}], return_inverse=True)[1], "
-            f"{ends})")
-
-
-def count_classes(source, y, said, anew):
+def count_classes(source, y, said):
     """Returns the number of classes: what the user says, else one more than the largest label."""
     trained, every = np.unique(y["train"]), np.unique(np.concatenate([*y.values()]))
     n = said or int(trained[-1]) + 1
-    more = "; or, if training images lack a class, say how many there are: --classes"
     if every[0] < 0:
-        refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1: "
-               f"{anew}")
+        refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1")
     if every[-1] >= n:
         why = f"there are only {n} classes" if said else f"no training label is above {n - 1}"
-        refuse(f"{source}: there is the label {every[-1]}, but {why}; number the labels together: "
-               f"{anew}{more} {every[-1] + 1}")
+        refuse(f"{source}: there is the label {every[-1]}, but {why}; if training images may lack "
+               f"a class, say how many there are: --classes {every[-1] + 1}")
     if not said and len(trained) < n:
         gap = np.flatnonzero(trained != np.arange(len(trained)))[0]
         refuse(f"{source}: labels go up to {n - 1}, but no training image has the label {gap}; "
-               f"number the classes from 0: {anew}{more} {n}")
+               f"number the classes from 0, or say how many there are: --classes {n}")
     return n
 
 
 def check_owners(source, arrays, y):
     """Returns the client of each training image and of each test image, None where the data set
     does not say it. Refuses clients that are not numbered 0, 1, 2, ..."""
-    owners = {part: arrays[f"client_{part}"] for part in ("train", "test")
-              if f"client_{part}" in arrays}
-    anew = numbered(*(f"client_{part}" for part in owners))
-    for part, z in owners.items():
-        n, whole = len(y.get(part, ())), z.dtype.kind in "iu"
-        if not whole or z.shape != (n,):
+    train, test = (arrays.get(f"client_{part}") for part in ("train", "test"))
+    for part, z in (("train", train), ("test", test)):
+        n = len(y.get(part, ()))
+        if z is not None and (z.dtype.kind not in "iu" or z.shape != (n,)):
             refuse(f"{source}: client_{part} is {z.dtype} of the shape {z.shape}; it must give an "
-                   f"integer, its client, for each of the {n} images of x_{part}"
-                   + f": {anew}" * (not whole))
-    train, test = owners.get("train"), owners.get("test")
+                   f"integer, its client, for each of the {n} images of x_{part}")
     if test is not None and train is None:
         refuse(f"{source} has client_test, but no client_train; it needs both, or neither")
     if train is not None and (train.min() or train.max() != len(np.unique(train)) - 1):
-        refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps: {anew}")
+        refuse(f"{source}: client_train must number the clients 0, 1, 2, ... without gaps")
     if test is not None and not np.array_equal(np.unique(test), np.unique(train)):
         refuse(f"{source}: client_test must give each client of client_train test images, and "
-               f"nobody else; leave it out, or, if the same client has two numbers: {anew}")
+               "nobody else; leave it out if that is not so")
     return [z if z is None else z.astype(np.int64) for z in (train, test)]
 
 
@@ -301,9 +281,11 @@ def remarks(data):
     if data.images.dtype == np.float32 and (top := data.images.max()) > 50:
         notes.append(f"note    images are floats up to {top:g}, and only --transform normalize "
                      "scales floats; divide them by 255, or use it")
-    if data.images.dtype == np.uint8 and (top := data.images.max()) < 32:
-        notes.append(f"note    images are whole numbers up to {top}, where 255 is white; if your "
-                     f"{top} is white, multiply them, or use --transform normalize")
+    white = 255 if data.images.dtype == np.uint8 else 1
+    if data.images.min() >= 0 and (top := data.images.max() / white) < 1 / 8:
+        notes.append(f"note    the brightest pixel has {top:.3g} of white, as 12-bit pixels in 16 "
+                     "bits would; if that is your white, multiply the pixels, or use --transform "
+                     "normalize")
     has, tested = (np.bincount(data.labels[part], minlength=data.classes)
                    for part in (slice(data.n_train), data.central))
     for lacking, kind in ((has == 0, "training"), ((has > 0) & (tested == 0), "test")):

@@ -2,8 +2,8 @@
 `shapes`, which is synthetic and needs no file.
 
 Readers return a dict with some of ARRAYS, `shapes` a tuple. Files that can't be read are refused
-here; data_sets.make_data checks the rest. A record has the images' fingerprint, and so needs no
-hash of this file.
+here; data.make_data checks the rest. A record has the images' fingerprint, and so needs no hash of
+this file.
 """
 
 import contextlib
@@ -11,17 +11,20 @@ import functools
 import hashlib
 import json
 import os
+import time
 import zipfile
+from collections import Counter
 from math import isqrt
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from tqdm import tqdm
 
-from .training import first_line, refuse
+from .machine import first_line, refuse
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val", "client_train", "client_test",
           "classes")
+DECODED = 2  # another number has kept images be decoded anew
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 
 # --------------------------------------------------------------------------------------------------
@@ -51,7 +54,10 @@ def read_npz(path):
 
 
 def write_npz(path, arrays):
-    """Writes a .npz whole or not at all."""
+    """Writes a .npz whole or not at all, and removes what a killed program has left."""
+    for left in path.parent.glob(f"{path.name}.*.part"):
+        if time.time() - left.stat().st_mtime > 60:  # nobody writes it any more
+            left.unlink()
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
@@ -65,7 +71,7 @@ def kept(path, files, read):
     """Returns the arrays that read() makes of `files`. Keeps them as `path`, a .npz, and takes them
     from there until one of the files changes."""
     stats = [(str(file.relative_to(path.parent)), file.stat()) for file in files]
-    key = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    key = repr([DECODED, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
     key = hashlib.sha256(key.encode()).hexdigest()
     with contextlib.suppress(Exception), np.load(path) as there:  # none, or a broken one
         if there["files"] == key:
@@ -74,8 +80,8 @@ def kept(path, files, read):
     try:
         write_npz(path, {**arrays, "files": key})
     except OSError as problem:
-        arrays["notes"] = [f"note    {path} can't be written ({problem.strerror}): each run reads "
-                           "the images anew"]
+        arrays["notes"] = [*arrays.get("notes", ()), f"note    {path} can't be written "
+                           f"({problem.strerror}): each run reads the images anew"]
     return arrays
 
 
@@ -120,36 +126,54 @@ def decode(files, resize=None):
     """Returns the arrays of images of one size; files: part -> [(path, class)]. resize scales each
     so that its shorter side has that many pixels, and cuts the longer one to as many. The images
     are grey if all files are, and have 16 bits if all have."""
-    def look(path, at):
-        try:
-            with Image.open(path) as image:
-                return at(image)
-        except Exception as problem:  # Pillow raises nearly anything on a broken file
-            refuse(f"{path} can't be read as an image: {first_line(problem)}; replace or remove it")
-
-    def pixels(image):
-        image = image if mode == "I;16" else image.convert(mode)
-        return np.asarray(ImageOps.fit(image, (resize, resize)) if resize else image)
-
-    sizes, modes, arrays = {}, {}, {}  # size, mode: a file that has it
-    for path in (path for rows in files.values() for path, _ in rows):
-        size, mode = look(path, lambda image: (image.size, image.mode))
-        sizes.setdefault(size, path)
-        modes.setdefault(mode, path)
-    if len(sizes) > 1 and not resize:
-        (a, one), (b, other), *_ = sizes.items()
-        refuse(f"{one} has {a[0]}x{a[1]} pixels, {other} {b[0]}x{b[1]}; add --resize "
-               f"{min(map(min, sizes))}, which scales and cuts all images to one size")
-    deep = [mode for mode in modes if mode[0] in "IF"]
-    if deep and {*modes} != {"I;16"}:
-        refuse(f"{modes[deep[0]]} is of Pillow's mode {deep[0]}; images must have 8 bits, or all "
-               "be grey with 16")
-    mode = "I;16" if deep else "L" if {*modes} <= {"1", "L"} else "RGB"
+    images, first, done = {}, None, Counter()
     for part, rows in files.items():
-        bar = tqdm(rows, f"decoding {part} images", leave=False, disable=None)
-        arrays[f"x_{part}"] = np.stack([look(path, pixels) for path, _ in bar])
-        arrays[f"y_{part}"] = np.array([c for _, c in rows])
+        images[part] = []
+        for path, _ in tqdm(rows, f"decoding {part} images", leave=False, disable=None):
+            try:
+                x = pixels(path, resize, done)
+            except Exception as problem:  # Pillow raises nearly anything on a broken file
+                refuse(f"{path} can't be read as an image: {first_line(problem)}; replace or "
+                       "remove it")
+            one, like = first = first or (path, x)
+            if x.shape[:2] != like.shape[:2]:
+                (a, b), (c, d) = like.shape[:2], x.shape[:2]
+                refuse(f"{one} has {b}x{a} pixels, {path} {d}x{c}; add --resize {min(a, b, c, d)}, "
+                       "which scales and cuts all images to one size")
+            if x.dtype != like.dtype:
+                refuse(f"one of {one} and {path} has 16 bits; images must have 8 bits, or all be "
+                       "grey with 16")
+            images[part].append(x)
+    colour = any(x.ndim == 3 for own in images.values() for x in own)
+    notes = [f"note    {n} images {what}" for what, n in done.items() if n]
+    arrays = {"notes": np.array(notes, str)}
+    for part, rows in files.items():
+        own = [np.stack([x] * 3, 2) if colour and x.ndim == 2 else x for x in images.pop(part)]
+        arrays |= {f"x_{part}": np.stack(own), f"y_{part}": np.array([c for _, c in rows])}
     return arrays
+
+
+def pixels(path, resize, done):
+    """Returns a file's pixels, [height, width] or [height, width, 3], and counts in `done` what is
+    done to them."""
+    with Image.open(path) as image:
+        done["have further pages, which are not read"] += getattr(image, "n_frames", 1) > 1
+        done["are turned as their EXIF orientation says"] += (
+            image.getexif().get(ExifTags.Base.Orientation, 1) != 1)
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray(np.asarray(image).astype(np.uint16))
+    elif image.mode[0] in "IF":
+        raise ValueError(f"it is of Pillow's mode {image.mode}, images must have 8 bits, or all be "
+                         "grey with 16")
+    else:
+        mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
+        clear = image.convert("RGBA") if image.has_transparency_data else None
+        if clear and clear.getchannel("A").getextrema()[0] < 255:
+            done["are transparent in parts, which become white"] += 1
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), clear)
+        image = image.convert(mode)
+    return np.asarray(ImageOps.fit(image, (resize, resize)) if resize else image)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,8 +198,9 @@ def read_leaf(root):
         return {**arrays, "client_test": test}
     both = len(np.intersect1d(users, others))
     return {**arrays, "notes": [*arrays.get("notes", ()), (
-        f"note    {len(users)} users have training images, {len(others)} test images, {both} both: "
-        "so the test images are central ones only, and no client's own")]}
+        f"note    {len(users)} users have training images, {len(others)} test images, {both} both, "
+        "as LEAF's -t user divides them: no client has test images of its own (-t sample gives "
+        "them)")]}
 
 
 def decode_leaf(files):

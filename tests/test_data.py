@@ -2,8 +2,9 @@
 
 import argparse
 import json
-import re
+import os
 import struct
+import time
 import urllib.error
 
 import numpy as np
@@ -14,7 +15,6 @@ from PIL import Image
 
 import common
 import fedavg
-import fedavgm
 import fl.data
 import fl.formats
 import fl.plots
@@ -308,7 +308,7 @@ def test_natural_clients_are_those_of_the_file(tmp_path, capsys):
         own = [*fed.split.train[k], *fed.split.test[k]]
         assert sorted(own) == np.flatnonzero(owner == k).tolist()
     fed = federation([*argv, "--limit", "38"])
-    assert fed.whole_split.train[1].max() < 38
+    assert fed.split.train[1].max() < 38
     assert (fed.data.owner == np.delete(owner, [38, 39])).all()
     few, words = [*argv, "--limit", "35"], "leaves a client of --split natural without images"
     refused(capsys, words, fedavg.main, few)
@@ -434,7 +434,7 @@ def test_a_split_is_drawn_from_its_stream_alone():
     fed = federation([*argv, "--split-seed", "3", "--seed", "8"])
     again = common.split_clients(fed.data, fed.args, common.stream(3, "split"))
     other = common.split_clients(fed.data, fed.args, common.stream(8, "split"))
-    assert again.fingerprint() == fed.whole_split.fingerprint() != other.fingerprint()
+    assert again.fingerprint() == fed.split.fingerprint() != other.fingerprint()
 
 
 # Transforms
@@ -520,7 +520,7 @@ def test_augmentation_comes_from_the_clients_own_stream():
     argv = [*SHAPES, "--limit", "400", "--clients", "5", "--model", "tfcnn",
             "--transform", "tensorflow"]
     a, b = federation(argv), federation([*argv, "--seed", "1"])
-    same, again, *others = (fed.plan(k, np.arange(20), t, 1).uniform for fed, k, t in (
+    same, again, *others = (fed.plan(k, np.arange(20), t, 1)[1] for fed, k, t in (
         (a, 2, 7), (a, 2, 7), (a, 3, 7), (a, 2, 8), (b, 2, 7)))
     assert same.size == 20 * 5 and np.array_equal(same, again)
     assert not any(np.array_equal(same, other) for other in others)
@@ -558,20 +558,6 @@ def test_splits_of_balanced_data_are_those_of_before(scheme, K, alpha, share):
                                      client_val=share / 2, per_client=2, limit_test=None)
     split = common.split_clients(data, args, common.stream(0, "split"))
     assert split.fingerprint() == BEFORE[scheme, K, alpha, share]
-
-
-def test_a_record_with_the_old_name_is_read_as_hsus(tmp_path, capsys):
-    assert fedavgm.arguments([]).split == "dirichlet-hsu"
-    for old, new in (("dirichlet", "dirichlet-hsu"), ("iid", "iid")):
-        assert fl.splits.renamed({"split": old, "alpha": 1}) == {"split": new, "alpha": 1}
-    argv = [*QUICK, "--split", "dirichlet-hsu", "--alpha", "1", "--model", "mnistnet"]
-    record, state = run(fedavg, argv, tmp_path)
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    saved["args"]["split"] = record["args"]["split"] = "dirichlet"
-    torch.save(saved, tmp_path / "state.pt")
-    assert "split: dirichlet-hsu, $\\alpha$ = 1" in common.setting(record)
-    again, resumed = run(fedavg, [*argv, "--rounds", "3", "--resume"], tmp_path)
-    assert len(again["rounds"]) == 3 and again["split"] == record["split"]
 
 
 def test_the_two_conventions_differ_as_the_literature_says(tmp_path, capsys):
@@ -813,6 +799,103 @@ def test_grey_and_deep_images_stay_what_they_are(tmp_path, capsys):
     root = folder_of(tmp_path / "both", {**dict.fromkeys(files, grey), files[0]: deep})
     words = "images must have 8 bits, or all be grey with 16"
     refused(capsys, words, fl.data.load_data, str(root))
+    root = folder_of(tmp_path / "float", {"train/a/1.tif": np.ones((6, 6), np.float32)})
+    refused(capsys, words, fl.data.load_data, str(root), test_share=0.5)
+
+
+def note_of(root):
+    """The images and the one note of a folder, decoded and from the .npz beside it."""
+    one, other = (fl.data.load_data(str(root)) for _ in range(2))
+    assert one.fingerprint() == other.fingerprint() and one.notes == other.notes
+    return one.images, *(note.removeprefix("note    ") for note in one.notes)
+
+
+def both_parts(root, suffix, save):
+    """Writes four equal files by save(path)."""
+    for name in ("train/a", "train/b", "test/a", "test/b"):
+        (root / name).mkdir(parents=True)
+        save(root / name / f"1.{suffix}")
+    return root
+
+
+@pytest.mark.parametrize("suffix, order", [("tif", ">"), ("tif", "<"), ("png", "<")])
+def test_12_and_16_bits_in_any_order(suffix, order, tmp_path):
+    """A TIFF by hand (a header, 7 entries and a strip of 2x3 pixels, at byte 98), a PNG, arrays."""
+    x = np.array([[0, 1, 255], [256, 4094, 4095]], np.uint16)
+    entries = [(256, 3), (257, 2), (258, 16), (262, 1), (273, 98), (278, 2), (279, 12)]
+    head = struct.pack(order + "2sHIH", b"MM" if order == ">" else b"II", 42, 8, len(entries))
+    head += b"".join(struct.pack(order + "HHIHH", tag, 3, 1, value, 0) for tag, value in entries)
+
+    def save(path):
+        if suffix == "png":
+            return Image.fromarray(x).save(path)
+        path.write_bytes(head + bytes(4) + x.astype(order + "u2").tobytes())
+
+    found, *notes = note_of(both_parts(tmp_path / "deep", suffix, save))
+    assert found.shape == (4, 2, 3, 1) and not notes
+    np.testing.assert_allclose(found[0, :, :, 0], x / 65535, rtol=1e-6)
+    given = images()
+    deep = {name: (given[name].astype(f"{order}u2") + 7) for name in ("x_train", "x_test")}
+    np.savez(tmp_path / "deep.npz", **given | deep)
+    found = fl.data.load_data(str(tmp_path / "deep.npz")).images[:40]
+    np.testing.assert_allclose(found, (given["x_train"] + np.float32(7)) / 65535, rtol=1e-6)
+
+
+def test_a_photo_is_turned_as_its_exif_says(tmp_path):
+    """Orientation 6: the camera was held upright, so rows of the file are columns, from the right.
+    """
+    x, exif = tiles(1, (4, 6))[0], Image.Exif()
+    exif[0x0112] = 6
+
+    def save(path):
+        Image.fromarray(x).save(path, exif=exif)
+
+    found, note = note_of(both_parts(tmp_path / "photos", "png", save))
+    assert np.array_equal(found[0], np.rot90(x, -1))
+    assert note == "4 images are turned as their EXIF orientation says"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_become_white(mode, tmp_path):
+    """One pixel is opaque; one, of which a fifth shows, is 255 - (255 - 100) / 5 = 224; one is
+    clear."""
+    rows = {"RGBA": [(100, 100, 100, 255), (100, 100, 100, 51), (100, 100, 100, 0)],
+            "LA": [(100, 255), (100, 51), (100, 0)], "P": [0, 1, 2]}
+    image = Image.new(mode, (3, 1))
+    image.putdata(rows[mode])
+    more = {}
+    if mode == "P":
+        image.putpalette([100] * 9)
+        more = {"transparency": bytes([255, 51, 0])}
+    found, note = note_of(both_parts(tmp_path / "clear", "png", lambda p: image.save(p, **more)))
+    assert found.shape == (4, 1, 3, 1 if mode == "LA" else 3)
+    assert found[0, 0, :, 0].tolist() == [100, 224, 255]
+    assert note == "4 images are transparent in parts, which become white"
+    opaque = Image.new("RGBA", (3, 1), (1, 2, 3, 255))
+    found, *notes = note_of(both_parts(tmp_path / "opaque", "png", opaque.save))
+    assert (found[0, 0] == [1, 2, 3]).all() and not notes
+
+
+def test_further_pages_are_noted(tmp_path):
+    first, second = (Image.fromarray(x) for x in tiles(2))
+
+    def save(path):
+        first.save(path, save_all=True, append_images=[second])
+
+    found, note = note_of(both_parts(tmp_path / "pages", "tif", save))
+    assert np.array_equal(found[0], np.asarray(first))
+    assert note == "4 images have further pages, which are not read"
+
+
+def test_what_a_killed_program_was_writing_is_removed(tmp_path):
+    root = folder_of(tmp_path / "pets", {f"{part}/{name}/1.png": tiles()[0] for part in (
+        "train", "test") for name in "ab"})
+    for name, age in (("old", 100), ("new", 0)):  # a program may still write the new one
+        part = root / f"images-whole.npz.{name}.part"
+        part.write_bytes(b"half of it")
+        os.utime(part, (time.time() - age,) * 2)
+    fl.data.load_data(str(root))
+    assert [path.name for path in root.glob("*.part")] == ["images-whole.npz.new.part"]
 
 
 # MedMNIST
@@ -884,8 +967,8 @@ def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path, capsy
     """The writers lack the digits 1 and 3: --classes says that there are five."""
     root = leaf(tmp_path / "femnist" / "data", WRITERS, TESTS).parent
     argv = ["--dataset", f"leaf:{root}", "--model", "mnistnet", "--rounds", "1", *CPU]
-    refused(capsys, "no training image has the label 1; number the classes", fedavg.main, argv)
-    refused(capsys, "say how many there are: --classes 5", fedavg.main, argv)
+    refused(capsys, "no training image has the label 1; number the classes from 0, or say how many "
+            "there are: --classes 5", fedavg.main, argv)
     fed = federation([*argv, "--classes", "5"])
     data = fed.data
     assert (fed.args.split, fed.K, data.classes) == ("natural", 4, 5)
@@ -898,7 +981,7 @@ def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path, capsy
     assert torch.equal(fed.transform(fed.images), fed.images.permute(0, 3, 1, 2))  # not scaled
     assert "note    no training image is of class 1, 3" in fed.notes
     record, _ = run(fedavg, [*argv, "--classes", "5"], tmp_path / "out")
-    assert record["args"]["clients"] == record["split"]["clients"] == 4
+    assert record["split"]["clients"] == 4
     assert (root / "data" / "images-leaf.npz").exists()
 
 
@@ -907,7 +990,8 @@ def test_leafs_other_layouts(tmp_path, capsys):
     root = leaf(tmp_path / "others", users, {"f5": [0, 1]})  # LEAF's -t user: new writers
     data = fl.data.load_data(f"leaf:{root}")
     assert data.owner.tolist() == [0, 0, 1, 1] and data.test_owner is None
-    assert "2 users have training images, 1 test images, 0 both" in " ".join(data.notes)
+    assert ("2 users have training images, 1 test images, 0 both, as LEAF's -t user divides them"
+            in " ".join(data.notes))
     data = fl.data.load_data(f"leaf:{root}")  # from the .npz
     assert "0 both" in " ".join(data.notes)
     root = leaf(tmp_path / "bytes", users, users, 8)
@@ -979,12 +1063,16 @@ def test_floats_far_above_1_are_noted(top, noted):
     assert any("images are floats up to 255" in note for note in notes) == noted
 
 
-@pytest.mark.parametrize("top", [1, 31, 32])
-def test_dark_whole_numbers_are_noted(top):
-    x = np.full((4, 2, 2, 1), top, np.uint8)
+@pytest.mark.parametrize("dtype, top, share", [
+    (np.uint8, 1, "0.00392"), (np.uint8, 31, "0.122"), (np.uint8, 32, ""),
+    (np.float32, 4095 / 65535, "0.0625"), (np.float32, 0.2, "")])
+def test_dark_images_are_noted(dtype, top, share):
+    """31 of 255, and 12 bits in 16, are less than an eighth of white."""
+    x = np.full((4, 2, 2, 1), top, dtype)
     x[0] = 0
     notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
-    assert any(f"whole numbers up to {top}, where 255" in note for note in notes) == (top < 32)
+    assert [f"brightest pixel has {share} of white" in note for note in notes] == [True] * bool(
+        share)
 
 
 def test_normalize_has_the_bits_that_it_always_had():
@@ -1029,42 +1117,7 @@ def test_pixels_that_are_no_numbers_are_refused(bad, tmp_path, capsys):
     refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
-# Advice and notes
-
-
-def advice(capsys, file):
-    """The code in the refusal of a file."""
-    with pytest.raises(SystemExit):
-        fl.data.load_data(str(file))
-    return re.search(r"(\w+(, \w+)* = numpy\.[^;\n]+)", capsys.readouterr().err)[1]
-
-
-@pytest.mark.parametrize("val", [False, True])
-def test_the_advice_numbers_all_labels_together(val, tmp_path, capsys):
-    """Training has cats and dogs, the test set dogs alone: each by itself, a dog would be a cat."""
-    arrays = images(y_train=np.array(["cat", "dog"] * 20), y_test=np.array(["dog"] * 20))
-    if val:
-        arrays |= {"x_val": arrays["x_test"][:3], "y_val": np.array(["cat", "dog", "cat"])}
-    file = tmp_path / "words.npz"
-    np.savez(file, **arrays)
-    names = dict(arrays, numpy=np)
-    exec(advice(capsys, file), names)
-    np.savez(file, **{name: names[name] for name in arrays})
-    data = fl.data.load_data(str(file))
-    assert data.labels.tolist() == [0, 1] * 20 + [1] * 20 + [0, 1, 0] * val
-    assert fl.data.remarks(data) == ["note    no test image is of class 0"]
-
-
-def test_the_advice_numbers_the_clients_together(tmp_path, capsys):
-    arrays = images(client_train=np.repeat([30, 10, 20, 50], 10), client_test=np.repeat(
-        [50, 10, 20, 30], 5))
-    np.savez(tmp_path / "owned.npz", **arrays)
-    names = dict(arrays, numpy=np)
-    exec(advice(capsys, tmp_path / "owned.npz"), names)
-    np.savez(tmp_path / "owned.npz", **{name: names[name] for name in arrays})
-    data = fl.data.load_data(str(tmp_path / "owned.npz"))
-    assert data.owner.tolist() == [2] * 10 + [0] * 10 + [1] * 10 + [3] * 10
-    assert data.test_owner.tolist() == [3] * 5 + [0] * 5 + [1] * 5 + [2] * 5
+# Bounds
 
 
 def test_a_bound_on_test_images(tmp_path, capsys):
@@ -1094,8 +1147,8 @@ def test_a_model_that_cant_take_24x24_is_told_who_cut_them(capsys, monkeypatch):
     monkeypatch.setattr(fl.formats, "read_torchvision", lambda *_: dict(zip(
         fl.data.ARRAYS, fl.data.shapes(200, 100))))
     argv = ["--dataset", "cifar10", "--data-dir", "nowhere", "--model", "cnn", *CPU]
-    refused(capsys, "--transform tensorflow, fedavg.py's default on cifar10, cuts 32x32 images so: "
-            "--transform normalize leaves them whole", fedavg.main, argv)
+    refused(capsys, "--transform tensorflow cuts the 32x32 images of cifar10: --transform "
+            "normalize leaves them whole", fedavg.main, argv)
 
 
 def test_a_test_share_may_not_take_all_images_of_a_client(tmp_path, capsys):
