@@ -2,27 +2,29 @@
 
     python baselines.py --method fedper --dataset cifar10
 
-    --method     idea
-    local        Each client trains a model of its own. Nothing is sent.
-    centralised  One model trains on the images of all clients in one place, for comparison.
-    fedavg-ft    FedAvg. After the last round each client fine-tunes the global model on its images.
-    fedprox      FedAvg, but each client's steps are pulled back to the global model.
-    fedprox-ft   FedProx, then fine-tuning as in fedavg-ft.
-    scaffold     FedAvg, but each step is corrected for the drift of the client from the others.
-    feddyn       Two more terms in each client's loss move its minimum to that of the mean loss.
-    apfl         The personal model mixes the global model with a model of the client's own.
-    fedper       The last layers are personal. The other layers are averaged.
-    fedrep       As fedper, but a round trains the personal layers first and then the others.
-    lg-fedavg    The first layers are personal. The other layers are averaged.
-    ditto        FedAvg. Each client also trains a personal model, pulled to the global model.
-    pfedme       Clients train personal models near the global one, which moves towards them.
-    per-fedavg   The global model is trained to be good after one step on a client's images.
-    fedspa       Each client trains only the weights of its mask, which changes every round.
-    fedma        Layer by layer, the clients' units are matched before they are averaged.
+    --method     function     paper, and idea
+    local        local        Each client trains a model of its own. Nothing is sent.
+    centralised  centralised  One model trains on the images of all clients in one place.
+    fedavg       fedprox      FedAvg, McMahan et al. 2017, with client momentum and weight decay.
+    fedavg-ft    fedprox      fedavg. After the last round each client fine-tunes the global model.
+    fedprox      fedprox      Li et al. 2020. Each client's steps are pulled to the global model.
+    fedprox-ft   fedprox      fedprox, then fine-tuning as in fedavg-ft.
+    scaffold     scaffold     Karimireddy et al. 2020. Each step is corrected for client drift.
+    feddyn       feddyn       Acar et al. 2021. Two more loss terms align the clients' minima.
+    apfl         apfl         Deng et al. 2020. The global and a client's own model are mixed.
+    fedper       fedper       Arivazhagan et al. 2019. The last layers are personal.
+    fedrep       fedrep       Collins et al. 2021. As fedper; the two parts train in turn.
+    lg-fedavg    lg_fedavg    Liang et al. 2020. The first layers are personal.
+    ditto        ditto        Li et al. 2021. Each client's personal model is pulled to FedAvg's.
+    pfedme       pfedme       Dinh et al. 2020. The global model moves to personal ones near it.
+    per-fedavg   per_fedavg   Fallah et al. 2020. The global model is trained for one more step.
+    fedspa       fedspa       Huang et al. 2022. A client trains the weights of its changing mask.
+    fedma        fedma        Wang et al. 2020. Clients' units are matched before they are averaged.
 
-Each function cites the paper, if any, and holds pseudocode in our words, choices D1 to Dn, one
-client's work (client_update) and the server's loop. docs/baselines.md explains each choice, says
-whose code it cites and what was measured, and compares with PFLlib.
+Each function cites its paper, if any, and contains pseudocode in our words, choices D1 to Dn, one
+client's work (client_update) and the server's loop. Its helpers stand next to it.
+docs/baselines.md explains each choice, names the code it cites, reports what was measured, and
+compares with PFLlib.
 
 Symbols. There are K clients. Client k has n_k training images. f_k(w) is the mean loss on its
 images, and f_k(w; b) that on its minibatch b. w_0 are the initial weights. t is 0, 1, ..., T-1. S_t
@@ -30,8 +32,12 @@ are the m = max(C*K, 1) clients sampled in round t; C*K is rounded down. eta is 
 learning rate, --lr times --lr-decay^t. "For each minibatch b" means two loops: over E local epochs,
 and over the newly shuffled minibatches of each epoch. A line with other epochs says so. K, C, T and
 E are --clients, --fraction, --rounds and --epochs. alpha, beta, lambda, g and h differ from
-function to function; --help lists their options. `# l.3` marks the code of line 3. [d] is a vector
-of the model's d weights; [m, d] holds one for each of the m sampled clients.
+function to function; --help lists their options. [d] is a vector of the model's d weights; [m, d]
+holds one for each of the m sampled clients. Several listings call FedAvg's ClientUpdate SGD:
+
+    SGD(k, w):  for each minibatch b:  w = w - eta * gradient of f_k(w; b);  return w
+
+`# l.3` marks the code of the listing's line 3: its loop, and the statement that computes it.
 
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; some
@@ -40,24 +46,23 @@ function says which models these are. A personal model of two parts has the newe
 the client's own.
 
 Local SGD has momentum .9, SuPerFed's setting; several methods' authors use none
-(docs/baselines.md). The momentum buffer u starts at 0 before each loop over epochs. pfedme's
-steps on theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay
-is added to each gradient of f_k. The record counts the bytes that S_t sends and receives.
+(docs/baselines.md). The momentum buffer u is 0 before each loop over epochs. pfedme's steps on
+theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay is added
+to each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
 client_update(*own, epochs, *shared) is the work of one client. `own` are its tensors; `shared` is
 the same for all clients. `for minibatches in epochs:` is the loop over its local epochs, `for b in
-minibatches:` that over the minibatches of an epoch. epochs(epochs=3, order=1) gives the same client
-3 epochs, with another order of the images. A function decorated with @common.step does the work on
-one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...]) calls client_update
-for each client of S and returns its results, a row for each client. A GPU may train all clients at
-once: client_update then sees [m, d] instead of [d].
+minibatches:` that over the minibatches of an epoch. epochs.again(epochs=3, order=1) returns 3
+epochs of the same client, with another order of the images. A function decorated with @common.step
+does the work on one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...])
+calls client_update for each client of S and returns its results, a row for each client. A GPU may
+train all clients at once: client_update then sees [m, d] in place of [d].
 
-V = federation.per_client(x) keeps a row x for every client. V[S] are the rows of the clients in S;
-V[S] = y replaces them; V.all has all rows. x.mean(0) is the plain mean of the rows of x
-over S_t; mean(x, n_k) weights them by n_k; sum(x) adds them up.
+V = federation.per_client(x) keeps a row x for every client. V[S] copies the rows of the clients in
+S; V[S] = y replaces them.
 """
 
-from itertools import chain, islice
+from itertools import chain
 from math import ceil, cos, pi
 from types import SimpleNamespace as State
 
@@ -68,17 +73,16 @@ import common
 from fl.splits import whole_numbers
 
 # --------------------------------------------------------------------------------------------------
-# What several methods share: gradients and steps
+# What several methods share
 
 
 def with_decay(g, w, decayed, decay):
-    """Returns f_k's gradient g, plus decay * w where `decayed` [d] is 1 (see models.Net)."""
+    """Returns f_k's gradient g, plus decay * w where `decayed` [d] is 1 (see Net)."""
     return torch.addcmul(g, decayed, w, value=decay) if decay else g
 
 
-def local_sgd(net, args):
-    """Returns gradient(w, b), the gradient of f_k(w; b), and sgd(w, u, g, eta), which steps against
-    g and returns w and the momentum buffer u. All are [d]."""
+def gradient_of_loss(net, args):
+    """Returns gradient(w, b), the gradient [d] of f_k(w; b), plus --weight-decay times w."""
 
     def gradient(w, b):
         def loss(w):
@@ -86,39 +90,338 @@ def local_sgd(net, args):
 
         return with_decay(common.grad(loss)(w), w, net.decayed, args.weight_decay)
 
-    return gradient, common.sgd(args)
+    return gradient
 
 
-def fedavg_step(net, args):
-    """Returns FedAvg's step, for methods that differ from it only in what they send and keep."""
-    gradient, sgd = local_sgd(net, args)
+def local_sgd(net, args):
+    """Returns client_update(w, epochs, eta), which the listings call SGD(k, w)."""
+    gradient, sgd = gradient_of_loss(net, args), common.sgd(args)
 
     @common.step
     def sgd_step(w, u, b, eta):  # [d] weights, [d] momentum
         return sgd(w, u, gradient(w, b), eta)
 
-    return sgd_step
+    def client_update(w, epochs, eta):
+        u = torch.zeros_like(w)
+        for minibatches in epochs:
+            for b in minibatches:
+                w, u = sgd_step(w, u, b, eta)
+        return w
+
+    return client_update
 
 
-def sum_of_gradients(gradient):
-    """Returns total(w, epochs): n_k times the gradient of f_k at w, by one pass over k's images."""
+def gradient_of_all(gradient):
+    """Returns mean(w, n_k, epochs): the gradient [d] of f_k at w, by one pass over k's n_k [1]
+    images."""
 
     @common.step
-    def add(total, w, b):
-        return total + b.mask.sum() * gradient(w, b)
+    def add(so_far, w, b):
+        return so_far + b.mask.sum() * gradient(w, b)
 
-    def total(w, epochs):
-        sum_k = torch.zeros_like(w)
+    def mean(w, n_k, epochs):
+        total = torch.zeros_like(w)
         for minibatches in epochs.again(epochs=1, order=1):
             for b in minibatches:
-                sum_k = add(sum_k, w, b)
-        return sum_k
+                total = add(total, w, b)
+        return total / n_k
 
-    return total
+    return mean
 
 
-# What several methods share: parts of w. Layers lie side by side in w. A cut at the start of a
-# layer makes two parts of w, the lower layers w[:cut] and the upper layers w[cut:].
+# --------------------------------------------------------------------------------------------------
+# The methods
+
+
+def local(federation, run, args):
+    """Local: every client trains alone.
+
+     1  for every client k: w_k = w_0
+     2  for each round t, for each client k in S_t:
+     3      w_k = SGD(k, w_k)
+
+    Global: none. Personal: w_k. Nothing is sent.
+    D1  Line 2: only sampled clients train, as much as in FedAvg. A client that is never sampled is
+        evaluated with w_0.
+    """
+    client_update = local_sgd(federation.net, args)
+    state = State(W=federation.per_client(federation.initial_weights()))  # l.1: [K, d]
+    for t in run.rounds(state, model=None, clients="W"):  # l.2
+        S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
+        w_k = federation.train(client_update, S, t, own=[state.W[S]], shared=[eta])  # l.3: [m, d]
+        state.W[S] = w_k
+        if run.evaluates():
+            run.log(personal=federation.evaluate_clients(state.W))
+
+
+def centralised(federation, run, args):
+    """Centralised: SGD on the training images of all clients in one place.
+
+     1  w = w_0;  P = the training images of all clients
+     2  for each round t:
+     3      w = SGD(P, w) of C*E epochs
+
+    Global and personal: w. The loss is that on P. No bytes are counted: images would be sent once.
+    D1  Line 3: C*E epochs are as much work as a round of FedAvg. C*E is rounded and at
+        least 1, which means more work than FedAvg's if C*E is below 1.
+    """
+    client_update = local_sgd(federation.net, args)
+    epochs = max(1, round(args.fraction * args.epochs))  # D1
+    state = State(w=federation.initial_weights())  # l.1: [d]
+    P = np.concatenate(federation.split.train)  # l.1: numbers of images
+    for t in run.rounds(state):  # l.2
+        eta = federation.eta(t)
+        w = federation.train(client_update, [0], t, own=[state.w[None]], shared=[eta],
+                             epochs=epochs, images=[P])  # l.3: [1, d], as if client 0 had P
+        state.w = w[0]
+        if run.evaluates():
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
+
+
+def fedprox(federation, run, args):
+    """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
+    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. In fedavg and fedavg-ft mu is 0. Only
+    the -ft methods run lines 5 and 6; SuPerFed calls them FedProx-LU and FedAvg-LU.
+
+     1  w = w_0;  for each round t, with the clients S_t:
+     2      for each client k in S_t:  w_k = w_t
+     3          for each minibatch b:
+                    w_k = w_k - eta * gradient of (f_k(w_k; b) + mu/2 * ||w_k - w_t||^2)
+     4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
+     5  after the last round, for every client k:  v_k = w_T
+     6      v_k = SGD(k, v_k) of --finetune-epochs epochs
+
+    Global: w_{t+1}. Personal: w_{t+1}; in the -ft methods v_k after the last round. Sending w_T to
+    all clients is not counted as bytes.
+    D1  Line 3: the distance is squared and halved, as in the paper. SuPerFed's later code does
+        neither; the default mu is that code's.
+    D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
+    D3  Line 6 runs one epoch by default (the papers do not say), without the proximal term and with
+        eta decayed once more.
+    D4  Line 4 weights by n_k. The paper's listing draws clients by n_k and takes the plain mean;
+        its experiments draw them uniformly and weight by n_k, as we do.
+    """
+    mu = args.mu if args.method in ("fedprox", "fedprox-ft") else 0.0
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
+    fine_tune = local_sgd(federation.net, args)
+
+    @common.step
+    def proximal_step(w, u, w_t, b, eta):  # [d] each, u: momentum
+        return sgd(w, u, gradient(w, b) + mu * (w - w_t), eta)  # l.3 (D1)
+
+    def client_update(w_t, epochs, eta):
+        w, u = w_t, torch.zeros_like(w_t)  # l.2
+        for minibatches in epochs:  # l.3 (D2)
+            for b in minibatches:  # l.3
+                w, u = proximal_step(w, u, w_t, b, eta)
+        return w
+
+    state = State(w=federation.initial_weights())  # l.1: [d]
+    for t in run.rounds(state):  # l.1
+        S, eta = federation.sample(t), federation.eta(t)  # l.1
+        w_t = state.w.expand(len(S), -1)  # [m, d]
+        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.2-3: [m, d]
+        n_k = federation.n[S]  # [m]
+        state.w = n_k @ w_k / n_k.sum()  # l.4 (D4): [d]
+        run.sent(up=w_k.numel(), down=w_k.numel())
+        if run.evaluates():
+            v = state.w  # the personal model: [d]; for -ft methods in the end [K, d]
+            if args.method.endswith("-ft") and t == args.rounds - 1:
+                v, T = state.w.expand(federation.K, -1), args.rounds  # l.5: [K, d]
+                v = federation.train(fine_tune, federation.everyone, T, own=[v],
+                                     shared=[federation.eta(T)],
+                                     epochs=args.finetune_epochs)  # l.6 (D3)
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(v))
+
+
+def scaffold(federation, run, args):
+    """Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging
+    for Federated Learning", 2020, arXiv 1910.06378.
+
+     1  x = w_0;  c = 0 and, for every client k, c_k = 0
+     2  for each round t, with the clients S_t:
+     3      for each client k in S_t:  y_k = x
+     4          for each minibatch b:  y_k = y_k - eta * (gradient of f_k(y_k; b) - c_k + c)
+     5          Option I:   c_k^+ = gradient of f_k(x)
+     6          Option II:  c_k^+ = c_k - c + (x - y_k) / (reach * eta),
+                            reach = the number of steps in line 4, if momentum is 0 (D2)
+     7      x = x + eta_g * mean over S_t of (y_k - x)
+     8      c = c + 1/K * sum over S_t of (c_k^+ - c_k),   so that c is the mean of all c_k
+     9      c_k = c_k^+
+
+    Global and personal: x. SCAFFOLD sends twice FedAvg's bytes, since clients also send c_k^+ - c_k
+    and receive c.
+    D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and in the paper's
+        experiments.
+    D2  Line 6: the paper has no momentum and divides by the number of steps, as we do with
+        --momentum 0. With momentum beta, .9 by default, y_k moves further; so `reach` sums
+        1 + beta + ... + beta^(s-1) over the steps s.
+    D3  Line 5 takes one more pass over the client's images, augmented if --transform augments.
+    D4  Line 4 runs E epochs, so clients with more images take more steps. In the paper all clients
+        take equally many.
+    """
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
+    full_gradient = gradient_of_all(gradient)
+
+    @common.step
+    def corrected_step(y, u, reach, pace, c_k, b, eta, c):  # y, u, c_k: [d], u: momentum
+        y, u = sgd(y, u, gradient(y, b) - c_k + c, eta)  # l.4
+        pace = args.momentum * pace + 1  # 1+beta+...+beta^(s-1)
+        return y, u, reach + pace, pace  # l.6 (D2)
+
+    def client_update(x, c_k, n_k, epochs, eta, c):  # n_k: [1]
+        y, u = x, torch.zeros_like(x)  # l.3
+        reach, pace = torch.zeros_like(n_k), torch.zeros_like(n_k)
+        for minibatches in epochs:  # l.4 (D4)
+            for b in minibatches:  # l.4
+                y, u, reach, pace = corrected_step(y, u, reach, pace, c_k, b, eta, c)
+        if args.option == "I":
+            return y, full_gradient(x, n_k, epochs)  # l.5 (D3)
+        return y, c_k - c + (x - y) / (reach * eta)  # l.6 (D1)
+
+    x = federation.initial_weights()  # l.1: [d]
+    state = State(x=x, c=torch.zeros_like(x), c_k=federation.per_client(torch.zeros_like(x)))  # l.1
+    for t in run.rounds(state, model="x"):  # l.2
+        S, eta = federation.sample(t), federation.eta(t)  # l.2
+        x, c_k = state.x.expand(len(S), -1), state.c_k[S]  # [m, d] each
+        n_k = federation.n[S, None]  # [m, 1]
+        y_k, c_plus = federation.train(client_update, S, t, own=[x, c_k, n_k],
+                                       shared=[eta, state.c])  # l.3-6: [m, d] each
+        state.x = state.x + args.global_lr * (y_k - x).mean(0)  # l.7 (D1)
+        state.c = state.c + (c_plus - c_k).sum(0) / federation.K  # l.8
+        state.c_k[S] = c_plus  # l.9
+        run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
+        if run.evaluates():
+            run.log(federation.evaluate(state.x), federation.evaluate_clients(state.x))
+
+
+def feddyn(federation, run, args):
+    """FedDyn: Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama, "Federated Learning Based
+    on Dynamic Regularization", 2021, arXiv 2111.04263.
+
+     1  w = w_0;  h = 0 and, for every client k, g_k = 0
+     2  for each round t, with the clients S_t:
+     3      for each client k in S_t:  theta_k = w
+     4          for each minibatch b:
+     5              theta_k = theta_k - eta * gradient of (f_k(theta_k; b) - <g_k, theta_k>
+                                                           + alpha/2 * ||theta_k - w||^2)
+     6          g_k = g_k - alpha * (theta_k - w)
+     7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is the mean of all g_k
+     8      w = mean over S_t of theta_k - h / alpha
+
+    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k.
+    D1  Line 5: SGD replaces the exact minimum. The authors' code divides alpha by n_k / (mean n),
+        clips gradients to the norm 10 and has a weight decay of 1e-3 (here --weight-decay 1e-3).
+    D2  Global is w. The authors' code evaluates only means of theta_k.
+    D3  The default alpha is FedSLR's; the authors' example has .01. Their code uses no
+        momentum (--momentum 0).
+    """
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
+    K, alpha = federation.K, args.feddyn_alpha  # D3
+
+    @common.step
+    def dynamic_step(theta, u, g_k, w, b, eta):  # [d] each, u: momentum
+        return sgd(theta, u, gradient(theta, b) - g_k + alpha * (theta - w), eta)  # l.5 (D1)
+
+    def client_update(w, g_k, epochs, eta):
+        theta, u = w, torch.zeros_like(w)  # l.3
+        for minibatches in epochs:  # l.4
+            for b in minibatches:  # l.4
+                theta, u = dynamic_step(theta, u, g_k, w, b, eta)
+        return theta, g_k - alpha * (theta - w)  # l.6
+
+    w = federation.initial_weights()  # l.1: [d]
+    state = State(w=w, h=torch.zeros_like(w), G=federation.per_client(torch.zeros_like(w)))  # l.1
+    for t in run.rounds(state):  # l.2
+        S, eta = federation.sample(t), federation.eta(t)  # l.2
+        w, g_k = state.w.expand(len(S), -1), state.G[S]  # [m, d] each
+        theta_k, g_k = federation.train(client_update, S, t, own=[w, g_k], shared=[eta])  # l.3-6
+        state.h = state.h - alpha / K * (theta_k - w).sum(0)  # l.7: [d]
+        state.w = theta_k.mean(0) - state.h / alpha  # l.8: [d]
+        state.G[S] = g_k
+        run.sent(up=theta_k.numel(), down=theta_k.numel())
+        if run.evaluates():
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))  # D2
+
+
+def apfl(federation, run, args):
+    """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv
+    2003.13461.
+
+     1  w = w_0;  for every client k: v_k = w_0, alpha_k = .5 (--apfl-alpha)
+     2  for each round t, with the clients S_t:
+     3      for each client k in S_t:  w_k = w
+     4          if adaptive, for the first minibatch b:
+                    g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
+                    alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1]
+     5          for each minibatch b:
+     6              w_k = w_k - eta * gradient of f_k(w_k; b)
+     7              g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
+     8              v_k = v_k - eta * alpha_k * g
+     9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
+
+    Global: w. Personal: the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the
+    mean of all alpha_k.
+    D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
+        acts on the mixture.
+    D2  Line 4 moves alpha_k once a round, with line 5's first b, as FedTorch does, but before the
+        steps on w_k and v_k. How often the paper moves alpha_k is unclear. By default it is
+        fixed at FedSLR's .5.
+    D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
+        any step.
+    D4  The personal model uses the averaged w. FedTorch's uses the client's w_k, before line 9.
+    D5  Line 9 weights by n_k. FedTorch, FedSLR's code and the paper take the plain mean.
+    """
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
+
+    def mix(alpha, v, w):
+        return alpha * v + (1 - alpha) * w  # D1
+
+    @common.step
+    def learn_alpha(alpha, v, w, b, eta):  # v, w: [d]
+        g = gradient(mix(alpha, v, w), b)  # l.4
+        return (alpha - eta * ((v - w) * g).sum()).clamp(0, 1)  # l.4
+
+    @common.step
+    def two_steps(w, u_w, v, u_v, alpha, b, eta):  # w, u_w, v, u_v: [d]
+        w, u_w = sgd(w, u_w, gradient(w, b), eta)  # l.6
+        g = gradient(mix(alpha, v, w), b)  # l.7 (D3)
+        v, u_v = sgd(v, u_v, alpha * g, eta)  # l.8
+        return w, u_w, v, u_v
+
+    def client_update(w, v, alpha, epochs, eta):  # l.3: w_k = w
+        if args.adaptive:
+            b = next(chain.from_iterable(epochs))  # l.4 (D2): the first; l.5 starts anew with it
+            alpha = learn_alpha(alpha, v, w, b, eta)
+        u_w, u_v = torch.zeros_like(w), torch.zeros_like(v)
+        for minibatches in epochs:  # l.5
+            for b in minibatches:  # l.5
+                w, u_w, v, u_v = two_steps(w, u_w, v, u_v, alpha, b, eta)
+        return w, v, alpha
+
+    w_0 = federation.initial_weights()
+    alpha = torch.tensor(args.apfl_alpha, device=federation.device)
+    state = State(w=w_0, V=federation.per_client(w_0), alpha=federation.per_client(alpha))  # l.1
+
+    def mixtures(S):
+        return mix(state.alpha[S][:, None], state.V[S], state.w)  # D4: [m, d]
+
+    for t in run.rounds(state, clients=mixtures):  # l.2
+        S, eta = federation.sample(t), federation.eta(t)  # l.2
+        w, v, alpha = state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # [m, d], [m, d], [m]
+        w_k, v_k, alpha_k = federation.train(client_update, S, t, own=[w, v, alpha],
+                                             shared=[eta])  # l.3-8
+        n_k = federation.n[S]  # [m]
+        state.w = n_k @ w_k / n_k.sum()  # l.9 (D5): [d]
+        state.alpha[S], state.V[S] = alpha_k, v_k
+        run.sent(up=w_k.numel(), down=w_k.numel())
+        if run.evaluates():
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(mixtures),
+                    apfl_alpha=float(state.alpha.all.mean()))
+
+
+# The layers of a model lie side by side in w. A client keeps the last ones in fedper and fedrep,
+# the first ones in lg-fedavg.
 
 
 def personal_layers(federation, run, args):
@@ -143,6 +446,43 @@ def first_linear_layer(net):
         common.refuse(f"{net.name} has no fully connected layer, below which the personal part "
                       "would end; say --personal N")
     return linear[0]
+
+
+def fedper(federation, run, args):
+    """FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization
+    Layers", arXiv 1912.00818.
+
+     1  w = the body of w_0;  for every client k, v_k = the head of w_0, its last N layers
+     2  for each round t, with the clients S_t:
+     3      for each client k in S_t:  w_k = w
+     4          (w_k, v_k) = SGD(k, (w_k, v_k))
+     5      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
+
+    Global: none. Personal: (w, v_k). Only w is sent.
+    D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper
+        heads start at random and all clients train in every round.
+    D2  The personal model uses the current body w. FedSLR's code uses that of the round before.
+    D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
+    """
+    client_update = local_sgd(federation.net, args)
+    head = personal_layers(federation, run, args)  # a slice of w (D1)
+    w_0 = federation.initial_weights()
+    state = State(w=w_0,  # l.1: [d]; its head is not used
+                  V=federation.per_client(w_0[head]))  # l.1: [K, ...]
+
+    def models(S):
+        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+
+    for t in run.rounds(state, model=None, clients=models):  # l.2
+        S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
+        trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
+        n_k = federation.n[S]  # [m]
+        state.w = n_k @ trained / n_k.sum()  # l.5 (D3): [d]; its head is not used
+        state.V[S] = trained[:, head]
+        sent = len(S) * head.start
+        run.sent(up=sent, down=sent)
+        if run.evaluates():
+            run.log(personal=federation.evaluate_clients(models))  # D2
 
 
 def logits_of_parts(net, lower, upper, x):
@@ -180,371 +520,6 @@ def steps_on_parts(net, args):
     return on_lower, on_upper
 
 
-# --------------------------------------------------------------------------------------------------
-# The methods
-
-
-def local_training(federation, run, args):
-    """Local: every client trains alone.
-
-     1  for every client k: w_k = w_0
-     2  for each round t, for each client k in S_t:
-     3      for each minibatch b:  w_k = w_k - eta * gradient of f_k(w_k; b)
-
-    Global: none. Personal: w_k. Nothing is sent.
-    D1  Line 2: only sampled clients train, as much as in FedAvg. A client that is never sampled is
-        evaluated with w_0.
-    """
-    sgd_step = fedavg_step(federation.net, args)
-
-    def client_update(w, epochs, eta):
-        u = torch.zeros_like(w)
-        for minibatches in epochs:  # l.3
-            for b in minibatches:  # l.3
-                w, u = sgd_step(w, u, b, eta)  # l.3
-        return w
-
-    state = State(W=federation.per_client(federation.initial_weights()))  # l.1: [K, d]
-    for t in run.rounds(state, model=None, clients="W"):  # l.2
-        S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
-        w_k = federation.train(client_update, S, t, own=[state.W[S]], shared=[eta])  # l.3: [m, d]
-        state.W[S] = w_k
-        if run.evaluates():
-            run.log(personal=federation.evaluate_clients(state.W))
-
-
-def centralised(federation, run, args):
-    """Centralised: SGD on the training images of all clients in one place.
-
-     1  w = w_0;  P = the training images of all clients
-     2  for each round t:
-     3      for each minibatch b of C*E epochs of P:  w = w - eta * gradient of f(w; b)
-
-    Global and personal: w. f is the loss on P. No bytes are counted: images would be sent once.
-    D1  Line 3: C*E epochs are as much work as a round of FedAvg. C*E is rounded and at
-        least 1, which means more work than FedAvg's if C*E is below 1.
-    """
-    sgd_step = fedavg_step(federation.net, args)
-
-    def client_update(w, epochs, eta):
-        u = torch.zeros_like(w)
-        for minibatches in epochs:  # l.3
-            for b in minibatches:  # l.3
-                w, u = sgd_step(w, u, b, eta)  # l.3
-        return w
-
-    epochs = max(1, round(args.fraction * args.epochs))  # D1
-    state = State(w=federation.initial_weights())  # l.1: [d]
-    P = np.concatenate(federation.split.train)  # l.1: indices of images
-    centre = [0]  # client 0 trains on P
-    for t in run.rounds(state):  # l.2
-        w = state.w.expand(1, -1)  # [1, d]
-        w = federation.train(client_update, centre, t, own=[w], shared=[federation.eta(t)],
-                             epochs=epochs, images=[P for _ in centre])  # l.3
-        state.w = w[0]
-        if run.evaluates():
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
-
-
-def fedprox(federation, run, args):
-    """FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in
-    Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. Only fedprox-ft and fedavg-ft (mu = 0)
-    run lines 5 and 6. SuPerFed calls the two FedProx-LU and FedAvg-LU.
-
-     1  w = w_0;  for each round t, with the clients S_t:
-     2      for each client k in S_t:  w_k = w_t
-     3          for each minibatch b:
-                    w_k = w_k - eta * gradient of (f_k(w_k; b) + mu/2 * ||w_k - w_t||^2)
-     4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-     5  after the last round, for every client k:  v_k = w_T
-     6      for each minibatch b of --finetune-epochs epochs:
-                v_k = v_k - eta * gradient of f_k(v_k; b)
-
-    Global: w_{t+1}. Personal: w_{t+1}; in the -ft methods v_k after the last round. Sending w_T to
-    all clients is not counted as bytes.
-    D1  Line 3: the distance is squared and halved, as in the paper. SuPerFed's later code does
-        neither; the default mu is that code's.
-    D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
-    D3  Line 6 runs one epoch by default (the papers do not say), without the proximal term and with
-        eta decayed once more.
-    D4  Line 4 weights by n_k. The paper's listing draws clients by n_k and takes the plain mean;
-        its experiments draw them uniformly and weight by n_k, as we do.
-    """
-    mu = args.mu if args.method in ("fedprox", "fedprox-ft") else 0.0
-    gradient, sgd = local_sgd(federation.net, args)
-    sgd_step = fedavg_step(federation.net, args)
-
-    @common.step
-    def proximal_step(w, u, w_t, b, eta):  # [d] each, u: momentum
-        return sgd(w, u, gradient(w, b) + mu * (w - w_t), eta)  # l.3 (D1)
-
-    def client_update(w_t, epochs, eta):
-        w, u = w_t, torch.zeros_like(w_t)  # l.2
-        for minibatches in epochs:  # l.3 (D2)
-            for b in minibatches:  # l.3
-                w, u = proximal_step(w, u, w_t, b, eta)
-        return w
-
-    def fine_tune(v, epochs, eta):
-        u = torch.zeros_like(v)
-        for minibatches in epochs:  # l.6
-            for b in minibatches:  # l.6
-                v, u = sgd_step(v, u, b, eta)  # l.6
-        return v
-
-    state = State(w=federation.initial_weights())  # l.1: [d]
-    for t in run.rounds(state):  # l.1
-        S, eta = federation.sample(t), federation.eta(t)  # l.1
-        w_t = state.w.expand(len(S), -1)  # [m, d]
-        w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.2-3: [m, d]
-        n_k = federation.n[S]  # [m]
-        state.w = n_k @ w_k / n_k.sum()  # l.4 (D4): [d]
-        run.sent(up=w_k.numel(), down=w_k.numel())
-        if run.evaluates():
-            v = state.w  # the personal model: [d]; for -ft methods in the end [K, d]
-            if args.method.endswith("-ft") and t == args.rounds - 1:
-                everyone, T = federation.everyone, args.rounds
-                v = state.w.expand(len(everyone), -1)  # l.5: [K, d]
-                v = federation.train(fine_tune, everyone, T, own=[v], shared=[federation.eta(T)],
-                                     epochs=args.finetune_epochs)  # l.6 (D3)
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(v))
-
-
-def scaffold(federation, run, args):
-    """Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging
-    for Federated Learning", 2020, arXiv 1910.06378.
-
-     1  x = w_0;  c = 0 and, for every client k, c_k = 0
-     2  for each round t, with the clients S_t:
-     3      for each client k in S_t:  y_k = x
-     4          for each minibatch b:  y_k = y_k - eta * (gradient of f_k(y_k; b) - c_k + c)
-     5          Option I:   c_k^+ = gradient of f_k(x)
-     6          Option II:  c_k^+ = c_k - c + (x - y_k) / (steps * eta),
-                            steps = the number of steps in line 4
-     7      x = x + eta_g * mean over S_t of (y_k - x)
-     8      c = c + 1/K * sum over S_t of (c_k^+ - c_k),   so that c is the mean of all c_k
-     9      c_k = c_k^+
-
-    Global and personal: x. SCAFFOLD sends twice FedAvg's bytes, since clients also send c_k^+ - c_k
-    and receive c.
-    D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and in the paper's
-        experiments.
-    D2  Line 6: `reach` replaces steps. It sums 1 + beta + ... + beta^(s-1) over
-        s = 1, ..., steps, where beta is the momentum. Without momentum (--momentum 0), as in the
-        paper, reach = steps.
-    D3  Line 5 takes one more pass over the client's images, augmented if --transform augments.
-    D4  Line 4 runs E epochs, so clients with more images take more steps. In the paper all clients
-        take equally many.
-    """
-    gradient, sgd = local_sgd(federation.net, args)
-    total = sum_of_gradients(gradient)
-
-    @common.step
-    def corrected_step(y, u, reach, pace, c_k, b, eta, c):  # y, u, c_k: [d], u: momentum
-        y, u = sgd(y, u, gradient(y, b) - c_k + c, eta)  # l.4
-        pace = args.momentum * pace + 1  # 1+beta+...+beta^(s-1)
-        return y, u, reach + pace, pace  # l.6 (D2)
-
-    def client_update(x, c_k, n_k, epochs, eta, c):  # n_k: [1]
-        y, u = x, torch.zeros_like(x)  # l.3
-        reach, pace = torch.zeros_like(n_k), torch.zeros_like(n_k)
-        for minibatches in epochs:  # l.4 (D4)
-            for b in minibatches:  # l.4
-                y, u, reach, pace = corrected_step(y, u, reach, pace, c_k, b, eta, c)
-        if args.option == "I":
-            return y, total(x, epochs) / n_k  # l.5 (D3)
-        return y, c_k - c + (x - y) / (reach * eta)  # l.6 (D1)
-
-    x = federation.initial_weights()  # l.1: [d]
-    state = State(x=x, c=torch.zeros_like(x), c_k=federation.per_client(torch.zeros_like(x)))  # l.1
-    for t in run.rounds(state, model="x"):  # l.2
-        S, eta = federation.sample(t), federation.eta(t)  # l.2
-        x, c_k = state.x.expand(len(S), -1), state.c_k[S]  # [m, d] each
-        n_k = federation.n[S, None]  # [m, 1]
-        y_k, c_plus = federation.train(client_update, S, t, own=[x, c_k, n_k],
-                                       shared=[eta, state.c])  # l.3-6: [m, d] each
-        state.x = state.x + args.global_lr * (y_k - x).mean(0)  # l.7 (D1)
-        state.c = state.c + (c_plus - c_k).sum(0) / federation.K  # l.8
-        state.c_k[S] = c_plus  # l.9
-        run.sent(up=2 * y_k.numel(), down=2 * y_k.numel())
-        if run.evaluates():
-            run.log(federation.evaluate(state.x), federation.evaluate_clients(state.x))
-
-
-def feddyn(federation, run, args):
-    """FedDyn: Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama, "Federated Learning Based
-    on Dynamic Regularization", 2021, arXiv 2111.04263.
-
-     1  w = w_0;  h = 0 and, for every client k, g_k = 0
-     2  for each round t, with the clients S_t:
-     3      for each client k in S_t:  theta_k = w
-     4          for each minibatch b:
-     5              theta_k = theta_k - eta * gradient of (f_k(theta_k; b) - <g_k, theta_k>
-                                                           + alpha/2 * ||theta_k - w||^2)
-     6          g_k = g_k - alpha * (theta_k - w)
-     7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is the mean of all g_k
-     8      w = mean over S_t of theta_k - h / alpha
-
-    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k.
-    D1  Line 5: SGD replaces the exact minimum. The authors' code divides alpha by n_k / (mean n),
-        clips gradients to the norm 10 and has a weight decay of 1e-3 (here --weight-decay 1e-3).
-    D2  Global is w. The authors' code evaluates only means of theta_k. In the record "all" is the
-        accuracy of the mean of all clients' last theta_k.
-    D3  The default alpha is FedSLR's; the authors' example has .01. Their code uses no
-        momentum (--momentum 0).
-    """
-    gradient, sgd = local_sgd(federation.net, args)
-    K, alpha = federation.K, args.feddyn_alpha  # D3
-
-    @common.step
-    def dynamic_step(theta, u, g_k, w, b, eta):  # [d] each, u: momentum
-        return sgd(theta, u, gradient(theta, b) - g_k + alpha * (theta - w), eta)  # l.5 (D1)
-
-    def client_update(w, g_k, epochs, eta):
-        theta, u = w, torch.zeros_like(w)  # l.3
-        for minibatches in epochs:  # l.4
-            for b in minibatches:  # l.4
-                theta, u = dynamic_step(theta, u, g_k, w, b, eta)
-        return theta, g_k - alpha * (theta - w)  # l.6
-
-    w = federation.initial_weights()  # l.1: [d]
-    state = State(w=w, h=torch.zeros_like(w), G=federation.per_client(torch.zeros_like(w)),  # l.1
-                  Theta=federation.per_client(w))  # [K, d] the last theta_k, for D2 alone
-    for t in run.rounds(state):  # l.2
-        S, eta = federation.sample(t), federation.eta(t)  # l.2
-        w, g_k = state.w.expand(len(S), -1), state.G[S]  # [m, d] each
-        theta_k, g_k = federation.train(client_update, S, t, own=[w, g_k], shared=[eta])  # l.3-6
-        state.h = state.h - alpha / K * (theta_k - w).sum(0)  # l.7: [d]
-        state.w = theta_k.mean(0) - state.h / alpha  # l.8: [d]
-        state.G[S], state.Theta[S] = g_k, theta_k
-        run.sent(up=theta_k.numel(), down=theta_k.numel())
-        if run.evaluates():
-            of_all = state.Theta.sum() / K  # D2
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w),
-                    all=federation.evaluate(of_all))
-
-
-def apfl(federation, run, args):
-    """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv
-    2003.13461.
-
-     1  w = w_0;  for every client k: v_k = w_0, alpha_k = .5 (--apfl-alpha)
-     2  for each round t, with the clients S_t:
-     3      for each client k in S_t:  w_k = w
-     4          if adaptive, for the first minibatch b:
-                    g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
-                    alpha_k = alpha_k - eta * <v_k - w_k, g>, cut to [0, 1]
-     5          for each minibatch b:
-     6              w_k = w_k - eta * gradient of f_k(w_k; b)
-     7              g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
-     8              v_k = v_k - eta * alpha_k * g
-     9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-
-    Global: w. Personal: the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the
-    mean of all alpha_k.
-    D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
-        acts on the mixture.
-    D2  Line 4 moves alpha_k once a round, with line 5's first b, as FedTorch does, but before the
-        steps on w_k and v_k. How often the paper moves alpha_k is unclear. By default it is
-        fixed at FedSLR's .5.
-    D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
-        any step.
-    D4  The personal model uses the averaged w. FedTorch's uses the client's w_k, before line 9.
-    D5  Line 9 weights by n_k. FedTorch, FedSLR's code and the paper take the plain mean.
-    """
-    gradient, sgd = local_sgd(federation.net, args)
-
-    def mix(alpha, v, w):
-        return alpha * v + (1 - alpha) * w  # D1
-
-    @common.step
-    def learn_alpha(alpha, v, w, b, eta):  # v, w: [d]
-        g = gradient(mix(alpha, v, w), b)  # l.4
-        return (alpha - eta * ((v - w) * g).sum()).clamp(0, 1)  # l.4
-
-    @common.step
-    def two_steps(w, u_w, v, u_v, alpha, b, eta):  # w, u_w, v, u_v: [d]
-        w, u_w = sgd(w, u_w, gradient(w, b), eta)  # l.6
-        g = gradient(mix(alpha, v, w), b)  # l.7 (D3)
-        v, u_v = sgd(v, u_v, alpha * g, eta)  # l.8
-        return w, u_w, v, u_v
-
-    def client_update(w, v, alpha, epochs, eta):  # l.3: w_k = w
-        if args.adaptive:
-            for b in islice(chain.from_iterable(epochs), 1):  # l.4 (D2): the first one
-                alpha = learn_alpha(alpha, v, w, b, eta)
-        u_w, u_v = torch.zeros_like(w), torch.zeros_like(v)
-        for minibatches in epochs:  # l.5
-            for b in minibatches:  # l.5
-                w, u_w, v, u_v = two_steps(w, u_w, v, u_v, alpha, b, eta)
-        return w, v, alpha
-
-    w_0 = federation.initial_weights()
-    alpha = torch.tensor(args.apfl_alpha, device=federation.device)
-    state = State(w=w_0, V=federation.per_client(w_0), alpha=federation.per_client(alpha))  # l.1
-
-    def mixtures(S):
-        return mix(state.alpha[S][:, None], state.V[S], state.w)  # D4: [m, d]
-
-    for t in run.rounds(state, clients=mixtures):  # l.2
-        S, eta = federation.sample(t), federation.eta(t)  # l.2
-        w, v, alpha = state.w.expand(len(S), -1), state.V[S], state.alpha[S]  # [m, d], [m, d], [m]
-        w_k, v_k, alpha_k = federation.train(client_update, S, t, own=[w, v, alpha],
-                                             shared=[eta])  # l.3-8
-        n_k = federation.n[S]  # [m]
-        state.w = n_k @ w_k / n_k.sum()  # l.9 (D5): [d]
-        state.alpha[S], state.V[S] = alpha_k, v_k
-        run.sent(up=w_k.numel(), down=w_k.numel())
-        if run.evaluates():
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(mixtures),
-                    apfl_alpha=float(state.alpha.all.mean()))
-
-
-def fedper(federation, run, args):
-    """FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization
-    Layers", arXiv 1912.00818.
-
-     1  w = the body of w_0;  for every client k, v_k = the head of w_0, its last N layers
-     2  for each round t, with the clients S_t:
-     3      for each client k in S_t:  w_k = w
-     4          for each minibatch b:  (w_k, v_k) = (w_k, v_k) - eta * gradient of f_k(w_k, v_k; b)
-     5      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-
-    Global: none. Personal: (w, v_k). Only w is sent.
-    D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper
-        heads start at random and all clients train in every round.
-    D2  The personal model uses the current body w. FedSLR's code uses that of the round before.
-    D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
-    """
-    sgd_step = fedavg_step(federation.net, args)
-    head = personal_layers(federation, run, args)  # a slice of w (D1)
-
-    def client_update(w, epochs, eta):  # l.3: w is (w_k, v_k)
-        u = torch.zeros_like(w)
-        for minibatches in epochs:  # l.4
-            for b in minibatches:  # l.4
-                w, u = sgd_step(w, u, b, eta)  # l.4
-        return w
-
-    w_0 = federation.initial_weights()
-    state = State(w=w_0,  # l.1: [d]; its head is not used
-                  V=federation.per_client(w_0[head]))  # l.1: [K, ...]
-
-    def models(S):
-        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
-
-    for t in run.rounds(state, model=None, clients=models):  # l.2
-        S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
-        trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
-        n_k = federation.n[S]  # [m]
-        state.w = n_k @ trained / n_k.sum()  # l.5 (D3): [d]; its head is not used
-        state.V[S] = trained[:, head]
-        sent = len(S) * head.start
-        run.sent(up=sent, down=sent)
-        if run.evaluates():
-            run.log(personal=federation.evaluate_clients(models))  # D2
-
-
 def fedrep(federation, run, args):
     """FedRep: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for
     Personalized Federated Learning", ICML 2021, arXiv 2102.07078.
@@ -573,7 +548,7 @@ def fedrep(federation, run, args):
 
     def client_update(w, v, epochs, eta):  # l.3: w_k = w
         u = torch.zeros_like(v)
-        for minibatches in epochs.again(order=1):  # l.4
+        for minibatches in epochs.again(order=1):  # l.4; line 5 has another order
             for b in minibatches:  # l.4
                 v, u = on_head(v, u, w, b, eta, args.weight_decay)  # l.4
         u = torch.zeros_like(w)
@@ -609,7 +584,7 @@ def lg_fedavg(federation, run, args):
      1  w = the upper layers of w_0;  for every client k, v_k = the lower (first N) layers of w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
-     4          for each minibatch b:  (v_k, w_k) = (v_k, w_k) - eta * gradient of f_k(v_k, w_k; b)
+     4          (v_k, w_k) = SGD(k, (v_k, w_k))
      5      w = mean over S_t of w_k
 
     Global: none. Personal: (v_k, w). Only w is sent.
@@ -623,16 +598,8 @@ def lg_fedavg(federation, run, args):
     D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
         further losses for v_k.
     """
-    sgd_step = fedavg_step(federation.net, args)
+    client_update = local_sgd(federation.net, args)
     lower = personal_layers(federation, run, args)  # a slice of w (D1)
-
-    def client_update(w, epochs, eta):  # l.3: w is (v_k, w_k)
-        u = torch.zeros_like(w)
-        for minibatches in epochs:  # l.4
-            for b in minibatches:  # l.4
-                w, u = sgd_step(w, u, b, eta)  # l.4 (D5)
-        return w
-
     w_0 = federation.initial_weights()  # D2
     state = State(w=w_0,  # l.1: [d]; its lower layers are not used
                   V=federation.per_client(w_0[lower]))  # l.1: [K, ...]
@@ -642,7 +609,7 @@ def lg_fedavg(federation, run, args):
 
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2
-        trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
+        trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4 (D5)
         state.w = trained.mean(0)  # l.5 (D4): [d]; its lower layers are not used
         state.V[S] = trained[:, lower]
         sent = len(S) * (len(state.w) - lower.stop)
@@ -658,7 +625,7 @@ def ditto(federation, run, args):
      1  w = w_0 and, for every client k, v_k = w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
-     4          for each minibatch b of E epochs:  w_k = w_k - eta * gradient of f_k(w_k; b)
+     4          w_k = SGD(k, w_k)
      5          for each minibatch b of s epochs:
                     v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
@@ -671,8 +638,8 @@ def ditto(federation, run, args):
     D3  Line 6 takes the plain mean, as in the authors' code. But that code draws client k with a
         probability proportional to n_k.
     """
-    gradient, sgd = local_sgd(federation.net, args)
-    sgd_step = fedavg_step(federation.net, args)
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
+    global_sgd = local_sgd(federation.net, args)
     s = args.personal_epochs or args.epochs  # D1
 
     @common.step
@@ -680,15 +647,12 @@ def ditto(federation, run, args):
         return sgd(v, u, gradient(v, b) + args.ditto_lambda * (v - w_t), eta)  # l.5 (D2)
 
     def client_update(w_t, v, epochs, eta):
-        w, u = w_t, torch.zeros_like(w_t)  # l.3
-        for minibatches in epochs:  # l.4
-            for b in minibatches:  # l.4
-                w, u = sgd_step(w, u, b, eta)  # l.4
+        w_k = global_sgd(w_t, epochs, eta)  # l.3-4
         u = torch.zeros_like(v)
         for minibatches in epochs.again(epochs=s):  # l.5 (D1)
             for b in minibatches:  # l.5
                 v, u = personal_step(v, u, w_t, b, eta)
-        return w, v
+        return w_k, v
 
     w_0 = federation.initial_weights()
     state = State(w=w_0, V=federation.per_client(w_0))  # l.1: [d], [K, d]
@@ -729,11 +693,11 @@ def pfedme(federation, run, args):
     D4  Line 6: --momentum acts on w_k, not on theta_k. The authors use none (--momentum 0).
     D5  The defaults of lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10. eta_p
         decays as eta does.
-    D6  The personal model is theta_k, as in the paper. By mistake the authors' code evaluates w_k
-        (in the record: `personal@w_k`), and PFLlib the server's w.
+    D6  The personal model is theta_k, as in the paper. By mistake the authors' code evaluates w_k,
+        and PFLlib the server's w.
     D7  Line 7 weights by n_k, as in the authors' code. The paper takes the plain mean.
     """
-    gradient, sgd = local_sgd(federation.net, args)
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
     lam = args.pfedme_lambda  # D5
 
     @common.step
@@ -750,21 +714,19 @@ def pfedme(federation, run, args):
         return theta, w
 
     w_0 = federation.initial_weights()
-    state = State(w=w_0, Theta=federation.per_client(w_0),  # l.1: [d], [K, d]
-                  W=federation.per_client(w_0))  # [K, d] the last w_k, for D6 alone
+    state = State(w=w_0, Theta=federation.per_client(w_0))  # l.1: [d]; D6: [K, d]
     for t in run.rounds(state, clients="Theta"):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
-        eta_p = eta * (args.theta_lr / args.lr)  # D5
+        eta_p = torch.tensor(args.theta_lr * args.lr_decay**t, device=federation.device)  # D5
         w = state.w.expand(len(S), -1)  # [m, d]
         theta_k, w_k = federation.train(client_update, S, t, own=[w], shared=[eta, eta_p])  # l.3-6
-        mean = federation.n[S] @ w_k / federation.n[S].sum()  # l.7 (D7): [d]
+        n_k = federation.n[S]  # [m]
+        mean = n_k @ w_k / n_k.sum()  # l.7 (D7): [d]
         state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * mean  # l.7
-        state.Theta[S], state.W[S] = theta_k, w_k
+        state.Theta[S] = theta_k
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            at_w_k = common.without_clients(federation.evaluate_clients(state.W))  # D6
-            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.Theta),
-                    **{"personal@w_k": at_w_k})
+            run.log(federation.evaluate(state.w), federation.evaluate_clients(state.Theta))
 
 
 def per_fedavg(federation, run, args):
@@ -793,8 +755,8 @@ def per_fedavg(federation, run, args):
     D5  Line 6 is first-order, as in PersFL's code: it omits a factor of F_k's gradient,
         1 - alpha * (Hessian of f_k at w_k). The Hessian-free version estimates its effect.
     """
-    gradient, sgd = local_sgd(federation.net, args)
-    total, alpha = sum_of_gradients(gradient), args.per_fedavg_alpha
+    gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
+    full_gradient, alpha = gradient_of_all(gradient), args.per_fedavg_alpha
     refuse_small_clients(federation, args)
 
     @common.step
@@ -814,10 +776,9 @@ def per_fedavg(federation, run, args):
         return w
 
     def personal_model(w, n_k, epochs):
-        return w - alpha * total(w, epochs) / n_k  # l.8 (D4)
+        return w - alpha * full_gradient(w, n_k, epochs)  # l.8 (D4)
 
     state = State(w=federation.initial_weights())  # l.1: [d]
-    everyone = federation.everyone
     for t in run.rounds(state):  # l.2
         S, beta = federation.sample(t), federation.eta(t)  # l.2
         w = state.w.expand(len(S), -1)  # [m, d]
@@ -826,8 +787,8 @@ def per_fedavg(federation, run, args):
         state.w = n_k @ w_k / n_k.sum()  # l.7 (D3): [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
-            own = [state.w.expand(len(everyone), -1), federation.n[:, None]]  # [K, d], [K, 1]
-            personal = federation.train(personal_model, everyone, t, own=own)  # l.8: [K, d]
+            own = [state.w.expand(federation.K, -1), federation.n[:, None]]  # [K, d], [K, 1]
+            personal = federation.train(personal_model, federation.everyone, t, own=own)  # l.8
             run.log(federation.evaluate(state.w), federation.evaluate_clients(personal))
 
 
@@ -871,21 +832,21 @@ def fedspa(federation, run, args):
     D5  Line 8 weights by n_k.
     """
     net = federation.net
-    gradient, sgd = local_sgd(net, args)
+    gradient, sgd = gradient_of_loss(net, args), common.sgd(args)
     counts = erdos_renyi_kernel(net, args.density)  # D1: ones in each tensor
     active = int(counts.sum())
 
     @common.step
-    def sparse_step(w, u, g, M, b, eta):  # [d] each, u: momentum; the given g is not used
+    def sparse_step(w, u, M, b, eta):  # [d] each, u: momentum
         g = gradient(w, b)  # l.4 (D4)
         return *sgd(w, u, M * g, eta), g  # l.4 (D2)
 
     def client_update(w, M, epochs, eta, left):  # M: 0.0 or 1.0
         start = w_k = M * w  # l.3
-        u = g = torch.zeros_like(w)
+        u = torch.zeros_like(w)
         for minibatches in epochs:  # l.4
             for b in minibatches:  # l.4
-                w_k, u, g = sparse_step(w_k, u, g, M, b, eta)
+                w_k, u, g = sparse_step(w_k, u, M, b, eta)
         U = w_k - start  # l.5
         keep = highest(torch.where(M > 0, w_k.abs(), -1), net.sizes, left)  # l.6: the largest |w_k|
         M = highest(torch.where(keep, torch.inf, g.abs()), net.sizes, counts)  # l.7: these and more
@@ -1109,11 +1070,13 @@ def units_of_a_chain(net, x):
 
 
 def order_is_free(net, units, x):
-    """Returns whether the logits on x stay the same when all hidden units move by one place."""
+    """Returns whether the logits on x stay the same when all hidden units are rolled, layer by
+    layer by another number of places, since layers of one width could be in another order."""
     w = 2 * net.init(common.stream(0, "algorithm")).double()[None]  # [1, d]
     moved = w.clone()
     for l, (_, layer) in enumerate(net.layers[:-1]):
-        order = torch.arange(units[l], device=w.device).roll(1)[None]
+        places = 1 + l % max(units[l] - 1, 1)
+        order = torch.arange(units[l], device=w.device).roll(places)[None]
         following = net.layers[l + 1][1]
         moved[:, layer] = flat(in_order(by_unit(moved[:, layer], units[l]), order))
         moved[:, following] = inputs_in_order(moved[:, following], units[l + 1], order)
@@ -1125,7 +1088,7 @@ def order_is_free(net, units, x):
 # Around it
 
 METHODS = {
-    "local": local_training, "centralised": centralised, "fedavg": fedprox, "fedavg-ft": fedprox,
+    "local": local, "centralised": centralised, "fedavg": fedprox, "fedavg-ft": fedprox,
     "fedprox": fedprox, "fedprox-ft": fedprox, "scaffold": scaffold, "feddyn": feddyn, "apfl": apfl,
     "fedper": fedper, "fedrep": fedrep, "lg-fedavg": lg_fedavg, "ditto": ditto, "pfedme": pfedme,
     "per-fedavg": per_fedavg, "fedspa": fedspa, "fedma": fedma,

@@ -98,7 +98,7 @@ def arguments(argv):
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
-    baselines.local_training(federation, common.Run(__file__, federation), args)
+    baselines.local(federation, common.Run(__file__, federation), args)
 """)
     go(mine, "--seeds", "1")
     assert go.trained == ["mine/0+"]
@@ -293,7 +293,7 @@ def main(argv=None):
     args.model = 'linear'
     federation = common.Federation(args)
     args.model = 'mnistnet'
-    baselines.local_training(federation, common.Run(__file__, federation), args)
+    baselines.local(federation, common.Run(__file__, federation), args)
 """)
     if code:
         with pytest.raises(SystemExit) as stop:

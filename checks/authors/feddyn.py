@@ -70,8 +70,6 @@ def compare(folder):
             line("FedDyn: w" + name, run, w, state["w"], because=because)
             if because is None:
                 of_all = check.vector(end.all_model)
-                line("FedDyn: the mean of all clients' last theta_k", run, of_all,
-                     state["Theta"].mean(0))
                 line("FedDyn: w, there that mean is evaluated", run, of_all, state["w"],
                      because="feddyn D2")
                 # theirs is the sum of theta_k - w, ours -alpha times it

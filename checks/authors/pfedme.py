@@ -93,8 +93,6 @@ def compare(folder):
                 w_k = [check.vector(they.users[k].local_model) for k in last]
                 line("pFedMe: theta of the last round's clients", run,
                      [they.users[k].theta for k in last], state["Theta"][last], steps=steps)
-                line("pFedMe: w_k of the last round's clients, with which it evaluates", run, w_k,
-                     state["W"][last], steps=steps)
                 line("pFedMe: theta, there w_k is evaluated by mistake", run, w_k,
                      state["Theta"][last], steps=steps, because="pfedme D6")
                 line("pFedMe: theta of all clients; there all train in every round", run,
