@@ -1,10 +1,11 @@
 """FedAvg: Federated Averaging (AISTATS 2017, arXiv 1602.05629). McMahan, Moore, Ramage, Hampson,
 Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized Data".
 
-    python fedavg.py --dataset mnist      Table 2's last row: CNN, E=5, B=10, i.i.d.
-    python fedavg.py --dataset cifar10    Table 3's FedAvg; our runs stay below its 80 %
+    python fedavg.py --dataset mnist      Table 2, row E=5, B=10: CNN, i.i.d. clients
+    python fedavg.py --dataset cifar10    Table 3, row FedAvg: 2,000 rounds (we ran 300)
 
-Rounds to 99 % (CNN) or 97 % (2NN) test accuracy (top-1) on MNIST, i.i.d. clients, C=.1, seed 0:
+Rounds until w first reaches 99 % (CNN) or 97 % (2NN) test accuracy on MNIST, i.i.d. clients, C=.1,
+eta .1 (CNN) or .147 (2NN), seed 0:
 
          E, B    paper        here   record (in results/fedavg-1)
     CNN  5, 10   20 (Table 2) 20.0   fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
@@ -12,19 +13,21 @@ Rounds to 99 % (CNN) or 97 % (2NN) test accuracy (top-1) on MNIST, i.i.d. client
     2NN  1, all  1474         2188.8 fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
 "global" is the accuracy of the one model w on the central test images, as in the paper. "personal"
-is w's mean accuracy on the clients' test images; without --client-test these are drawn from the
-central ones in each client's class proportions. docs/fedavg.md explains our choices:
+is its mean accuracy on the clients' test images. Without --client-test, a client's test images are
+drawn from the central ones in its class proportions. docs/fedavg.md explains our choices:
 
     D1  Line 7 averages over the sampled clients S_t, as the authors' correction (arXiv v4) does.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  Not in the paper: w_0 (PyTorch's; on CIFAR-10 the TensorFlow tutorial's), eta (.1), the
-        padding ("same"), MNIST's pixels (-1/2 to 1/2, chosen to match the 87 rounds above).
+    D4  The paper does not give w_0, eta, padding, pixel or augmentation ranges. We use PyTorch's
+        w_0 (on CIFAR-10 the TensorFlow tutorial's w_0 and augmentation), padding "same", and
+        MNIST's pixels from -1/2 to 1/2, chosen to match the 87 rounds above.
 
 Comments give shapes: [d] for a model's d weights, [m, d] for m clients' models. l.7 is line 7;
 net(w, b.x) returns minibatch b's logits. This is Algorithm 1 in our words, with our line numbers.
 t counts rounds from 0. Client k of K holds the n_k training images P_k. C is the fraction of
-clients that a round samples, eta the learning rate, and the loss the cross-entropy.
+clients that a round samples, eta the learning rate (--lr * --lr-decay^t), and the loss the
+cross-entropy.
 
     Server
      1  choose w_0
@@ -76,12 +79,12 @@ def main(argv=None):
 
     state = State(w=federation.initial_weights())  # l.1: w_0, [d]
     for t in run.rounds(state):  # l.2
-        m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.3 (D3)
+        m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.3 (D3): .29 * 100 counts as 29
         S = federation.sample(t, m)  # l.4: [m]
         w_t = state.w.expand(m, -1)  # [m, d]: the same for every client
-        eta = federation.eta(t)  # --lr * --lr-decay^t
-        # train calls client_update for each client of S, with its row of `own`, its epochs, and
-        # what is `shared` by all
+        eta = federation.eta(t)
+        # for each client of S, train calls client_update(its row of w_t, its epochs, eta); an epoch
+        # shuffles P_k and cuts it (l.8: common.Epochs)
         w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.5-6: [m, d]
         n_k = federation.n[S]  # [m]
         state.w = n_k @ w_k / n_k.sum()  # l.7 (D1): [d]

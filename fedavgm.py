@@ -3,8 +3,9 @@ Non-Identical Data Distribution for Federated Visual Classification", 2019, arXi
 
     python fedavgm.py --dataset cifar10    Figure 5: C=.05, E=1, alpha=.1 (D6), 10,000 rounds
 
-Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. FedAvg runs
-with --beta 0 --lr .03. Why our FedAvg is above the published one is unexplained.
+Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. C and E are
+ours (D6); "best" is the best of all evaluations, on test images. FedAvg runs with --beta 0 --lr
+.03. Why our FedAvg is above the published one is unexplained.
 
              paper  last   best   record (in results/fedavgm-headline)
     FedAvgM  .769   .7993  .8015  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
@@ -12,20 +13,23 @@ with --beta 0 --lr .03. Why our FedAvg is above the published one is unexplained
 
 docs/fedavgm.md explains our choices:
 
-    D1  Line 11: only the two hidden linear layers' kernels decay; the paper does not say.
+    D1  Line 11: of tfcnn only the hidden linear layers' kernels decay; the paper does not say.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper does not say.
     D3  Line 3: C*K is rounded down.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
-    D5  Class proportions follow Dir(alpha/10), as in the paper; others use alpha for each class.
-    D6  Our copy of the paper lost E, B, the alphas, eta and beta. We use those of Flower's
-        reproduction, which chose eta and beta for what are alpha = 0 and 1 here.
-    D7  Our copy has Nesterov and server rate 1 but not 7-7b's formulas. The form is PyTorch's.
+    D5  Class proportions follow Dir(alpha/10), as in the paper; some libraries use alpha.
+        of Flower's reproduction, which chose this eta and beta for its alphas .1 and near 0, that
+        is, 1 and 0 here; for our default alpha, .1, it chose .003 and .97.
+        are 1 and 0 here; for our default alpha, .1, it chose .003 and .97.
+    D7  The paper's text names Nesterov's momentum and a server rate of 1, but its formulas 7-7b are
+        lost. We use PyTorch's form.
 
 Comments give shapes: [d] for a model's d weights, [m, d] for m clients' models. l.7 is line 7;
 net(w, b.x) returns minibatch b's logits. This is FedAvg's Algorithm 1 with section 4.2's server
-momentum v, whose factor is beta; lines 1, 7 and 11 differ, and 7a and 7b are new. t counts rounds
-from 0. Client k of K holds the n_k training images P_k. C is the fraction of clients that a round
-samples, eta the learning rate, and the loss the cross-entropy.
+momentum v, whose factor is beta; lines 1, 7 and 11 differ, and 7a and 7b are new.
+t counts rounds from 0. Client k of K holds the n_k training images P_k. C is the fraction of
+clients that a round samples, eta the learning rate (--lr * --lr-decay^t), and the loss the
+cross-entropy.
 
     Server
      1  choose w_0;  v = 0
@@ -62,8 +66,9 @@ def local_training(net, args):
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        gradient = torch.addcmul(common.grad(loss)(w), decay, w)  # l.11: + decay * w
-        return common.descend(w, eta, gradient)  # l.11: w - eta * gradient
+        gradient = common.grad(loss)(w)  # [d]
+        decayed = torch.addcmul(gradient, decay, w)  # l.11: gradient + decay * w
+        return common.descend(w, eta, decayed)  # l.11: w - eta * (gradient + decay * w)
 
     def client_update(w, epochs, eta):
         for minibatches in epochs:  # l.8-9: E epochs, each cut into minibatches of size B (D2)
@@ -83,12 +88,12 @@ def main(argv=None):
     w_0 = federation.initial_weights()
     state = State(w=w_0, v=torch.zeros_like(w_0))  # l.1: w_0 and v = 0, [d]
     for t in run.rounds(state):  # l.2
-        m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.3 (D3)
+        m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.3 (D3): .29 * 100 counts as 29
         S = federation.sample(t, m)  # l.4: [m]
         w_t = state.w.expand(m, -1)  # [m, d]: the same for every client
-        eta = federation.eta(t)  # --lr * --lr-decay^t
-        # train calls client_update for each client of S, with its row of `own`, its epochs, and
-        # what is `shared` by all
+        eta = federation.eta(t)
+        # for each client of S, train calls client_update(its row of w_t, its epochs, eta); an epoch
+        # shuffles P_k and cuts it (l.8: common.Epochs)
         w_k = federation.train(client_update, S, t, own=[w_t], shared=[eta])  # l.5-6: [m, d]
         n_k = federation.n[S]  # [m]
         dw = state.w - n_k @ w_k / n_k.sum()  # l.7, since the n_k/n sum to 1: [d]
@@ -123,11 +128,11 @@ BY_DATASET = {
 
 def arguments(argv):
     parser = common.parser(__doc__, **DEFAULTS)
-    own = parser.add_argument_group("FedAvgM")
-    own.add_argument("--beta", type=common.fraction,
-                     help="beta, the server's momentum; 0 is FedAvg")
-    own.add_argument("--server-momentum", choices=("nesterov", "plain"), default="nesterov",
-                     help="the form of line 7b")
+    group = parser.add_argument_group("FedAvgM")
+    group.add_argument("--beta", type=common.fraction,
+                       help="beta, the server's momentum; 0 is FedAvg")
+    group.add_argument("--server-momentum", choices=("nesterov", "plain"), default="nesterov",
+                       help="the form of line 7b")
     args = common.parse(parser, BY_DATASET, argv)
     if args.momentum:
         common.refuse("FedAvgM's clients have no momentum; use --momentum 0, and --beta for the "

@@ -12,19 +12,20 @@ All clients share w, the "global knowledge representation" (GKR); lambda lowers 
 with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i
 (mixed), "global" w on the test set. docs/fedslr.md explains our choices:
 
-    D1  Line 1: p_i = 0; with resnet18 a copy of w^0's kernels and matrices (authors' code).
+    D1  Line 1: p_i starts at 0; with resnet18 as a copy of w^0's kernels and matrices, as in the
+        authors' code.
     D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
     D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices, and kernels as matrices (by pi), no vectors; line 20 all of p_i.
+    D5  Line 7 shrinks matrices, and kernels as matrices (pi), but no vectors; line 20 all of p_i.
     D6  Per layer the server sends min(rows*columns, rank*(rows+columns)) weights; clients send w_i.
     D7  A client tests on floor(100 * its class proportion) central images of each class.
     D8  Class proportions follow Dir(.1); used-up classes are dealt again; images shift and flip.
 
 [d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Client i of
 M has the loss f_i; w_l is w's layer l. C is the fraction of clients that a round samples. In the
-code Phase II runs before lines 15 and 16, and line 6 stands for line 16: neither reads what the
-other changes.
+code Phase II runs before lines 15 and 16, and line 6 also does line 16. This changes nothing, as
+Phase II reads neither w_i nor gamma_i.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -127,8 +128,8 @@ def shrink(v_l, tau):
 
 
 def prox_nuclear(net, v, tau, map=map):
-    """Returns line 7's w [d], and the ranks [L] of its kernels and matrices. map: Python's, or one
-    that takes several layers at once."""
+    """Returns line 7's w [d], and the ranks [L] of its kernels and matrices. map: Python's map, or
+    one that uses several threads."""
     if not v.isfinite().all():
         return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
     parts = [part.view(shape) for part, shape in zip(v.split(net.sizes), net.shapes)]
@@ -163,22 +164,22 @@ def main(argv=None):
     client_update = local_training(net, args)
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w_0, ranks=full_ranks(net), size=net.d,  # size: weights that w^t takes (D6)
+    state = State(w=w_0, ranks=full_ranks(net), size=net.d,  # size: what w^t takes (D6)
                   gamma=federation.per_client(torch.zeros_like(w_0)),  # l.1: [M, d]
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): [M, d]
     for t in run.rounds(state, clients=lambda S: state.w + state.p[S]):  # l.2
         m = max(int(args.fraction * M + 1e-9), 1)  # l.3 (D2)
         S = federation.sample(t, m)  # l.3: [m]
         w_t = state.w.expand(m, -1)  # [m, d]
-        # train calls client_update for each client of S, with its row of `own`, its epochs, and
-        # what is `shared`. state.p.of(S) is state.p[S], fetched row by row, when it is needed
+        # for each client of S, train calls client_update with its rows of `own`, its epochs and
+        # what is shared. state.p.of(S) is state.p[S], fetched row by row, when it is needed
         w_i, p_i = federation.train(client_update, S, t, shared=[federation.eta(t)],
                                     own=[w_t, state.gamma.of(S), state.p.of(S)])  # l.4-5: [m, d]
         for j, i in enumerate(S):  # one by one, to save memory
             state.gamma[i] += 1 / args.eta_g * (state.w - w_i[j])  # l.6, l.16: one copy serves both
         v = w_i.mean(0) - args.eta_g * (state.gamma.sum(0) / M)  # l.7: not weighted (D2): [d]
         del w_i
-        tau = args.lambda_ * args.eta_g
+        tau = args.lambda_ * args.eta_g  # l.7
         state.w, state.ranks = prox_nuclear(net, v, tau, federation.training.map)  # l.7
         state.p[S] = p_i  # l.20
         del p_i
@@ -224,8 +225,8 @@ def arguments(argv):
 
 
 def shrink_on_gpu(v_l, tau):
-    """Returns what `shrink` returns, from the eigenvalues of A A^T, of which a GPU is faster than
-    of A's SVD. A is pi(v_l) or its transpose, whichever has fewer rows."""
+    """Returns what `shrink` returns, from the eigenvalues of A A^T, which a GPU computes faster
+    than A's SVD. A is pi(v_l) or its transpose, whichever has fewer rows."""
     A = pi(v_l).double()
     wide = A if A.shape[0] <= A.shape[1] else A.T
     squares, U = torch.linalg.eigh(wide @ wide.T)

@@ -1,20 +1,21 @@
 """PersFL: personalised federated learning by distillation. Divi, Farrukh, Celik, "Unifying
 Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191.
 
-    python persfl.py                              DS-1: 4 classes a user, of equal amounts here (D9)
+    python persfl.py                              DS-1: 4 classes per user, in equal amounts (D9)
     python persfl.py --split dirichlet-classes    DS-2: classes in Dirichlet(.9) shares
     python persfl.py --split lognormal            DS-3: 2 classes a user, log-normal shares
 
-    CIFAR-10, means of 5 seeds: FedAvg published, ours; fine-tuned ours; PersFL published, ours
-    DS-1  .450  .5068  .6846  .819  .7186  results/persfl-2/persfl-cifar10-split-classes
-    DS-2  .487  .5024  .5068  .596  .5817  results/persfl-2/persfl-cifar10-split-dirichlet-classes
-    DS-3  .466  .3791  .8859  .823  .8918  results/persfl-2/persfl-cifar10-split-lognormal
+    CIFAR-10, personal, means of five seeds (in brackets the paper's)
+          FedAvg        fine-tuned  PersFL        record (in results/persfl-2)
+    DS-1  .5068 (.450)  .6846       .7186 (.819)  persfl-cifar10-split-classes
+    DS-2  .5024 (.487)  .5068       .5817 (.596)  persfl-cifar10-split-dirichlet-classes
+    DS-3  .3791 (.466)  .8859       .8918 (.823)  persfl-cifar10-split-lognormal
 
 "global" tests FedAvg's model G on central test images, "personal" each user's student A_k (before
 Stage 2: G) on the user's own; "fine-tuned" is the student with lambda = 0. docs/persfl.md explains
 our choices, also D10 (means of five seeds) and D11 (the network):
 
-    D1  Lines 5 to 8 choose among the models users are sent: G_1 (untrained) to G_{E_G}.
+    D1  Lines 5 to 8 choose among the models that the server sends: G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
     D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (paper: E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
@@ -22,13 +23,16 @@ our choices, also D10 (means of five seeds) and D11 (the network):
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
         All students of a user see the same minibatches.
-    D8  Line 11: teacher and start are G_{E_G+1}. FedAvg's .466 took 100 rounds, ours 50.
+    D8  Line 11: G_{E_G+1} is every user's teacher and the student's start. On DS-3 the paper's
+        FedAvg trains for 100 rounds, ours for 50.
     D9  Users are dealt only training images, 6,000 in MNIST's DS-1, as in the authors' logs.
 
 [d]: a model's d weights; [K, d]: all K users' models; net(w, b.x): minibatch b's logits. G is
 FedAvg's model, O_k user k's teacher, A_k the student, T the temperature, lambda the weight of the
-soft loss. This is Algorithm 1 in other words, with its line numbers. We add "choose G_1" to line 2,
-lines 9 to 11 (the paper's 9 ends the if, and its FedAvg stands in the text), and line 13's loop.
+soft loss. This is Algorithm 1 in other words, with its line numbers. We add "choose G_1", line
+13's loop, and lines 9 to 11, which in the paper only close the if and the loops; its FedAvg is in
+the text. In the code the users (line 14) are the outer loop, and all students of line 13 train
+together.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -126,7 +130,7 @@ def accuracies(federation, students, images):
 
 
 def best_students(students, accuracy):
-    """Returns each user's best student (the first one, if tied): its index in GRID [K], and its
+    """Returns each user's best student (the first, if tied): its index in GRID [K], and its
     weights [K, d]. students: [K, 11, d]; accuracy: [K, 11], nan for one that diverged."""
     best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: the first of the best (D6)
     return best, students[torch.arange(len(students)), torch.from_numpy(best)]
@@ -151,15 +155,14 @@ def main(argv=None):
         state.l_prime = torch.where(better, l_k, state.l_prime)  # l.7
         state.O = torch.where(better[:, None], state.G, state.O)  # l.8: [K, d]
         state.round_of_O = torch.where(better, e, state.round_of_O)  # for the record
-        # train calls client_update for each user, with its row of `own`, its epochs, and what is
-        # `shared` by all
+        # for each user, train calls client_update(its row of `own`, its epochs, eta)
         w_k = federation.train(client_update, everyone, t, own=[state.G.expand(K, -1)],
                                shared=[federation.eta(t)])  # l.9: [K, d]
         state.G = federation.n @ w_k / federation.n.sum()  # l.10: G_{e+1}, [d] (D2)
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates() and e < args.rounds:
             run.log(federation.evaluate(state.G), federation.evaluate_clients(state.G))
-    if state.A is None:  # l.12: Stage 2
+    if state.A is None:  # l.12: Stage 2, unless a resumed run has finished it
         common.say(f"stage 2  {K} users, {len(GRID)} students each")
         O = state.O
         if args.teacher == "final":
@@ -168,7 +171,7 @@ def main(argv=None):
         eta_prime = torch.tensor(args.distill_lr, device=federation.device)
         # t = E_G, one above the last t, gives a new shuffling
         students = federation.train(distil, everyone, args.rounds, own=[O], shared=[eta_prime],
-                                    epochs=args.distill_epochs)  # l.13-22: [K, 11, d]
+                                    epochs=args.distill_epochs)  # l.13-14: [K, 11, d]
         accuracy = accuracies(federation, students, validation)
         best, state.A = best_students(students, accuracy)  # l.13: keep the best one
         run.log(federation.evaluate(state.G),

@@ -2,7 +2,8 @@
 Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and four figures.
 
     python psinet.py --dataset cifar10                         VGG-9 (published: .8826)
-    python psinet.py --dataset cifar10 --groups 0 --norm gn    FedAvg (.8334; bn .8546, none .8413)
+    python psinet.py --dataset cifar10 --groups 0 --norm gn    FedAvg (published: .8334 with gn,
+                                                               .8546 with bn, .8413 with none)
     python psinet.py --dataset cifar100 --groups 20            VGG-16, Fed2's figure (.6817)
 
 "global" after 100 rounds on CIFAR-10, ten nodes with four classes each, --precision bf16, seed 0:
@@ -12,22 +13,23 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
 proportions. docs/psinet.md explains our choices:
 
-    D1  Line 3: the first grouped layer sees all channels and is initialised as if ungrouped.
+    D1  Line 3: each group of the first grouped layer sees all channels. It starts as if ungrouped.
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group that S lacks is unchanged.
-    D6  Line 6: a node lacks a group if it has none of its classes; the notes say "only if all local
-        data belong to its task", which we think means this. We treat every split as extreme
-        (--no-prune: none). The softmax has only the classes of G_i.
+    D5  Lines 9, 10 weight node i by its number of images. A group that no node of S has stays.
+    D6  Line 6: a node prunes a group if it holds none of its classes. The notes say "only if all
+        local data belong to its task"; we think they mean the opposite. We treat every split as
+        extreme (--no-prune: none). The softmax has only the classes of G_i.
     D7  eta, B, decay, momentum (reset per round) are FedMA's; T is that of Fed2's figures, flips
         and crops are FedSLR's, and E = 1, the best of five in a figure of Fed2, is a guess.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
-    D9  papers/psinet_depth.py suggests a depth: the first layer with above-midrange total variance.
+    D9  papers/psinet_depth.py suggests a depth: the first layer with at least half of the range of
+        total variance.
 
-[d]: the d weights of the whole network, of which each node trains its part: what it lacks has no
-gradient and no share in lines 9 and 10. net.forward returns a minibatch's logits. The listing
-restates the notes.
+Omega [d] holds the weights and running statistics of the whole network, w and r. What a node lacks
+gets no gradient there and is left out of lines 9 and 10. net.forward returns a minibatch's logits.
+The listing restates the notes.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -72,26 +74,31 @@ import common
 #     fc3         10               52         1                    530   l.4: its class's logit
 
 
+MISSING = -1e9  # the logit of a class that a node lacks, so that its probability is 0 (D6)
+
+
 class PsiNet(nn.Module):
     """A network in G groups; G = 0 means no groups, for FedAvg. `plain` is the same network without
     groups, an nn.Sequential of named layers (VGG9 of fl/models.py). Layers keep their names;
     conv5-norm follows conv5. `depth` is the first layer with groups; `norm` is "gn", "bn" or
-    "none". Block g of the last layer gives the logits of M(g), the g-th classes/G labels (D3)."""
+    "none". Block g of the last layer gives the logits of M(g): of C classes
+    the labels g*C/G to (g+1)*C/G - 1."""
 
     def __init__(self, plain, G, depth, norm):
         super().__init__()
         self.grouped = []  # the names of the layers with groups
-        before = now = 1  # outputs of the layer before: in `plain`, and here
+        old = new = 1  # outputs of the previous layer: in `plain`, and here
         for name, layer in plain.named_children():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 outputs, inputs = layer.weight.shape[:2]  # channels or neurons
                 width = G * ceil(outputs / max(G, 1))  # D2
-                if self.grouped:  # group g sees group g of the layer before
-                    layer = cut(layer, inputs // before * now, width, groups=G)  # l.3-4
-                elif name == depth:  # each group sees all inputs (D1)
+                if self.grouped:  # group g sees group g of the previous layer
+                    layer = cut(layer, inputs // old * new, width, groups=G)  # l.3-4
+                    self.grouped.append(name)
+                elif name == depth:  # l.1: here groups begin; each sees all inputs (D1)
                     layer = cut(layer, inputs, width, groups=1)  # l.3
-                self.grouped += [name] if self.grouped or name == depth else []
-                before, now = outputs, len(layer.weight)
+                    self.grouped.append(name)
+                old, new = outputs, len(layer.weight)
             self.add_module(name, layer)  # l.2: unchanged below the depth
             if isinstance(layer, nn.Conv2d) and norm != "none":
                 if norm == "gn" and (self.grouped or not G):
@@ -143,7 +150,7 @@ class BatchNorm(nn.BatchNorm2d):
         next_mean, next_var = mean, var = self.running_mean, self.running_var
         precision, (x, weight, bias) = x.dtype, (z.to(mean) for z in (x, self.weight, self.bias))
         if mask is not None and common.may_look(x) and mask.all() and x[:, 0].numel() > 1:
-            mean, var = mean.clone(), var.clone()  # PyTorch's own, fast, does line 12 in place
+            mean, var = mean.clone(), var.clone()  # l.12: F.batch_norm is fast and moves both
             return F.batch_norm(x, mean, var, weight, bias, training=True).to(precision), mean, var
         if mask is not None:
             mask = mask.to(x.dtype)
@@ -159,122 +166,14 @@ class BatchNorm(nn.BatchNorm2d):
         return y.to(precision), next_mean, next_var
 
 
-def groups_of_nodes(federation, args):
-    """Returns has [K, G]: has[i, g] is True if node i has group g; and the same of each class,
-    [K, classes]."""
-    G, classes = max(args.groups, 1), federation.data.classes
-    group = torch.arange(classes, device=federation.device) * G // classes  # l.1: M(g) (D3)
-    has = torch.zeros(federation.K, G, dtype=torch.bool, device=federation.device)
-    for i, own in enumerate(federation.split.train):
-        has[i, group[federation.labels[own]]] = True  # l.6: G_i (D6)
-    has = has if args.prune else torch.ones_like(has)
-    return has, has[:, group]
-
-
-def local_training(net, args):
-    """Returns local_update(w, r, own, epochs, eta), LocalUpdate of a node. `epochs` yields E passes
-    over its images, each cut into minibatches b (common.Epochs)."""
-    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with momentum and decay (D7)
-
-    @common.step  # on a GPU it runs for all nodes at once, or as a CUDA graph
-    def step(w, u, r, own, b, eta):  # w, u: [d]; r: the running statistics [d_r]
-        def loss(w):
-            logits, next_r = net.forward(w, r, b.x, b.mask)
-            logits = torch.where(own, logits, MISSING)  # own: the classes of G_i [classes] (D6)
-            return common.cross_entropy(logits, b), next_r
-
-        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: [d], 0 for groups that i lacks
-        w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
-        return w, u, r  # l.12: r from BatchNorm
-
-    def local_update(w, r, own, epochs, eta):
-        u = torch.zeros_like(w)  # momentum (D7)
-        for minibatches in epochs:  # l.11 (D8)
-            for b in minibatches:  # l.11: step does line 12
-                w, u, r = step(w, u, r, own, b, eta)
-        return w, r
-
-    return local_update
-
-
-def aligned_average(z_i, has_z, n_i, z):
-    """Returns the mean of each entry of z_i [m, d] (w or r) over the nodes that have it (has_z
-    [m, d]; all have Omega_shared), weighted by n_i [m] (D5). An entry that no node has keeps its
-    value in z [d]."""
-    n = n_i @ has_z.to(z_i.dtype)  # [d]: images of the nodes that have it
-    return torch.where(n > 0, n_i @ (z_i * has_z) / n.clamp(min=1), z)
-
-
-def main(argv=None):
-    args = arguments(argv)
-    federation = common.Federation(args, lambda *images: GroupedNet(args, *images))  # l.1-4
-    net = federation.net
-    run = common.Run(__file__, federation)
-    local_update = local_training(net, args)
-    has, has_class = groups_of_nodes(federation, args)  # l.6: [K, G], [K, classes]
-    macs_per_image = multiplications(federation, has)  # [K]
-    describe(run, has)
-
-    state = State(w=federation.initial_weights(), r=net.r_0, macs=0.0)  # l.5 (D2)
-    for t in run.rounds(state, model=lambda state: torch.cat([state.w, state.r])):  # l.7
-        S = federation.sample(t)  # l.7 (D8)
-        w, r = (z.expand(len(S), -1) for z in (state.w, state.r))  # [m, d], [m, d_r]
-        # train calls local_update for each node of S, with its row of `own`, its epochs, and what
-        # is `shared` by all
-        w_i, r_i = federation.train(local_update, S, t, own=[w, r, has_class[S]],
-                                    shared=[federation.eta(t)])  # l.8: [m, d], [m, d_r]
-        (has_w, has_r), n_i = net.entries(has[S]), federation.n[S]
-        state.w = aligned_average(w_i, has_w, n_i, state.w)  # l.9-10: shared, and of each g
-        state.r = aligned_average(r_i, has_r, n_i, state.r)  # l.9-10: running statistics
-        state.macs += args.epochs * float(n_i.double() @ macs_per_image[S])
-        sent = int(has_w.sum() + has_r.sum())
-        run.sent(up=sent, down=sent)  # for the record, like macs
-        if run.evaluates():
-            Omega = torch.cat([state.w, state.r])
-            run.log(federation.evaluate(Omega), federation.evaluate_clients(Omega), macs=state.macs)
-    return run.record()
-
-
-# --------------------------------------------------------------------------------------------------
-# Around it
-
-# The ablation of norms has 4 classes a node, that of G (CIFAR-100) 50. See D3, D7, D8
-DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
-                fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
-                weight_decay=1e-4, transform="fedslr")
-# ours, for a quick look
-QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
-BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
-OWN_MODEL = True  # for compare.py: not the network of the other methods
-DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # ours (D3; see D9)
-MISSING = -1e9  # the logit of a class that a node lacks, so that its probability is 0 (D6)
-
-
-def arguments(argv):
-    parser = common.parser(__doc__, **DEFAULTS)
-    flags = parser.add_argument_group("Psi-Net")
-    flags.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0 is FedAvg")
-    flags.add_argument("--depth", help=f"the first layer with groups (default: {DEPTH})")
-    flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
-                       help="after convolutions; gn is GroupNorm, below the depth BatchNorm")
-    flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
-                       help="node i has only groups with a class of its images (--no-prune: all)")
-    args = common.parse(parser, BY_DATASET, argv)
-    args.prune = args.prune and args.groups > 0
-    if args.groups and not args.depth and args.model not in DEPTH:
-        common.refuse(f"--model {args.model} has no default depth; use {', '.join(DEPTH)}, or give "
-                      "--depth LAYER (compare.py: --set psinet.depth=LAYER)")
-    return args
-
-
 class GroupedNet(common.Net):
-    """PsiNet as a function of Omega = [w | r]: weights [d], and all BatchNorms' running statistics
-    [d_r]. group [d] and group_r [d_r]: the group of each entry, -1 if shared. --groups 0 counts as
-    one group."""
+    """PsiNet as a function of Omega = [w | r]: its weights w, of which there are self.d, and all
+    BatchNorms' running statistics r. group: the group of each entry of Omega, -1 if shared.
+    --groups 0 counts as one group."""
 
     def __init__(self, args, shape, classes, device="cpu"):
         plain = common.Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout)
-        G, depth = args.groups, (args.depth or DEPTH[args.model]) if args.groups else None
+        G, depth = args.groups, (args.depth or DEPTH[args.model]) if args.groups else None  # l.1
         self.G = max(G, 1)
         refuse_what_cannot_be_cut(args.model, plain.module, classes, G, depth)
         super().__init__(args.model, shape, classes, device,
@@ -294,26 +193,20 @@ class GroupedNet(common.Net):
         self.notes = plain.notes
         self.running = [name for name in self.constants if ".running_" in name]
         self.sizes_r = [self.constants[name].numel() for name in self.running]
-        self.group = self.groups_of(self.names, self.sizes)
-        self.group_r = self.groups_of(self.running, self.sizes_r)
-
-    def groups_of(self, names, sizes):
-        """Returns the group of each entry of these tensors, in which groups lie side by side."""
-        groups = [torch.zeros(0, dtype=torch.long, device=self.device)]
-        for name, size in zip(names, sizes):
-            layer = name.rpartition(".")[0].removesuffix("-norm")
+        groups = []
+        for name, size in zip(self.names + self.running, self.sizes + self.sizes_r):
+            layer = name.rpartition(".")[0].removesuffix("-norm")  # its groups lie side by side
             own = range(self.G) if layer in self.module.grouped else [-1]
-            groups.append(torch.tensor(own, device=self.device).repeat_interleave(size // len(own)))
-        return torch.cat(groups)
+            groups.append(torch.tensor(own, device=device).repeat_interleave(size // len(own)))
+        self.group = torch.cat(groups)
 
     def entries(self, has):
-        """Returns which entries of w [m, d] and of r [m, d_r] nodes have, given their groups `has`
-        [m, G]."""
-        return tuple(has[:, z.clamp(min=0)] | (z < 0) for z in (self.group, self.group_r))
+        """Returns which entries of Omega nodes have [m, d], given their groups `has` [m, G]."""
+        return has[:, self.group.clamp(min=0)] | (self.group < 0)  # l.9-10
 
-    @property
-    def r_0(self):  # means 0 and variances 1, or those of --init
-        return torch.cat([self.decayed[:0], *(self.constants[name] for name in self.running)])
+    def with_statistics(self, w):
+        """Returns Omega = [w | r] with the first r: means 0 and variances 1, or those of --init."""
+        return torch.cat([w, *(self.constants[name] for name in self.running)])
 
     def forward(self, w, r, x, mask=None):
         """Returns what PsiNet returns, with the weights w and the running statistics r."""
@@ -331,6 +224,114 @@ class GroupedNet(common.Net):
     def state_dict(self, Omega):
         running = zip(self.running, Omega[self.d :].cpu().split(self.sizes_r))
         return super().state_dict(Omega[: self.d]) | {name: z.clone() for name, z in running}
+
+
+def groups_of_nodes(federation, args):
+    """Returns has [K, G]: whether node i has group g; and has_class [K, classes]: whether it has
+    that class's group."""
+    G, classes = max(args.groups, 1), federation.data.classes
+    group = torch.arange(classes, device=federation.device) * G // classes  # l.1: M(g) (D3)
+    has = torch.zeros(federation.K, G, dtype=torch.bool, device=federation.device)
+    for i, own in enumerate(federation.split.train):
+        has[i, group[federation.labels[own]]] = True  # l.6: G_i (D6)
+    has = has if args.prune else torch.ones_like(has)
+    return has, has[:, group]
+
+
+def local_training(net, args):
+    """Returns local_update(Omega, own, epochs, eta), LocalUpdate of a node. `epochs` yields E
+    passes over its images, each cut into minibatches b (common.Epochs)."""
+    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with momentum and decay (D7)
+
+    @common.step  # on a GPU it runs for all nodes at once, or as a CUDA graph
+    def step(w, u, r, own, b, eta):  # weights, their momentum, running statistics
+        def loss(w):
+            logits, next_r = net.forward(w, r, b.x, b.mask)
+            logits = torch.where(own, logits, MISSING)  # own: the classes of G_i [classes] (D6)
+            return common.cross_entropy(logits, b), next_r
+
+        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: 0 for groups that i lacks
+        w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
+        return w, u, r  # l.12: r from BatchNorm
+
+    def local_update(Omega, own, epochs, eta):
+        w, r = Omega[..., : net.d], Omega[..., net.d :]
+        u = torch.zeros_like(w)  # momentum (D7)
+        for minibatches in epochs:  # l.11 (D8)
+            for b in minibatches:  # l.11: step does line 12
+                w, u, r = step(w, u, r, own, b, eta)
+        return torch.cat([w, r], -1)
+
+    return local_update
+
+
+def aligned_average(Omega_i, has, n_i, Omega):
+    """Returns the mean of each entry of Omega_i [m, d] over the nodes that have it (has [m, d];
+    all have Omega_shared), weighted by n_i [m] (D5). An entry that no node has keeps its value in
+    Omega [d]."""
+    n = n_i @ has.to(Omega_i.dtype)  # [d]: images of the nodes that have it
+    return torch.where(n > 0, n_i @ (Omega_i * has) / n.clamp(min=1), Omega)  # l.9-10
+
+
+def main(argv=None):
+    args = arguments(argv)
+    federation = common.Federation(args, lambda *images: GroupedNet(args, *images))  # l.1-4
+    net = federation.net
+    run = common.Run(__file__, federation)
+    local_update = local_training(net, args)
+    has, has_class = groups_of_nodes(federation, args)  # l.6: [K, G], [K, classes]
+    macs_per_image = multiplications(federation, has)  # [K], for the record
+    describe(run, has)
+
+    Omega = net.with_statistics(federation.initial_weights())  # l.5 (D2): [d]
+    state = State(Omega=Omega, macs=0.0)
+    for t in run.rounds(state, model="Omega"):  # l.7
+        S = federation.sample(t)  # l.7 (D8): [m]
+        # for each node of S, train calls local_update with its rows of `own`, its epochs and what
+        # is shared
+        own = [state.Omega.expand(len(S), -1), has_class[S]]
+        Omega_i = federation.train(local_update, S, t, own=own,
+                                   shared=[federation.eta(t)])  # l.8: [m, d]
+        has_entry, n_i = net.entries(has[S]), federation.n[S]  # [m, d], [m]
+        state.Omega = aligned_average(Omega_i, has_entry, n_i, state.Omega)  # l.9-10
+        state.macs += args.epochs * float(n_i.double() @ macs_per_image[S])
+        sent = int(has_entry.sum())
+        run.sent(up=sent, down=sent)  # for the record, like macs
+        if run.evaluates():
+            run.log(federation.evaluate(state.Omega), federation.evaluate_clients(state.Omega),
+                    macs=state.macs)
+    return run.record()
+
+
+# --------------------------------------------------------------------------------------------------
+# Around it
+
+# The notes' ablation of norms gives each node 4 classes, that of G (CIFAR-100) 50. See D3, D7, D8
+DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_test=0.0,
+                fraction=1.0, rounds=100, epochs=1, batch_size=64, lr=0.01, momentum=0.9,
+                weight_decay=1e-4, transform="fedslr")
+# ours, for a quick look
+QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
+BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
+OWN_MODEL = True  # for compare.py: not the network of the other methods
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # ours (D3; see D9)
+
+
+def arguments(argv):
+    parser = common.parser(__doc__, **DEFAULTS)
+    flags = parser.add_argument_group("Psi-Net")
+    flags.add_argument("--groups", type=common.nonnegative_int, default=10, help="G; 0 is FedAvg")
+    flags.add_argument("--depth", help=f"the first layer with groups (default: {DEPTH})")
+    flags.add_argument("--norm", choices=("none", "bn", "gn"), default="gn",
+                       help="after convolutions; gn is GroupNorm, below the depth BatchNorm")
+    flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
+                       help="node i has only groups with a class of its images (--no-prune: all)")
+    args = common.parse(parser, BY_DATASET, argv)
+    args.prune = args.prune and args.groups > 0
+    if args.groups and not args.depth and args.model not in DEPTH:
+        common.refuse(f"--model {args.model} has no default depth; use {', '.join(DEPTH)}, or give "
+                      "--depth LAYER (compare.py: --set psinet.depth=LAYER)")
+    return args
 
 
 CHAIN = (nn.Conv2d, nn.Linear, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh,
@@ -353,14 +354,12 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
 
 
 def describe(run, has):
-    """Notes what a group gives in each layer, and how much of the network the nodes have."""
+    """Notes how many groups and weights the nodes have."""
     net = run.federation.net
     if run.args.groups:
-        layers = dict(net.module.named_children())
-        run.note("groups  " + ", ".join(f"{name} {len(layers[name].weight) // net.G}"
-                                        for name in net.module.grouped) + " outputs each")
+        weights = net.entries(has)[:, : net.d].sum(1).tolist()
         run.note(f"nodes   {common.spread(has.sum(1).tolist())} of {net.G} groups, "
-                 f"{common.spread(net.entries(has)[0].sum(1).tolist())} weights (least/mean/most)")
+                 f"{common.spread(weights)} weights (least/mean/most)")
 
 
 def multiplications(federation, has):

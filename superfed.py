@@ -12,24 +12,26 @@ W_k(lambda) = (1-lambda) w^f + lambda w^l_k on its own test images; "personal@te
 that scores best on these, as in the paper. docs/superfed.md explains our choices, also D8 (the
 split), D10 (the calibration error), D11 (which w^f is tested) and D14 (what n_k counts):
 
-    D1  Line C8: the authors' code takes mu * (1-lambda) * sum over tensors of ||w^f - w^g||.
-    D2  Lines C7, C8: in the authors' code biases are neither mixed nor part of the cosine.
+    D1  Line C8: the distance is squared, as in (3). The authors' code takes mu * (1-lambda) * sum
+        over tensors of ||w^f - w^g||.
+    D2  Lines C7, C8 treat biases like other weights; the authors' code leaves them out of both.
     D3  Line 2: all w^l_k start alike; with --own-start each has its own seed (KDD 2022's code).
-    D4  Line C6: Phase II is t >= L*R, in the authors' code t >= int(L*R) - 1, with a decay of eta.
+    D4  Line C6: Phase II begins at the first t >= L*R. The authors' code begins at int(L*R) - 1 and
+        also decays eta.
     D5  Model Mixing's mu, nu and L are from the authors' scripts. Layer Mixing's L = .8 on CIFAR-10
-        is inferred from Table 3; elsewhere it, and always its mu and nu, are guesses.
+        is inferred from Table 3. Its L elsewhere, and its mu and nu, are guesses.
     D6  Line C6: in Layer Mixing a bias shares its layer's lambda. The cosine is over all of w.
-    D7  Line C8a: momentum is .9 (paper's text); its buffer starts a round at 0; no weight decay.
+    D7  Line C8a: momentum is .9 (paper's text); its buffer u starts a round at 0; no weight decay.
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
-    D12  W_k: one lambda of 0, .1, ..., 1 for all clients, with the least mean training loss, on as
-        many training as test images.
+    D12  W_k: all clients and layers share one lambda from 0, .1, ..., 1, which minimises the mean
+        training loss, on as many training as test images.
     D13  Line 5: C*K is rounded down.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
 [d]: a model's d weights. [m, d]: m clients' models. net(w, b.x): minibatch b's logits. Lines have
-the paper's numbers, of which our copy lost 3, 8-10 and C9-C12; 7a and C8a are ours. w^f is
-averaged, w^l_k stays with client k. L is the share of rounds before Phase II; n_k counts client k's
-training images.
+the paper's numbers; we omit 10 and the ends of loops, and 7a and C8a are ours. Our copy lost 3, C2,
+C6, C7, C10 and C11, of which we restored C2, C6 and C7. w^f is averaged, w^l_k stays with client k.
+L is the share of rounds before Phase II; n_k counts client k's training images.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -48,7 +50,7 @@ training images.
      C6          lambda ~ U(0,1), one or one per layer; if t < L*R (Phase I): lambda = nu = 0
      C7          W = (1-lambda) w^f + lambda w^l_k
      C8          loss = CE(W; b) + nu * cos^2(w^f, w^l_k) + mu * ||w^f - w^g||^2      (3)
-    C8a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss
+    C8a          (w^f, w^l_k) = (w^f, w^l_k) - eta * gradient of loss, with momentum (D7)
     C13  keep w^l_k, return w^f to the server
 """
 
@@ -59,8 +61,6 @@ import numpy as np
 import torch
 
 import common
-
-LAMBDAS = [i / 10 for i in range(11)]
 
 
 def local_start(federation):
@@ -98,8 +98,9 @@ def loss_3(net, w_f, w_l, w_g, lam, nu, mu, b):
 def local_training(net, args):
     """Returns client_update(w_f, w_l, epochs, eta, phase_two), ClientUpdate for one client.
     `epochs` yields E passes over its images, each cut into minibatches b (common.Epochs)."""
-    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with --momentum (D7)
-    layer = net.layer_of if args.mix == "layer" else 0  # the layer of each weight [d] (D6), or 0
+    sgd = common.sgd(args, net.decayed)  # u = gradient + momentum * u; w - eta * u (D7)
+    # the layer of each weight, [d] (D6); 0 for Model Mixing: one draw for all
+    layer = net.layer_of if args.mix == "layer" else 0
 
     @common.step  # on a GPU it runs for all clients at once, or as a CUDA graph
     def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is 0 or 1
@@ -110,11 +111,11 @@ def local_training(net, args):
             return loss_3(net, w_f, w_l, w_g, lam, nu, args.mu, b)
 
         gradient_f, gradient_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)
-        w_f, u_f = sgd(w_f, u_f, gradient_f, eta)  # l.C8a: w^f - eta * gradient (D15)
+        w_f, u_f = sgd(w_f, u_f, gradient_f, eta)  # l.C8a: w^f - eta * u (D7, D15)
         w_l, u_l = sgd(w_l, u_l, gradient_l, eta)  # l.C8a: w^l_k; its gradient is 0 in Phase I
         return w_f, w_l, u_f, u_l
 
-    def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: w_f; w_l: k's own w^l_k
+    def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: downloads w_f; w_l is its own
         w_g = w_f  # l.C2
         u_f, u_l = torch.zeros_like(w_f), torch.zeros_like(w_l)  # momentum (D7)
         for minibatches in epochs:  # l.C3-C4 (D9)
@@ -125,23 +126,18 @@ def local_training(net, args):
     return client_update
 
 
-def at_lambda(federation, w_f, w_l, lam, images=None):
-    """Returns the measures of all clients' W_k(lambda). w_f: [d]; w_l: [K, d]."""
-    return federation.evaluate_clients(lambda S: mix(w_f, w_l[S], lam), images)
-
-
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
-    phase_two_from = first_round_of_phase_two(args)  # L*R
-    run = common.Run(__file__, federation, fixed_rounds="Phase II begins at L*R",
+    phase_two_from = first_round_of_phase_two(args)  # the first t >= L*R
+    run = common.Run(__file__, federation, fixed_rounds="Phase II's start, L*R, depends on R",
                      marks={phase_two_from + 1: "Phase II begins"})  # counted from 1
     run.note(f"phases  Phase II begins with round {phase_two_from + 1}"
              if phase_two_from < args.rounds else "phases  no Phase II")
     client_update = local_training(federation.net, args)
 
     def draw(rng, steps):
-        return rng.random((steps, len(federation.net.layers)))  # each row is one b.draw
+        return rng.random((steps, len(federation.net.layers)))  # l.C6: a row is one b.draw
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.2: w^l_k, [K, d]
@@ -151,8 +147,8 @@ def main(argv=None):
         w_f, w_l = state.w_f.expand(m, -1), state.w_l[S]  # [m, d] each
         eta = federation.eta(t)
         phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.C6
-        # train calls client_update for each client of S, with its row of `own`, its epochs, and
-        # what is `shared` by all; draw makes its b.draw
+        # for each client of S, train calls client_update with its rows of `own`, its epochs and
+        # what is shared; draw makes the numbers that a minibatch finds in b.draw
         w_f_k, w_l_k = federation.train(client_update, S, t, own=[w_f, w_l],
                                         shared=[eta, phase_two], draw=draw)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]
@@ -206,6 +202,14 @@ def arguments(argv):
         of_model = 0.5 if args.dataset == "cifar100" else 0.4
         args.start = 0.8 if args.mix == "layer" else of_model  # D5
     return args
+
+
+LAMBDAS = [i / 10 for i in range(11)]
+
+
+def at_lambda(federation, w_f, w_l, lam, images=None):
+    """Returns the measures of all clients' W_k(lambda). w_f: [d]; w_l: [K, d]."""
+    return federation.evaluate_clients(lambda S: mix(w_f, w_l[S], lam), images)
 
 
 def measure_mixtures(federation, w_f, w_l):
