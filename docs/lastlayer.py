@@ -69,7 +69,8 @@ def main(argv=None):
         w, v, eta = state.w.expand(len(S), -1), state.V[S], federation.eta(t)
         w_k, v_k = federation.train(client_update, S, t, own=[w, v], shared=[eta])  # l.3-5
         state.V[S] = v_k
-        state.w = federation.mean(w_k, federation.n[S])  # l.6: [d]
+        n_k = federation.n[S]  # [m]
+        state.w = n_k @ w_k / n_k.sum()  # l.6: [d]
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(models))
