@@ -18,9 +18,9 @@ docs/fedavgm.md explains our choices:
     D3  Line 3: C*K is rounded down.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; some libraries use alpha.
-        of Flower's reproduction, which chose this eta and beta for its alphas .1 and near 0, that
-        is, 1 and 0 here; for our default alpha, .1, it chose .003 and .97.
-        are 1 and 0 here; for our default alpha, .1, it chose .003 and .97.
+    D6  Our copy of the paper lost C, E, B, alphas, eta and beta. C is ours, the others are those of
+        Flower's reproduction. It chose this eta and beta for its alphas .1 and near 0, which are
+        1 and 0 here; for our default alpha, .1, it chose .003 and .97.
     D7  The paper's text names Nesterov's momentum and a server rate of 1, but its formulas 7-7b are
         lost. We use PyTorch's form.
 

@@ -38,9 +38,9 @@ def main(argv=None):
     state = State(w=federation.initial_weights())  # [d]
     for t in run.rounds(state):
         S = federation.sample(t)
-        w, r = (z.expand(len(S), -1) for z in (state.w, federation.net.r_0))  # [m, d], [m, 0]
-        w_k, _ = federation.train(local_update, S, t, own=[w, r, own[S]],
-                                  shared=[federation.eta(t)])  # [m, d]
+        w = state.w.expand(len(S), -1)  # [m, d]: all of Omega, as there is no BatchNorm
+        w_k = federation.train(local_update, S, t, own=[w, own[S]],
+                               shared=[federation.eta(t)])  # [m, d]
         n_k = federation.n[S]
         state.w = n_k @ w_k / n_k.sum()
         run.sent(up=w_k.numel(), down=w_k.numel())
