@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from . import formats
 from .formats import ARRAYS, shapes
-from .training import first_line, refuse
+from .machine import first_line, refuse
 from .transforms import window
 
 

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from .machine import is_main_process, say
-from .splits import USED_BY, renamed
+from .splits import USED_BY
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 STYLE = {  # of all figures. The colours are Okabe and Ito's, which the colour-blind tell apart
@@ -48,7 +48,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         if is_main_process():
             path = pathlib.Path(path)
             figure.savefig(path)
-            picture = Image.open(path).convert("RGB").quantize(64)  # a quarter of the bytes
+            picture = Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
             picture.save(path, dpi=(300, 300), optimize=True)
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
             say(f"plot    {path}, {path.with_suffix('.svg').name}")
@@ -57,7 +57,7 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
 
 def setting(record):
     """Returns the data set and the split of a record in words, for titles of figures."""
-    args, split = record["args"], renamed(record["args"])["split"]
+    args, split = record["args"], record["args"]["split"]
     size = f", {args['per_client']} each" if split in USED_BY["per_client"] else ""
     size = rf", $\alpha$ = {args['alpha']:g}" if split in USED_BY["alpha"] else size
     name, K = plain(record["data"]["name"]), record["split"]["clients"]

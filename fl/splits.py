@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .net import find
-from .training import first_line, refuse
+from .files import find
+from .machine import first_line, refuse
 
 
 class Split(NamedTuple):
@@ -358,23 +358,17 @@ USED_BY = {  # arguments, and the splits that they are for
     "per_client": ["shards", "classes", "lognormal"],
     "alpha": ["dirichlet-classes", "dirichlet-hsu", "fedslr", "fedma"],
 }
-NAMES_BEFORE = {"dirichlet": "dirichlet-hsu"}  # in old records
 
 
 def scheme(name):
     """Returns the function of --split NAME. Refuses an unknown or an ambiguous name."""
-    if name in NAMES_BEFORE:
-        refuse(f"--split {name} can mean two: dirichlet-classes deals each class to the clients in "
-               "Dir(alpha) shares, as most papers and libraries do; dirichlet-hsu draws a client's "
-               "class shares from Dir(alpha * p), p the classes' shares (Hsu et al.)")
+    if name == "dirichlet":
+        refuse("--split dirichlet can mean two. dirichlet-classes, which most papers mean, deals "
+               "each class in Dir(alpha) shares; dirichlet-hsu draws each client's class shares "
+               "from Dir(alpha * p), p the classes' shares (Hsu et al.)")
     return find("split", name, SPLITS)
 
 
 def unused(split):
     """Returns the arguments that a split does not use."""
     return [name for name, splits in USED_BY.items() if split in SPLITS and split not in splits]
-
-
-def renamed(args):
-    """Returns the arguments of a record, with the split's name as it is today."""
-    return {name: NAMES_BEFORE.get(z, z) if name == "split" else z for name, z in args.items()}
