@@ -121,7 +121,7 @@ def gradient_of_all(gradient):
 
     def mean(w, n_k, epochs):
         total = torch.zeros_like(w)
-        for minibatches in epochs.again(epochs=1, order=1):
+        for minibatches in epochs.again(epochs=1, order=1):  # shuffled unlike the training
             for b in minibatches:
                 total = add(total, w, b)
         return total / n_k
@@ -136,13 +136,14 @@ def gradient_of_all(gradient):
 def local(federation, run, args):
     """Local: every client trains alone.
 
+    Global: none. Personal: w_k. Nothing is sent.
+
+    D1  Line 2: only sampled clients train, as much as in FedAvg. A client that is never sampled is
+        evaluated with w_0.
+
      1  for every client k: w_k = w_0
      2  for each round t, for each client k in S_t:
      3      w_k = SGD(k, w_k)
-
-    Global: none. Personal: w_k. Nothing is sent.
-    D1  Line 2: only sampled clients train, as much as in FedAvg. A client that is never sampled is
-        evaluated with w_0.
     """
     client_update = local_sgd(federation.net, args)
     state = State(W=federation.per_client(federation.initial_weights()))  # l.1: [K, d]
@@ -157,13 +158,13 @@ def local(federation, run, args):
 def centralised(federation, run, args):
     """Centralised: SGD on the training images of all clients in one place.
 
+    Global and personal: w. The loss is that on P. No bytes are counted: images would be sent once.
+
+    D1  Line 3: C*E epochs are as much work as a round of FedAvg. C*E is rounded, but at least 1.
+
      1  w = w_0;  P = the training images of all clients
      2  for each round t:
      3      w = SGD(P, w) of C*E epochs
-
-    Global and personal: w. The loss is that on P. No bytes are counted: images would be sent once.
-    D1  Line 3: C*E epochs are as much work as a round of FedAvg. C*E is rounded and at
-        least 1, which means more work than FedAvg's if C*E is below 1.
     """
     client_update = local_sgd(federation.net, args)
     epochs = max(1, round(args.fraction * args.epochs))  # D1
@@ -183,6 +184,16 @@ def fedprox(federation, run, args):
     Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. In fedavg and fedavg-ft mu is 0. Only
     the -ft methods run lines 5 and 6; SuPerFed calls them FedProx-LU and FedAvg-LU.
 
+    Global: w_{t+1}. Personal: w_{t+1}; in the -ft methods v_k after the last round. Sending w_T to
+    all clients is not counted as bytes.
+
+    D1  Line 3: the distance is squared and halved, as in the paper. SuPerFed's later code does
+        neither; the default mu is that code's.
+    D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
+    D3  Line 6 runs one epoch by default, with the eta of round T and without the proximal term. The
+        papers do not specify this.
+    D4  Line 4 weights by n_k, as in the paper's experiments. Its listing takes the plain mean.
+
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t
      3          for each minibatch b:
@@ -190,16 +201,6 @@ def fedprox(federation, run, args):
      4      w_{t+1} = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
      5  after the last round, for every client k:  v_k = w_T
      6      v_k = SGD(k, v_k) of --finetune-epochs epochs
-
-    Global: w_{t+1}. Personal: w_{t+1}; in the -ft methods v_k after the last round. Sending w_T to
-    all clients is not counted as bytes.
-    D1  Line 3: the distance is squared and halved, as in the paper. SuPerFed's later code does
-        neither; the default mu is that code's.
-    D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
-    D3  Line 6 runs one epoch by default (the papers do not say), without the proximal term and with
-        eta decayed once more.
-    D4  Line 4 weights by n_k. The paper's listing draws clients by n_k and takes the plain mean;
-        its experiments draw them uniformly and weight by n_k, as we do.
     """
     mu = args.mu if args.method in ("fedprox", "fedprox-ft") else 0.0
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
@@ -238,6 +239,16 @@ def scaffold(federation, run, args):
     """Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging
     for Federated Learning", 2020, arXiv 1910.06378.
 
+    Global and personal: x. SCAFFOLD sends twice FedAvg's bytes, since clients also send c_k^+ - c_k
+    and receive c.
+
+    D1  The defaults are Option II and eta_g = 1, as in FedSLR and in the paper's experiments.
+    D2  Line 6: the paper has no momentum and divides by the number of steps, as we do with
+        --momentum 0. With momentum beta, .9 by default, y_k moves further; so `reach` sums
+        1 + beta + ... + beta^(s-1) over the steps s.
+    D3  Line 5 takes one more pass over the client's images, augmented if --transform augments.
+    D4  Line 4 runs E epochs, so clients with more images take more steps, unlike in the paper.
+
      1  x = w_0;  c = 0 and, for every client k, c_k = 0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  y_k = x
@@ -248,17 +259,6 @@ def scaffold(federation, run, args):
      7      x = x + eta_g * mean over S_t of (y_k - x)
      8      c = c + 1/K * sum over S_t of (c_k^+ - c_k),   so that c is the mean of all c_k
      9      c_k = c_k^+
-
-    Global and personal: x. SCAFFOLD sends twice FedAvg's bytes, since clients also send c_k^+ - c_k
-    and receive c.
-    D1  Lines 6 and 7: the defaults are Option II and eta_g = 1, as in FedSLR and in the paper's
-        experiments.
-    D2  Line 6: the paper has no momentum and divides by the number of steps, as we do with
-        --momentum 0. With momentum beta, .9 by default, y_k moves further; so `reach` sums
-        1 + beta + ... + beta^(s-1) over the steps s.
-    D3  Line 5 takes one more pass over the client's images, augmented if --transform augments.
-    D4  Line 4 runs E epochs, so clients with more images take more steps. In the paper all clients
-        take equally many.
     """
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
     full_gradient = gradient_of_all(gradient)
@@ -299,6 +299,13 @@ def feddyn(federation, run, args):
     """FedDyn: Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama, "Federated Learning Based
     on Dynamic Regularization", 2021, arXiv 2111.04263.
 
+    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k.
+
+    D1  Line 5: SGD replaces the exact minimum. The authors' code also divides alpha by n_k /
+        (mean n) and clips gradients to the norm 10.
+    D2  Global is w. The authors' code evaluates only means of theta_k.
+    D3  The default alpha is FedSLR's; the authors' example has .01.
+
      1  w = w_0;  h = 0 and, for every client k, g_k = 0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  theta_k = w
@@ -308,13 +315,6 @@ def feddyn(federation, run, args):
      6          g_k = g_k - alpha * (theta_k - w)
      7      h = h - alpha/K * sum over S_t of (theta_k - w),   so that h is the mean of all g_k
      8      w = mean over S_t of theta_k - h / alpha
-
-    Global and personal: w. FedDyn sends FedAvg's bytes, as line 7 needs only theta_k.
-    D1  Line 5: SGD replaces the exact minimum. The authors' code divides alpha by n_k / (mean n),
-        clips gradients to the norm 10 and has a weight decay of 1e-3 (here --weight-decay 1e-3).
-    D2  Global is w. The authors' code evaluates only means of theta_k.
-    D3  The default alpha is FedSLR's; the authors' example has .01. Their code uses no
-        momentum (--momentum 0).
     """
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
     K, alpha = federation.K, args.feddyn_alpha  # D3
@@ -348,6 +348,16 @@ def apfl(federation, run, args):
     """APFL: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, arXiv
     2003.13461.
 
+    Global: w. Personal: the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the
+    mean of all alpha_k.
+
+    D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs.
+    D2  Line 4 moves alpha_k once a round, before the steps on w_k and v_k; FedTorch does so after
+        them. By default alpha_k is fixed at FedSLR's .5.
+    D3  Line 7 uses line 6's new w_k, as FedTorch does. The paper computes all gradients first.
+    D4  The personal model uses the averaged w. FedTorch's uses the client's w_k, before line 9.
+    D5  Line 9 weights by n_k. FedTorch, FedSLR's code and the paper take the plain mean.
+
      1  w = w_0;  for every client k: v_k = w_0, alpha_k = .5 (--apfl-alpha)
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
@@ -359,18 +369,6 @@ def apfl(federation, run, args):
      7              g = gradient of f_k(z; b) at z = alpha_k v_k + (1-alpha_k) w_k
      8              v_k = v_k - eta * alpha_k * g
      9      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-
-    Global: w. Personal: the mixture alpha_k v_k + (1-alpha_k) w. `apfl_alpha` in the record is the
-    mean of all alpha_k.
-    D1  Lines 4 and 7: weights are mixed, as in the paper; FedTorch mixes outputs. A weight decay
-        acts on the mixture.
-    D2  Line 4 moves alpha_k once a round, with line 5's first b, as FedTorch does, but before the
-        steps on w_k and v_k. How often the paper moves alpha_k is unclear. By default it is
-        fixed at FedSLR's .5.
-    D3  Line 7 uses the new w_k of line 6, as FedTorch does. The paper computes all gradients before
-        any step.
-    D4  The personal model uses the averaged w. FedTorch's uses the client's w_k, before line 9.
-    D5  Line 9 weights by n_k. FedTorch, FedSLR's code and the paper take the plain mean.
     """
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
 
@@ -452,17 +450,18 @@ def fedper(federation, run, args):
     """FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization
     Layers", arXiv 1912.00818.
 
+    Global: none. Personal: (w, v_k). Only w is sent.
+
+    D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper
+        heads start at random and all clients train in every round.
+    D2  The personal model uses the current body w. FedSLR's code uses that of the round before.
+    D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
+
      1  w = the body of w_0;  for every client k, v_k = the head of w_0, its last N layers
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          (w_k, v_k) = SGD(k, (w_k, v_k))
      5      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-
-    Global: none. Personal: (w, v_k). Only w is sent.
-    D1  Lines 1 and 2: N is 1 by default, all heads start alike, and only S_t trains. In the paper
-        heads start at random and all clients train in every round.
-    D2  The personal model uses the current body w. FedSLR's code uses that of the round before.
-    D3  Line 5 weights by n_k, as in the paper. FedSLR's code takes the plain mean.
     """
     client_update = local_sgd(federation.net, args)
     head = personal_layers(federation, run, args)  # a slice of w (D1)
@@ -493,36 +492,39 @@ def logits_of_parts(net, lower, upper, x):
     return net.apply(tensors, x).to(lower.dtype)
 
 
-def steps_on_parts(net, args):
-    """Returns two steps, on_lower and on_upper. Each trains its first argument by SGD with the
-    momentum u and the weight decay `decay`, and returns its new value and u."""
-    sgd = common.sgd(args)
+def gradients_of_parts(net):
+    """Returns by_lower(lower, upper, b, decay) and by_upper(lower, upper, b, decay), the gradients
+    of f_k(w; b) by one part of w = (lower, upper), plus decay times this part."""
 
     def loss(lower, upper, b):
         return common.cross_entropy(logits_of_parts(net, lower, upper, b.x), b)
 
-    by_lower, by_upper = common.grad(loss, argnums=0), common.grad(loss, argnums=1)
+    def by(i):
+        def gradient(lower, upper, b, decay):
+            part = (lower, upper)[i]
+            if not len(part):  # all layers are personal, or none is
+                return part
+            decayed = net.decayed.split([len(lower), len(upper)])[i]
+            return with_decay(common.grad(loss, argnums=i)(lower, upper, b), part, decayed, decay)
 
-    @common.step
-    def on_lower(lower, u, upper, b, eta, decay):
-        if not len(lower):  # all layers are personal
-            return lower, u
-        g = with_decay(by_lower(lower, upper, b), lower, net.decayed[: len(lower)], decay)
-        return sgd(lower, u, g, eta)
+        return gradient
 
-    @common.step
-    def on_upper(upper, u, lower, b, eta, decay):
-        if not len(upper):  # no layer is personal
-            return upper, u
-        g = with_decay(by_upper(lower, upper, b), upper, net.decayed[len(lower) :], decay)
-        return sgd(upper, u, g, eta)
-
-    return on_lower, on_upper
+    return by(0), by(1)
 
 
 def fedrep(federation, run, args):
     """FedRep: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for
     Personalized Federated Learning", ICML 2021, arXiv 2102.07078.
+
+    Global: none. Personal: (w, v_k). Only w is sent.
+
+    D1  Lines 4 and 5: E = 10 and --body-epochs 1, the defaults, are those of the authors' code for
+        CIFAR-10 with two classes per client. The paper's listing has one step in line 5.
+    D2  After the last round nothing is trained. In the authors' code all clients then train their
+        heads for ten epochs.
+    D3  Line 6 weights by n_k. The paper, and the authors' code for CIFAR, take the plain mean.
+    D4  Line 1: v_k is the client's own. In the authors' code a client that was never sampled has
+        the mean of the sampled heads.
 
      1  w = the body of w_0;  for every client k, v_k = the head of w_0, its last N layers
      2  for each round t, with the clients S_t:
@@ -532,29 +534,29 @@ def fedrep(federation, run, args):
      5          for each minibatch b of the body's epochs:
                     w_k = w_k - eta * gradient of f_k(w_k, v_k; b) w.r.t. w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
-
-    Global: none. Personal: (w, v_k). Only w is sent.
-    D1  Lines 4 and 5: E = 10 and --body-epochs 1 by default, as in the authors' code for CIFAR-10
-        with two classes per client (else 10 and 5). The paper's listing has one step in line 5.
-    D2  After the last round nothing is trained. In the authors' code all clients then train their
-        heads for ten epochs.
-    D3  Line 6 weights by n_k. The paper, and the authors' code for CIFAR and MNIST, take the plain
-        mean.
-    D4  Line 1: v_k is the client's own. In the authors' code a client that was never sampled has
-        the mean of the sampled heads.
     """
-    on_body, on_head = steps_on_parts(federation.net, args)
+    by_body, by_head = gradients_of_parts(federation.net)
+    sgd, decay = common.sgd(args), args.weight_decay
     head = personal_layers(federation, run, args)  # a slice of w; the body is before it
+
+    @common.step
+    def head_step(v, u, w, b, eta):  # [size of the head] v, u; [size of the body] w
+        return sgd(v, u, by_head(w, v, b, decay), eta)  # l.4
+
+    @common.step
+    def body_step(w, u, v, b, eta):
+        return sgd(w, u, by_body(w, v, b, decay), eta)  # l.5
 
     def client_update(w, v, epochs, eta):  # l.3: w_k = w
         u = torch.zeros_like(v)
-        for minibatches in epochs.again(order=1):  # l.4; line 5 has another order
+        # order=1: the head's epochs are not shuffled as the body's are
+        for minibatches in epochs.again(order=1):  # l.4
             for b in minibatches:  # l.4
-                v, u = on_head(v, u, w, b, eta, args.weight_decay)  # l.4
+                v, u = head_step(v, u, w, b, eta)
         u = torch.zeros_like(w)
         for minibatches in epochs.again(epochs=args.body_epochs):  # l.5 (D1)
             for b in minibatches:  # l.5
-                w, u = on_body(w, u, v, b, eta, args.weight_decay)  # l.5
+                w, u = body_step(w, u, v, b, eta)
         return w, v
 
     w_0 = federation.initial_weights()
@@ -581,22 +583,21 @@ def lg_fedavg(federation, run, args):
     """LG-FedAvg: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally,
     Act Globally: Federated Learning with Local and Global Representations", 2020, arXiv 2001.01523.
 
+    Global: none. Personal: (v_k, w). Only w is sent.
+
+    D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1.
+        The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
+    D2  Line 1 starts from w_0, the authors' code from a model that FedAvg has trained.
+    D3  The personal model has the current w, that of the authors' code a mean over the clients'
+        best models on test images.
+    D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
+    D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm.
+
      1  w = the upper layers of w_0;  for every client k, v_k = the lower (first N) layers of w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
      4          (v_k, w_k) = SGD(k, (v_k, w_k))
      5      w = mean over S_t of w_k
-
-    Global: none. Personal: (v_k, w). Only w is sent.
-    D1  Line 1: N is all layers before the first fully connected one, as in FedSLR, and at least 1.
-        The paper's CIFAR-10 experiment is set up the other way round: its convolutions are global.
-    D2  Line 1 starts from w_0. The authors' code starts from a model that FedAvg
-        has trained.
-    D3  The personal model has the current w. The authors' code averages w over the clients'
-        best models (on test images) and reports this mean's best accuracy.
-    D4  Line 5 takes the plain mean, as in the authors' code. The paper weights by n_k.
-    D5  Line 4 minimises the joint loss alone, as in the paper's main algorithm. Its variants have
-        further losses for v_k.
     """
     client_update = local_sgd(federation.net, args)
     lower = personal_layers(federation, run, args)  # a slice of w (D1)
@@ -622,6 +623,15 @@ def ditto(federation, run, args):
     """Ditto: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through
     Personalization", 2021, arXiv 2012.04221.
 
+    Global: w. Personal: v_k. With lambda = 0 and s = E, v_k is Local's model.
+
+    D1  Lines 4 and 5: s is E by default. The authors' code counts both in minibatches and
+        alternates steps on w_k and v_k, which changes nothing if s = E.
+    D2  Line 5: the pull is in the gradient. FedSLR's code, whose lambda is our default, pulls v_k
+        after the gradient's step.
+    D3  Line 6 takes the plain mean, as in the authors' code. But that code draws client k with a
+        probability proportional to n_k.
+
      1  w = w_0 and, for every client k, v_k = w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
@@ -629,14 +639,6 @@ def ditto(federation, run, args):
      5          for each minibatch b of s epochs:
                     v_k = v_k - eta * (gradient of f_k(v_k; b) + lambda * (v_k - w))
      6      w = mean over S_t of w_k
-
-    Global: w. Personal: v_k. With lambda = 0 and s = E, v_k is Local's model.
-    D1  Lines 4 and 5: s is E by default; FedSLR has E = 2 and s = 1. The authors' code counts
-        both in minibatches, and alternates steps on w_k and v_k, which changes nothing if s = E.
-    D2  Line 5: the pull is in the gradient. FedSLR's code pulls v_k after the gradient's step. The
-        default lambda is FedSLR's.
-    D3  Line 6 takes the plain mean, as in the authors' code. But that code draws client k with a
-        probability proportional to n_k.
     """
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
     global_sgd = local_sgd(federation.net, args)
@@ -671,6 +673,22 @@ def pfedme(federation, run, args):
     """pFedMe: Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", 2020,
     arXiv 2006.08848.
 
+    Line 5 seeks the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2.
+    `steps` is the paper's K. Global: w. Personal: the client's last theta_k; w_0 if it was never
+    sampled.
+
+    D1  Lines 3 and 7: only S_t trains. In the paper and the authors' code all clients train, and
+        S_t says whose w_k are averaged.
+    D2  Line 4: an epoch is a pass over all images of a client. In the paper every client takes R
+        minibatches.
+    D3  Line 5: theta_k is kept from minibatch to minibatch, as in the authors' code, which also has
+        a weight decay (--weight-decay .001).
+    D4  Line 6: --momentum acts on w_k, not on theta_k. The authors use none (--momentum 0).
+    D5  lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10. eta_p decays as eta does.
+    D6  The personal model is theta_k, as in the paper. By mistake the authors' code evaluates w_k,
+        and PFLlib the server's w.
+    D7  Line 7 weights by n_k, as in the authors' code. The paper takes the plain mean.
+
      1  w = w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = theta_k = w
@@ -680,22 +698,6 @@ def pfedme(federation, run, args):
      6              w_k = w_k - eta * lambda * (w_k - theta_k)
      7      w = (1-beta) * w + beta * sum over k in S_t of n_k/n * w_k,
             n = sum over k in S_t of n_k
-
-    Line 5 seeks the theta_k with the least f_k(theta_k; b) + lambda/2 * ||theta_k - w_k||^2.
-    `steps` is the paper's K. Global: w. Personal: the client's last theta_k; w_0 if it was never
-    sampled.
-    D1  Lines 3 and 7: only S_t trains. In the paper and the authors' code all clients train, and
-        S_t says whose w_k are averaged.
-    D2  Line 4: an epoch is a pass over all images of a client. The paper has R minibatches for
-        every client; what the authors' code calls a local epoch is one minibatch.
-    D3  Line 5: theta_k is kept from minibatch to minibatch, as in the authors' code, which also has
-        a weight decay (--weight-decay .001).
-    D4  Line 6: --momentum acts on w_k, not on theta_k. The authors use none (--momentum 0).
-    D5  The defaults of lambda, `steps`, beta and eta_p are PersFL's for DS-1 of CIFAR-10. eta_p
-        decays as eta does.
-    D6  The personal model is theta_k, as in the paper. By mistake the authors' code evaluates w_k,
-        and PFLlib the server's w.
-    D7  Line 7 weights by n_k, as in the authors' code. The paper takes the plain mean.
     """
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
     lam = args.pfedme_lambda  # D5
@@ -734,6 +736,18 @@ def per_fedavg(federation, run, args):
     Approach", 2020, arXiv 2002.07948. It minimises the mean over k of F_k(w) = f_k(w - alpha *
     gradient of f_k(w)).
 
+    Global: w, before line 8's step. Personal: line 8's model. beta is eta (--lr). With alpha = 0 it
+    is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
+
+    D1  Line 4 takes b and b' from the minibatches of the E epochs, so it does half as many steps as
+        FedAvg. A minibatch that is left over at the end of a round is not used.
+    D2  Line 6 takes its step from w_k; PersFL's code takes it from z. The paper has no momentum.
+    D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
+    D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
+        on TEST images instead.
+    D5  Line 6 is first-order, as in PersFL's code: it omits a factor of F_k's gradient,
+        1 - alpha * (Hessian of f_k at w_k).
+
      1  w = w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w
@@ -742,18 +756,6 @@ def per_fedavg(federation, run, args):
      6              w_k = w_k - beta * gradient of f_k(z; b')
      7      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
      8  personal model of any client k:  w - alpha * gradient of f_k(w)
-
-    Global: w, before line 8's step. Personal: line 8's model. beta is eta (--lr). With alpha = 0 it
-    is FedAvg on the minibatches b'. FedSLR has alpha .01 and beta .001.
-    D1  Line 4 takes b and b' from the minibatches of the E epochs, so it does half as many steps as
-        FedAvg. A minibatch that is left over at the end of a round is not used.
-    D2  Line 6 takes its step from w_k; PersFL's code takes it from z. Our step has momentum by
-        default; the paper's has none.
-    D3  Line 7 weights by n_k, as in PersFL's code. The paper takes the plain mean.
-    D4  Line 8: the gradient is over all training images. pFedMe's code and PersFL's take two steps
-        on TEST images instead.
-    D5  Line 6 is first-order, as in PersFL's code: it omits a factor of F_k's gradient,
-        1 - alpha * (Hessian of f_k at w_k). The Hessian-free version estimates its effect.
     """
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
     full_gradient, alpha = gradient_of_all(gradient), args.per_fedavg_alpha
@@ -805,6 +807,18 @@ def fedspa(federation, run, args):
     Sparse Local Models", 2022, arXiv 2201.11380. We had only its abstract; D1 to D5 say how we
     filled in the rest.
 
+    Global: the dense w. Personal: M_k * w, with the mask of line 7 and the w of line 8. With
+    density 1 it is FedAvg. Only active weights count as bytes.
+
+    D1  Line 1: ERK (erdos_renyi_kernel) sets the numbers of ones, as in DisPFL's code; FedSLR's
+        table implies density .5. Each client has its own mask.
+    D2  Line 4: the momentum sums M_k * g_k, so weights outside the mask stay 0.
+    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. We round the number of
+        dropped weights down; that code rounds it up.
+    D4  Line 7: g_k is that of the last minibatch, before its step; in DisPFL's code that of a new
+        one, after training. Weights that line 6 dropped can come back.
+    D5  Line 8 weights by n_k.
+
      1  w = w_0 and, for every client k, a random mask M_k in {0,1}^d, with a fixed number of ones
         in every tensor
      2  for each round t = 0, 1, ..., T-1, with the clients S_t:
@@ -817,19 +831,6 @@ def fedspa(federation, run, args):
                 with the least |w_k|
      7          grow: refill the mask with the other weights that have the largest |g_k|
      8      w = w + sum over k in S_t of n_k/n * U_k,   n = sum over k in S_t of n_k
-
-    Global: the dense w. Personal: M_k * w, with the mask of line 7 and the w of line 8. With
-    density 1 it is FedAvg. Only active weights count as bytes.
-    D1  Line 1: ERK (erdos_renyi_kernel) sets the numbers of ones, as in DisPFL's code; FedSLR's
-        table implies density .5. Each client has its own mask. In DisPFL's code all clients share
-        one by default.
-    D2  Line 4: the momentum sums M_k * g_k, so weights outside the mask stay 0.
-    D3  Line 6: the cosine and a = .5 (--drop) are those of DisPFL's code. We round the number of
-        dropped weights down; that code rounds it up.
-    D4  Line 7: g_k is that of the last minibatch, before its step; in DisPFL's code that of a new
-        one, after training. The other weights include those that line 6 dropped, so these can
-        come back.
-    D5  Line 8 weights by n_k.
     """
     net = federation.net
     gradient, sgd = gradient_of_loss(net, args), common.sgd(args)
@@ -912,6 +913,24 @@ def fedma(federation, run, args):
     """FedMA: Wang, Yurochkin, Sun, Papailiopoulos, Khazaeni, "Federated Learning with Matched
     Averaging", ICLR 2020, arXiv 2002.06440.
 
+    Global and personal: w. One round is FedMA; more are FedMA "with communication". The authors'
+    script has --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
+    --batch-size 64 --epochs 20 --rounds 11. In a round a client sends each layer once. It receives
+    w at the start (except in round 0 without --common-start), then each averaged layer but the
+    last, and Pi_k.
+
+    D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP)
+        a global layer can grow.
+    D2  Line 6: a unit is its weights and bias. Client k is matched to the sum of clients 0 to k-1,
+        then up to four times to that of all others (authors' code: five times, in random order).
+    D3  Line 7 takes the plain mean. The paper's mean is pulled to that of the prior.
+    D4  Line 5: for l = L eta is divided by 10, the weight decay is 1e-4, and there are 3*E epochs,
+        as in the authors' code. --last-lr 1 --last-decay 0 --last-epochs 1 treats all layers alike.
+    D5  Line 9: the unit of a class of which no client in S_t has images becomes the plain mean.
+    D6  Line 3: clients start from random weights of their own, as in the authors' code. With
+        --common-start they start from w_0, as in all other methods here.
+    D7  Line 2 samples a tenth of the clients by default, the authors' script all (--fraction 1).
+
      1  w = w_0
      2  for each round t, with the clients S_t:
      3      for each client k in S_t:  w_k = w;  in the first round w_k = random weights of its own
@@ -924,37 +943,23 @@ def fedma(federation, run, args):
      8              the inputs of layer l+1 of w_k are permuted by Pi_k
      9          if l = L:  each class's unit in w = mean over S_t of that in w_k, weighted by k's
                            images of this class
-
-    Global and personal: w. One round is FedMA; more are FedMA "with communication". The authors'
-    script has --model vgg9 --split fedma --alpha .5 --client-test 0 --clients 16 --fraction 1
-    --batch-size 64 --epochs 20 --rounds 11. In a round a client sends each layer once. It receives
-    w at the start (except in round 0 without --common-start), then each averaged layer but the
-    last, and Pi_k.
-    D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP)
-        a global layer can grow.
-    D2  Line 6: a unit is its weights and bias. Client k is matched to the sum of clients 0 to k-1,
-        then up to four times to that of all others (authors' code: five times, in random order).
-    D3  Line 7 takes the plain mean. The paper's mean is pulled to that of the prior.
-    D4  Line 5: for l = L eta is divided by 10, the weight decay is 1e-4, and there are 3*E epochs,
-        as in the authors' code. --last-lr 1 --last-decay 0 --last-epochs 1 treats all layers alike.
-    D5  Line 9: the unit of a class of which no client in S_t has images becomes the plain mean.
-    D6  Line 3: clients start from random weights of their own, as in the authors' code. With
-        --common-start they start from w_0, as in all other methods here.
-    D7  Line 2 samples a tenth of the clients by default, the authors' script all (--fraction 1).
     """
-    net, device, L = federation.net, federation.device, len(federation.net.layers)
+    net, L = federation.net, len(federation.net.layers)
     units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L]: of each layer
-    _, on_upper = steps_on_parts(net, args)
-    held = [np.bincount(federation.data.labels[images], minlength=units[-1])
-            for images in federation.split.train]
-    held = torch.tensor(np.array(held), dtype=torch.float,
-                        device=device)  # [K, classes]: each client's images of each class
+    sgd, (_, by_upper) = common.sgd(args), gradients_of_parts(net)
+    labels, classes = federation.labels, units[-1]
+    held = torch.stack([torch.bincount(labels[images], minlength=classes)  # [K, classes]: images
+                        for images in federation.split.train]).float()
+
+    @common.step
+    def sgd_step(free, u, matched, b, eta, decay):
+        return sgd(free, u, by_upper(matched, free, b, decay), eta)  # l.5
 
     def client_update(free, matched, epochs, eta, decay):  # layers l to L, and those before l
         u = torch.zeros_like(free)
         for minibatches in epochs:  # l.5
             for b in minibatches:  # l.5
-                free, u = on_upper(free, u, matched, b, eta, decay)  # l.5
+                free, u = sgd_step(free, u, matched, b, eta, decay)
         return free
 
     state = State(w=federation.initial_weights())  # l.1: [d]
@@ -978,7 +983,7 @@ def fedma(federation, run, args):
             U = by_unit(w_k[:, layer], units[l])  # [m, units, inputs + 1]
             if not last:
                 Pi = match(U)  # l.6 (D1, D2): [m, units]
-                w[layer] = flat(in_order(U, Pi).mean(0, keepdim=True))[0]  # l.7 (D3)
+                w[layer] = flat(in_order(U, Pi).mean(0))  # l.7 (D3)
                 w_k[:, layer] = w[layer]  # l.7
                 following, out = net.layers[l + 1][1], units[l + 1]
                 w_k[:, following] = inputs_in_order(w_k[:, following], out, Pi)  # l.8
@@ -986,7 +991,7 @@ def fedma(federation, run, args):
                 n_kc = held[S]  # [m, classes]
                 n_kc = torch.where(n_kc.sum(0) > 0, n_kc, 1)  # D5
                 weights = (n_kc / n_kc.sum(0))[:, :, None]
-                w[layer] = flat((U * weights).sum(0, keepdim=True))[0]  # l.9
+                w[layer] = flat((U * weights).sum(0))  # l.9
         state.w = w
         first = 0 if own_start else w_k.numel()
         all_but_last = len(S) * net.layers[-1][1].start
@@ -1003,8 +1008,8 @@ def by_unit(x, out):
 
 
 def flat(U):
-    """The inverse of by_unit."""
-    return torch.cat([U[:, :, :-1].flatten(1), U[:, :, -1]], 1)
+    """Returns the inverse of by_unit, of one client or of several."""
+    return torch.cat([U[..., :-1].flatten(-2), U[..., -1]], -1)
 
 
 def in_order(U, order):
