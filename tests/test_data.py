@@ -3,7 +3,10 @@
 import argparse
 import json
 import os
+import pathlib
 import struct
+import subprocess
+import sys
 import time
 import urllib.error
 
@@ -1166,3 +1169,15 @@ def test_a_test_share_may_not_take_all_images_of_a_client(tmp_path, capsys):
             assert "takes all images of a client" in capsys.readouterr().err
         else:
             assert set(data.owner) == {0, 1, 2}
+
+
+def test_ctrl_c_while_decoding_is_one_line(tmp_path):
+    root = folder_of(tmp_path / "pets", {f"{part}/{name}/1.png": tiles()[0] for part in (
+        "train", "test") for name in "ab"})
+    code = ("import os, signal, sys\nimport fedavg, fl.formats\n"
+            "fl.formats.pixels = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+            "fedavg.main(['--dataset', sys.argv[1], '--device', 'cpu'])")
+    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True,
+                          cwd=pathlib.Path(__file__).parent.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+    assert {path.name for path in root.iterdir()} == {"train", "test"}
