@@ -25,7 +25,7 @@ TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "ex
          "run": "Runs"}
 MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
 TABLES = "python -m papers --tables"  # draws the figures of the papers' tables from the records
-RANKS = "python fedslr.py --dataset {} --model cnn --rounds 60 --lambda 1e-3 --eval-every 10 --plot"
+RANKS = "python -m papers.fedslr_ranks results/fedslr/{}-cnn"
 # a page: (the picture in results/, what it shows, the command that draws it), beside those of
 # results/NAME.md
 FIGURES = {
