@@ -6,14 +6,14 @@
     local        local        Each client trains a model of its own. Nothing is sent.
     centralised  centralised  One model trains on the images of all clients in one place.
     fedavg       fedprox      FedAvg, McMahan et al. 2017, with client momentum and weight decay.
-    fedavg-ft    fedprox      fedavg. After the last round each client fine-tunes the global model.
+    fedavg-ft    fedprox      FedAvg. After the last round each client fine-tunes the global model.
     fedprox      fedprox      Li et al. 2020. Each client's steps are pulled to the global model.
-    fedprox-ft   fedprox      fedprox, then fine-tuning as in fedavg-ft.
+    fedprox-ft   fedprox      FedProx, then fine-tuning as in fedavg-ft.
     scaffold     scaffold     Karimireddy et al. 2020. Each step is corrected for client drift.
     feddyn       feddyn       Acar et al. 2021. Two more loss terms align the clients' minima.
     apfl         apfl         Deng et al. 2020. The global and a client's own model are mixed.
     fedper       fedper       Arivazhagan et al. 2019. The last layers are personal.
-    fedrep       fedrep       Collins et al. 2021. As fedper; the two parts train in turn.
+    fedrep       fedrep       Collins et al. 2021. As in fedper, but the two parts train in turn.
     lg-fedavg    lg_fedavg    Liang et al. 2020. The first layers are personal.
     ditto        ditto        Li et al. 2021. Each client's personal model is pulled to FedAvg's.
     pfedme       pfedme       Dinh et al. 2020. The global model moves to personal ones near it.

@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_map
 
 import baselines
 import common
-import fedavg
-from conftest import QUICK, pixels, refused, run, softmax_gradient
-from fl.run import Rows
-from test_baselines import federation, go, small_images
+from conftest import QUICK, pixels, refused, softmax_gradient
+from fl.state import Rows
+from test_baselines import fedavgs, federation, go, small_images  # noqa: F401
 
 SMALL = [*QUICK, "--model", "mnistnet", "--epochs", "2", "--lr", "0.05"]
 UNEVEN = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1"]  # clients of different sizes
@@ -30,7 +29,7 @@ UNEVEN = [*SMALL, "--split", "dirichlet-classes", "--alpha", "1"]  # clients of 
 def test_per_fedavg_with_inner_step_0_is_fedavg(tmp_path):
     """With one minibatch in an epoch, b' is every second epoch, of the same images."""
     full = [*UNEVEN, "--batch-size", "0", "--momentum", "0.9", "--weight-decay", "0.01"]
-    _, a = run(fedavg, [*full, "--epochs", "2"], tmp_path / "a")
+    _, a = fedavgs(*full)
     argv = [*full, "--per-fedavg-alpha", "0", "--epochs", "4"]
     _, b = go("per-fedavg", argv, tmp_path / "b")
     torch.testing.assert_close(a["w"], b["w"], atol=1e-6, rtol=1e-5)
@@ -38,7 +37,7 @@ def test_per_fedavg_with_inner_step_0_is_fedavg(tmp_path):
 
 def test_fedspa_with_density_1_is_fedavg(tmp_path):
     argv = [*UNEVEN, "--momentum", "0.9", "--weight-decay", "0.01"]
-    a, w = run(fedavg, argv, tmp_path / "a")
+    a, w = fedavgs(*argv)
     b, state = go("fedspa", [*argv, "--density", "1"], tmp_path / "b")
     torch.testing.assert_close(w["w"], state["w"], atol=1e-6, rtol=1e-5)
     assert state["M"].all() and a["bytes_up"] == b["bytes_up"] == b["bytes_down"]
@@ -48,7 +47,7 @@ def test_fedspa_with_density_1_is_fedavg(tmp_path):
 @pytest.mark.parametrize("epochs", ["1", "2"])
 def test_ditto_with_lambda_0_is_local_and_its_global_model_fedavg(epochs, tmp_path):
     """With equal sizes, since Ditto's mean is unweighted; --personal-epochs changes v_k alone."""
-    _, a = run(fedavg, [*SMALL, "--momentum", "0.9"], tmp_path / "a")
+    _, a = fedavgs(*SMALL)
     _, b = go("local", [*SMALL, "--epochs", epochs], tmp_path / "b")
     argv = [*SMALL, "--ditto-lambda", "0", "--personal-epochs", epochs]
     _, c = go("ditto", argv, tmp_path / "c")
@@ -74,16 +73,17 @@ class Function(nn.Module):
 
 
 class Minibatches(list):
-    """One epoch; epochs(order=1) and the like are the same."""
+    """One epoch; epochs.again(order=1) and the like are the same."""
 
-    def __call__(self, **options):
+    def again(self, **options):
         return self
 
 
 class Toy:
     """One client with given minibatches, on which every call of train goes; also the run."""
 
-    K, clients, device = 1, np.arange(1), torch.device("cpu")
+    K, everyone, device = 1, np.arange(1), torch.device("cpu")
+    eta, per_client = common.Federation.eta, common.Federation.per_client
 
     def __init__(self, function, shapes, w, batches, T=1):
         self.net = common.Net("toy", (1, 1, 1), 3, build=lambda: Function(function, *shapes))
@@ -101,12 +101,6 @@ class Toy:
 
     def sample(self, t):
         return np.arange(1)
-
-    def all_reduce(self, x):
-        return x
-
-    gather, rows, per_client = all_reduce, common.Federation.rows, common.Federation.per_client
-    eta, mean, sum = common.Federation.eta, common.Federation.mean, common.Federation.sum
 
     def train(self, client_update, S, t, own, shared=(), epochs=None):
         result = client_update(*(z[0] for z in own), self.epochs, *shared)
@@ -484,6 +478,26 @@ def test_fedma_refuses_what_is_no_chain(model, tmp_path, capsys):
     """tfcnn has a normalisation over neighbouring channels: its layers are a chain, but their units
     have an order."""
     refused(capsys, "use --model vgg9", go, "fedma", [*SMALL, "--model", model], tmp_path)
+
+
+class InAnotherOrder(nn.Module):
+    """Layers a, b, c, d, of which b and c have one shape; an image passes c before b."""
+
+    def __init__(self, channels, classes, size):
+        super().__init__()
+        self.a = nn.Linear(channels * size[0] * size[1], 6)
+        self.b, self.c, self.d = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, classes)
+
+    def forward(self, x):
+        for layer in (self.a, self.c, self.b):
+            x = layer(x.flatten(1)).relu()
+        return self.d(x)
+
+
+def test_fedma_refuses_layers_that_are_in_another_order_than_an_image_passes_them(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(common.MODELS, "crossed", InAnotherOrder)
+    refused(capsys, "use --model vgg9", go, "fedma", [*SMALL, "--model", "crossed"], tmp_path)
 
 
 # Bad input

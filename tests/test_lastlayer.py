@@ -36,7 +36,7 @@ def test_two_rounds_by_hand(toy, tmp_path):
 
 
 def test_its_ends_are_fedavg_and_fedper(tmp_path):
-    argv = [*QUICK, "--momentum", "0"]
+    argv = [*QUICK, "--model", "mnistnet", "--momentum", "0"]
     _, w = run(fedavg, argv, tmp_path / "fedavg")
     _, w_0 = run(lastlayer, [*argv, "--mix", "0"], tmp_path / "0")
     torch.testing.assert_close(w_0["w"], w["w"])
