@@ -99,56 +99,45 @@ class Net:
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
 
     def first_layers(self, N):
-        """Returns the slice of w with the first N layers that an image passes; a normalisation
-        counts as one. Refuses a network in which these are not the first weights of w."""
-        return slice(0, self.cut(N, N, self.passed[:N]))
+        """Returns the slice of w with the first N layers; a normalisation counts as one. Refuses a
+        network in which an image does not pass these before all others."""
+        return slice(0, self.border(N, N, kept=0))
 
     def last_layers(self, N):
-        """Returns the slice of w with the last N layers that an image passes, as first_layers."""
-        n = len(self.passed) - N
-        return slice(self.cut(N, n, self.passed[max(n, 0) :]), self.d)
+        """Returns the slice of w with the last N layers, which an image must pass last."""
+        return slice(self.border(N, len(self.layers) - N, kept=1), self.d)
 
-    def cut(self, N, n, kept):
-        """Returns where in w the first n layers end. kept: those N that are asked for."""
-        if N > len(self.passed):
+    def border(self, N, n, kept):
+        """Returns where layer n of w begins. kept: 0 if the N layers that are asked for lie below
+        it, 1 if above. A frozen layer belongs to the others."""
+        if N > len(self.layers):
             refuse(f"{N} layers are wanted of the model {self.name}, which has only "
-                   f"{len(self.passed)}")
-        lower, upper, names = self.passed[:n], self.passed[n:], [name for *_, name, _ in kept]
-        end, early = min(((where.start, name) for *_, name, where in upper if where),
-                         default=(self.d, ""))
-        why = [f"{name} has requires_grad = False" for *_, name, where in kept if not where]
-        why += [f"{name} holds the weights of several layers" for name in names
-                if self.holds_several(name)]
-        why += [f"{early} is registered before {name}, but an image passes {name} first"
-                for *_, name, where in lower if where and where.stop > end]
-        why += [f"{name} is used again after {upper[0][2]}"
-                for _, last, name, _ in lower if upper and last > upper[0][0]]
-        first = {}  # the layer of a tensor that several layers may have
-        for layer, z in self.module.named_parameters(remove_duplicate=False):
-            one, other = first.setdefault(id(z), owner(layer)) or ROOT, owner(layer) or ROOT
-            why += [f"{one} and {other} share a tensor"] * ((one in names) != (other in names))
+                   f"{len(self.layers)}")
+        end = [*(where.start for _, where in self.layers), self.d][n]
+        side = {owner(name): int(where.start >= end) for name, where, _ in self.tensors}
+        why, times, first = [], ([(-1, "")], [(float("inf"), "")]), {}
+        for name, found in uses(*self.graph(self.drawn(np.random.default_rng(0))[0])).items():
+            layer = owner(name)
+            times[side.get(layer, 1 - kept)].extend((time, layer) for time in found)
+        (late, below), (early, above) = max(times[0]), min(times[1])
+        if late >= early:
+            why.append(f"an image passes {above or ROOT} before {below or ROOT}, which is "
+                       "registered before it or has requires_grad = False")
+        for name, z in self.module.named_parameters(remove_duplicate=False):
+            one, other = first.setdefault(id(z), owner(name)), owner(name)
+            if side.get(one) != side.get(other, side.get(one)):
+                why.append(f"{one} and {other} share a tensor")
+        for name in (name for name, own in side.items() if own == kept):
+            module = self.module.get_submodule(name)
+            mere = not name or isinstance(module, (nn.ParameterDict, nn.ParameterList))
+            if all(layer != name for _, layer in times[kept]):
+                why.append(f"an image does not pass {name or ROOT}")
+            if mere and sum(z.dim() > 1 for z in module.parameters(recurse=False)) > 1:
+                why.append(f"{name or ROOT} holds the weights of several layers")
         if why:
-            refuse(f"the layers of --model {self.name} can't be divided here: {why[0]}; each must "
-                   "be a module with trained weights, and registered in the order in which an "
-                   "image passes them")
+            refuse(f"the layers of --model {self.name} can't be divided here: {why[0]}; make each "
+                   "layer a module, and register them in the order in which an image passes them")
         return end
-
-    def holds_several(self, layer):
-        """Returns whether a layer is only a container of several layers' weights."""
-        module = self.module if layer == ROOT else self.module.get_submodule(layer)
-        mere = layer == ROOT or isinstance(module, (nn.ParameterDict, nn.ParameterList))
-        return mere and sum(z.dim() > 1 for z in module.parameters(recurse=False)) > 1
-
-    @functools.cached_property
-    def passed(self):
-        """(first use, last use, name, slice of w or None) of each layer in the order in which an
-        image passes them, frozen ones (None) included; uses are numbers of operations."""
-        logits, leaves = self.graph(self.drawn(np.random.default_rng(0))[0])
-        times, spans = {}, dict(self.layers)
-        for name, found in uses(logits, leaves).items():
-            times.setdefault(name if name in spans else owner(name), []).extend(found)
-        return sorted((min(found), max(found), layer or ROOT, spans.get(layer))
-                      for layer, found in times.items() if found)
 
     def graph(self, w):
         """Returns the logits of eight images with their graph, and its leaves: {name: parameter},

@@ -605,6 +605,8 @@ class Positions(Plain):  # 16 weights of its own, added to the pixels
 class TiedHead(Plain):
     def change(self): self.c.weight = nn.Parameter(self.a.weight[:3, :4].detach()); self.d = self.c
     def forward(self, x): return self.c(self.b(self.a(x.flatten(1)).relu() + self.d.weight.sum()))
+class Idle(Plain):
+    def change(self): self.d = nn.Linear(2, 2)
 class TwoNames(nn.Module):  # b has a's matrix, 16 * 16, and a bias; then c, 16 * 3 + 3
     def __init__(self, classes):
         super().__init__()
@@ -637,19 +639,22 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("name, first, last", [  # w's parts: the first layer's, the last layer's
     ("Plain", (0, 85), (109, 124)),
-    ("HeadFirst", "c is registered before a, but an image passes a first", "c is registered before"
-     " a, but an image passes a first"),
-    ("Swapped", "b is registered before a, but", (109, 124)),
-    ("FrozenHead", (0, 85), "c has requires_grad = False"),
-    ("FrozenBody", "a has requires_grad = False", (24, 39)),
+    ("HeadFirst", "an image passes a before c, which is registered before it", "an image passes b "
+     "before c, which is registered before it"),
+    ("Swapped", "an image passes a before b, which is registered before it", (109, 124)),
+    ("FrozenHead", (0, 85), "an image passes b before c, which is registered before it or has "
+     "requires_grad = False"),
+    ("FrozenBody", "an image passes a before b, which is registered before it or has "
+     "requires_grad = False", (24, 39)),
     ("FrozenBias", (0, 85), (109, 121)), ("Normed", (0, 85), (109, 127)),
-    ("Scaled", *2 * ["the root module is registered before a, but"]),
-    ("Positions", (0, 16), (125, 140)),
-    ("TiedHead", (0, 85), "b is registered before c, but"),
+    ("Scaled", "an image passes a before the root module, which is registered before it",
+     "an image passes c before the root module, which is registered before it"),
+    ("Positions", (0, 16), (125, 140)), ("TiedHead", (0, 85), "an image passes c before b"),
+    ("Idle", (0, 85), "an image does not pass d"),
     ("TwoNames", "a and b share a tensor", (288, 339)),
     ("Sliced", "a and c share a tensor", "a and c share a tensor"),
     ("Dictionary", "p holds the weights of several layers", "p holds the weights of several"),
-    ("Recurrent", "a is used again after b", (115, 133)),
+    ("Recurrent", "an image passes b before a", (115, 133)),
 ])
 def test_layers_are_divided_where_an_image_passes_from_one_to_the_next(name, first, last, tmp_path,
                                                                        capsys):
