@@ -123,14 +123,11 @@ def own_split(labels, classes, rng, args):
     if not owned:
         refuse(f"{name} gives no list with an array of image numbers for each client")
     for k, index in enumerate(owned):
-        if not index.size:
-            refuse(f"{name} gives client {k} no images; leave it out of the list")
-        numbers = index.ndim == 1 and index.dtype.kind in "iu"
-        if not numbers or index.min() < 0 or index.max() >= len(labels):
-            refuse(f"{name} gives client {k} something else than an array of image numbers from 0 "
-                   f"to {len(labels) - 1}")
-        if len(np.unique(index)) < len(index):
-            refuse(f"{name} gives client {k} an image twice; give it at most once")
+        numbers = index.ndim == 1 and index.size and index.dtype.kind in "iu"
+        if not numbers or index.min() < 0 or index.max() >= len(labels) or (
+                len(np.unique(index)) < len(index)):
+            refuse(f"{name} must give client {k} at least one image, as an array of different "
+                   f"image numbers from 0 to {len(labels) - 1}")
         two = index[holder[index] >= 0]
         if len(two) and not getattr(deal, "overlap", False):
             refuse(f"{name} gives image {two[0]} to clients {holder[two[0]]} and {k}; if that is "
