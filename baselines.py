@@ -947,9 +947,10 @@ def fedma(federation, run, args):
     net, L = federation.net, len(federation.net.layers)
     units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L]: of each layer
     sgd, (_, by_upper) = common.sgd(args), gradients_of_parts(net)
-    labels, classes = federation.labels, units[-1]
-    held = torch.stack([torch.bincount(labels[images], minlength=classes)  # [K, classes]: images
-                        for images in federation.split.train]).float()
+    labels, classes = federation.data.labels, units[-1]
+    held = np.array([np.bincount(labels[images], minlength=classes)
+                     for images in federation.split.train], np.float32)
+    held = torch.from_numpy(held).to(net.device)  # [K, classes]: images of each class
 
     @common.step
     def sgd_step(free, u, matched, b, eta, decay):
