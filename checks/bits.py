@@ -20,27 +20,16 @@ from torch.utils._pytree import tree_flatten
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from fl import records
-from test_processes import COMMANDS, SOME
+from commands import COMMANDS
 
-SMALL = [*SOME, "--fraction", "1", "--model", "cnn"]
-PSINET = ["psinet", *SOME, "--model", "vgg9", "--limit", "200"]
-MORE = {  # what the tests with several processes leave out
-    "fedavg, augmented": ["fedavg", *SOME, "--transform", "tensorflow", "--model", "tfcnn"],
-    "fedavg, bf16": ["fedavg", *SMALL, "--precision", "bf16"],
-    "superfed, official": ["superfed", *SMALL, "--as", "official", "--start", "0", "--own-start"],
-    "psinet, all groups": [*PSINET, "--no-prune"],
-    "psinet, FedAvg with BatchNorm": [*PSINET, "--groups", "0", "--norm", "bn"],
-    "persfl, last teacher": ["persfl", *SMALL, "--model", "mnistnet", "--teacher", "final",
-                             "--soft", "ce"],
-}
+from fl import records
 
 
 def train(root, out, names):
     """Runs commands with the files of a checkout, one after the other, in one process. Records go
     to out/<name>."""
     out.mkdir()
-    commands = [[*(COMMANDS | MORE)[name], "--out", str(out / name)] for name in names]
+    commands = [[*COMMANDS[name], "--out", str(out / name)] for name in names]
     (out / "commands.json").write_text(json.dumps(commands))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, root / "tests" / "processes.py", out / "commands.json"],
@@ -61,7 +50,7 @@ def differ(a, b):
 
 
 def main(commit, *names):
-    names = names or (*COMMANDS, *MORE)
+    names = names or (*COMMANDS,)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         subprocess.run(["git", "clone", "-q", ROOT, folder / "old"], check=True)

@@ -1,7 +1,10 @@
 """What the tests share: a small data set, a linear model, a quick way to a federation and to a
 finished run."""
 
+import json
+import os
 import pathlib
+import subprocess
 import sys
 from collections import OrderedDict
 
@@ -11,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent.parent / part) for part in ("", "checks")]
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / part) for part in ("", "checks")]
 
 import common
 import fl.models
 import fl.records
-import fl.run
 import fl.training
 import pretend
 
@@ -86,8 +89,12 @@ def paths(fed, monkeypatch):
 def run(module, argv, out):
     """Runs an algorithm's main in this process; returns its record and its saved state."""
     module.main([*argv, "--out", str(out)])
-    return (fl.records.read(out / "result.json"),
-            torch.load(out / "state.pt", weights_only=True)["state"])
+    return fl.records.read(out / "result.json"), saved(out)
+
+
+def saved(out):
+    """Returns the state in a run's folder."""
+    return torch.load(out / "state.pt", weights_only=True)["state"]
 
 
 def killed(module, argv, out, when):
@@ -109,9 +116,27 @@ def killed(module, argv, out, when):
         module.main([*argv, "--out", str(out)])
 
 
+def torchrun(folder, commands, script=HERE / "processes.py"):
+    """The commands ([["fedavg", "--rounds", "2"], ...]), by two processes, which can't take the GPU
+    or more threads: a Popen."""
+    (folder / "commands.json").write_text(json.dumps(commands))
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         script, folder / "commands.json"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process):
+    """Returns a process's exit code, its output and its errors. A hang fails here."""
+    out, error = process.communicate(timeout=600)
+    return process.returncode, out, error
+
+
 def equal(a, b):
     """Whether two saved states have the same bits."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(z, b[name]) if torch.is_tensor(z) else z == b[name] for name, z in a.items())
 
 
 def same(a, b):
@@ -121,7 +146,7 @@ def same(a, b):
             row.update(seconds=0, evaluation_seconds=0)
         for name in ("seconds_per_round", "peak_memory_mb", "environment", "command"):
             record.pop(name)
-        for name in fl.run.FREE:
+        for name in fl.records.FREE:
             record["args"].pop(name, None)
     return a == b
 
