@@ -31,9 +31,9 @@ WAYS = "together", "graphs", "loop"  # of training the clients of a round, the f
 SMALL = 3_000_000  # weights; above it "together" gains up to 1.5x for much memory (speed.md)
 WIDEST = 32  # clients at once in "together"; each needs memory for its activations
 MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
-# how far a fast way may be from the loop, as a share of each tensor's change in two minibatches
-TOLERANCE = {"fp32": 0.01, "tf32": 0.05, "bf16": 0.25}
-# what rounding may change, as a share of the mean change of the model's weights
+# how far a fast way may be from the loop, as a share of what a minibatch changes (`compare`)
+TOLERANCE = {"fp32": 0.01, "tf32": 0.05, "bf16": 0.15}
+# how much rounding may change a weight, as a share of what a minibatch changes all on average
 ROUNDING = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 
 
@@ -210,21 +210,23 @@ class Training:
             return tree_map(lambda *z: torch.cat(z), *parts) if len(parts) > 1 else parts[0]
 
     def prove(self, way, fed, client_update, own, clients, shared):
-        """Raises ValueError unless this way gives what the plain loop gives: after two minibatches
-        of the first client, the last, and the one with the smallest last minibatch, in every tensor
-        of the model."""
+        """Raises ValueError unless this way gives what the plain loop gives: after one minibatch of
+        the first client and of the last, and after the smallest last minibatch of all. More would
+        only let rounding grow: a thousandfold in ResNet-18's second minibatch."""
         B = self.args.batch_size or math.inf
-        shortest = min(range(len(clients)), key=lambda i: (len(clients[i].images) - 1) % B)
-        chosen = sorted({0, shortest, len(clients) - 1})
+        rest = [(len(one.images) - 1) % B for one in clients]
+        chosen = [0, len(clients) - 1, rest.index(min(rest))]
         start = [[z[i] for i in chosen] for z in own]
         key = client_update, way, *(z[0].shape for z in start)
         if key in self.proved:
             return
-        two = [few(clients[i]) for i in chosen]
+        n = [min(len(clients[0].images), B), min(len(clients[-1].images), B), min(rest) + 1]
+        ones = [clients[i].again(images=clients[i].images[: int(n[j])], epochs=1)
+                for j, i in enumerate(chosen)]
         with fast_kernels(self.args.precision):
             wanted = [client_update(*(z[j] for z in start), one, *shared)
-                      for j, one in enumerate(two)]
-        found = self.by(way, fed, client_update, [torch.stack(z) for z in start], two, shared,
+                      for j, one in enumerate(ones)]
+        found = self.by(way, fed, client_update, [torch.stack(z) for z in start], ones, shared,
                         len(clients))
         for j, want in enumerate(wanted):
             compare(fed.net, [z[j] for z in start], want, tree_map(lambda z, j=j: z[j], found),
@@ -233,22 +235,24 @@ class Training:
 
 
 def compare(net, start, wanted, found, precision):
-    """Raises ValueError if `found`, a client's tensors after two minibatches, differs from `wanted`
-    by more than a share of the change since `start`, in any tensor of the model by itself. Where
-    exact arithmetic would change nothing, as in a bias before a normalisation, rounding does."""
-    tolerance, rounding = TOLERANCE[precision], ROUNDING[precision]
+    """Raises ValueError if `found`, a client's tensors after a minibatch, differs from `wanted` by
+    more than TOLERANCE of the change since `start`, or by more than three times that in one of the
+    model's tensors. Where exact arithmetic would change nothing, as in a bias before BatchNorm,
+    rounding does."""
     for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
         want, got = want.double(), got.double()
         if not want.isfinite().all():
-            raise ValueError("the plain loop diverges in two minibatches: nothing to compare with")
+            raise ValueError("the plain loop diverges in its first minibatch")
         near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
         change = min((want - z for z in [*near, torch.zeros_like(want)]), key=torch.norm)
-        whole = change.square().mean().sqrt()
+        least = ROUNDING[precision] * change.square().mean().sqrt()
         sizes = net.sizes if want.dim() and want.shape[-1] == net.d else want.shape[-1:]
-        for w, g, c in zip(*(z.split(sizes, -1) if z.dim() else [z] for z in (want, got, change))):
-            least = 1e-6 * w.norm() + rounding * whole * w.numel() ** 0.5
-            if not (g - w).norm() <= tolerance * c.norm() + least:
-                raise ValueError("two minibatches do not give what the plain loop gives")
+        parts = zip(*(z.split(sizes, -1) if z.dim() else [z] for z in (want, got, change)))
+        for n, (w, g, c) in enumerate([(want, got, change), *parts]):
+            tolerance = TOLERANCE[precision] * (3 if n else 1)
+            rounding = 1e-6 * w.norm() + least * w.numel() ** 0.5
+            if not (g - w).norm() <= tolerance * c.norm() + rounding:
+                raise ValueError("a minibatch does not give what the plain loop gives")
 
 
 class Some:
@@ -267,13 +271,6 @@ class Some:
 def plain(z):
     """Returns z's memory in a type that gloo sends, which has no bool."""
     return z.view(torch.uint8) if z.dtype == torch.bool else z
-
-
-def few(one):
-    """Returns Epochs of one client with two minibatches, the second as large as an epoch's last."""
-    n, B = len(one.images), one.fed.args.batch_size
-    images = one.images[-B - (n % B or B) :] if B else one.images
-    return one.again(images=images, epochs=1 if 0 < B < n else 2)
 
 
 class FilledEpochs:

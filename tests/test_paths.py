@@ -61,17 +61,6 @@ def test_epochs_by_hand():
         assert all(b.mask.eq(1).all() and len(b.mask) == len(b.y) for e in seen for b in e)
 
 
-@pytest.mark.parametrize("n, B, sizes", [
-    (45, 20, [[20, 5]]), (40, 20, [[20, 20]]), (25, 20, [[20, 5]]), (20, 20, [[20], [20]]),
-    (7, 20, [[7], [7]]), (7, 0, [[7], [7]])])
-def test_two_minibatches_by_hand(n, B, sizes):
-    """As many images as the last two of an epoch, or as two epochs with one each."""
-    fed = federation(LINEAR)
-    fed.args.batch_size = B
-    epochs = fl.training.few(common.Epochs(fed, 2, np.arange(n), 0, 3, None, 0))
-    assert [[len(b.y) for b in minibatches] for minibatches in epochs] == sizes
-
-
 def test_minibatches_are_filled_up_to_one_shape():
     """7 images in minibatches of 5, filled up to 6; 7 and 12 images in one minibatch each."""
     fed = federation(LINEAR)
