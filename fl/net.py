@@ -453,10 +453,10 @@ def pure(net, w):
                          + "; for dropout use --no-dropout, which makes it inactive"
                          * net.module.training
                          + ", and for BatchNorm --batchnorm group" * norms)
-    for name, z in before.items():
-        if not (torch.equal(z, net.constants[name]) or isinstance(layers[owner(name)], BATCHNORM)):
-            raise ValueError(f"it changes its buffer {name} in training, which all clients share; "
-                             "keep it constant (InstanceNorm: track_running_stats=False)")
+    changed = [name for name, z in before.items() if not torch.equal(z, net.constants[name])]
+    if odd := [name for name in changed if not isinstance(layers[owner(name)], BATCHNORM)]:
+        raise ValueError(f"it changes its buffer {odd[0]} in training, which all clients share; "
+                         "keep it constant (InstanceNorm: track_running_stats=False)")
 
     def differ(a, b):
         return not (a - b).norm() <= 1e-4 * a.norm()
@@ -464,7 +464,7 @@ def pure(net, w):
     if differ(first, again):
         raise ValueError("two calls on one batch differ: it changes x in place, or keeps something "
                          "from call to call")
-    if differ(first[:2], two):
+    if changed or differ(first[:2], two):
         raise ValueError("an image's logits depend on the others of its minibatch; for BatchNorm "
                          "use --batchnorm group (GroupNorm instead)"
                          + ", or --batchnorm frozen (constant running statistics, for a pretrained "

@@ -229,6 +229,7 @@ class Thick(nn.BatchNorm2d):
     def forward(self, x): return super().forward(x).relu()
 class Layer(With): extra = nn.Dropout2d
 class Norm(With): extra = functools.partial(nn.BatchNorm2d, 1)
+class Faint(With): extra = functools.partial(nn.BatchNorm2d, 1, eps=1e12, affine=False)
 class Momentless(With): extra = functools.partial(nn.BatchNorm2d, 1, track_running_stats=False)
 class Subclass(With): extra = functools.partial(Thick, 1)
 class Running(With): extra = functools.partial(nn.InstanceNorm2d, 1, track_running_stats=True)
@@ -415,7 +416,7 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     ("Norm", "an image's logits depend on the others of its minibatch; for BatchNorm use "
      "--batchnorm group (GroupNorm instead), or --batchnorm frozen (constant running statistics, "
      "for a pretrained --init)"),
-    ("Momentless", "use --batchnorm group"), ("Functional", "depend on the others"),
+    ("Faint", "use --batchnorm group"), ("Momentless", "use --batchnorm group"), ("Functional", "depend on the others"),
     ("Running", "it changes its buffer before.running_mean in training, which all clients share; "
      "keep it constant (InstanceNorm: track_running_stats=False)"),
     ("Complex", "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
