@@ -37,7 +37,8 @@ holds one for each of the m sampled clients. Several listings call FedAvg's Clie
 
     SGD(k, w):  for each minibatch b:  w = w - eta * gradient of f_k(w; b);  return w
 
-`# l.3` marks the code of the listing's line 3: its loop, and the statement that computes it.
+`# l.3` marks the code of the listing's line 3: its loop, and the statement that computes it. At a
+call of federation.train it marks the lines that the clients carry out.
 
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; some
@@ -50,16 +51,13 @@ Local SGD has momentum .9, SuPerFed's setting; several methods' authors use none
 theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay is added
 to each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
-client_update(*own, epochs, *shared) is the work of one client. `own` are its tensors; `shared` is
-the same for all clients. `for minibatches in epochs:` is the loop over its local epochs, `for b in
-minibatches:` that over the minibatches of an epoch. epochs.again(epochs=3, order=1) returns 3
-epochs of the same client, with another order of the images. A function decorated with @common.step
-does the work on one minibatch b. federation.train(client_update, S, t, own=[...], shared=[...])
-calls client_update for each client of S and returns its results, a row for each client. A GPU may
-train all clients at once: client_update then sees [m, d] in place of [d].
-
-V = federation.per_client(x) keeps a row x for every client. V[S] copies the rows of the clients in
-S; V[S] = y replaces them.
+federation.train(client_update, S, t, own=[...], shared=[...]) calls client_update(*own, epochs,
+*shared) for each client of S, with its row of each tensor in `own`, its local epochs, and what is
+`shared` by all. It returns the results, a row for each client. epochs.again(epochs=3, order=1)
+returns 3 epochs of the same client, with another order of the images. @common.step decorates the
+work on one minibatch b. A GPU may train all clients at once: client_update then sees [m, d] in
+place of [d]. V = federation.per_client(x) keeps a row x for every client; V[S] copies the rows of
+the clients in S, and V[S] = y replaces them.
 """
 
 from itertools import chain
