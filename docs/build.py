@@ -293,15 +293,22 @@ def code_side(file, lines, key):
             + "\n".join(out) + "</div>")
 
 
-def listing(file, doc, lines, told, key="", about=""):
+def in_order(D):
+    return int(D[1:])
+
+
+def listing(file, doc, lines, told, titles=(), key="", about=""):
     """The two columns, and below them the choices, whose text told[D] is from the page in
-    Markdown."""
+    Markdown. titles[D]: that of a choice which has no line of the pseudocode, and so is on the page
+    alone."""
     words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence
     words = re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if words else []
     words = paragraph(" ".join(words)) if words else ""
+    lines_of = choices(doc)
+    of = {D: lines_of.get(D) or titles[D] for D in sorted({*lines_of, *titles}, key=in_order)}
     full = "\n".join(
         f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
-        f"{markdown(told[D])}</details>" for D, line in choices(doc).items())
+        f"{markdown(told[D])}</details>" for D, line in of.items())
     return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n'
             f'<div class="pseudo">\n{paper_side(doc, key)}\n</div></div>\n'
             f"{code_side(file, lines, key)}</div>\n"
@@ -367,18 +374,19 @@ def paper_page(name):
                   if isinstance(node, (ast.Import, ast.ImportFrom)))
     rule = text[: text.index("\n# -----")].rstrip().count("\n") + 1
     start = next(n for n in range(imports, rule) if text.splitlines()[n].strip()) + 1
-    told, parts = {}, []
+    told, titles, parts = {}, {}, []  # told, titles: of a choice
     for title, part in sections(page_text, 2)[1:]:
         rest = ""
         for heading, body in sections(part, 3):
-            if match := re.match(r"(D\d+):", heading):
-                told[match[1]] = body
+            if match := re.match(r"(D\d+): (.*)", heading):
+                told[match[1]], titles[match[1]] = body, match[2] + "."
             else:
                 rest += (f"### {heading}\n" if heading else "") + body
         if rest.strip():  # or all of it is choices, which stand above
             parts.append((title.replace("The choices", "About the choices"), rest))
     cite, *before = doc.split("\n\n")
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
+    before = [block for block in before if not choices(block)]
     run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>"
                   if block.startswith("    ") else paragraph(block) for block in before[:-1])
     rest = fold("Run it, and what to expect", run, True) + below(name, parts)
@@ -388,7 +396,8 @@ def paper_page(name):
     cite = html.escape(" ".join(cite.split()))
     body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{cite}</p>{HINT}'
             f'<p class="toc">{links}</p></header>\n'
-            + listing(f"{name}.py", doc, range(start, rule + 1), told, about=paragraph(before[-1]))
+            + listing(f"{name}.py", doc, range(start, rule + 1), told, titles,
+                      about=paragraph(before[-1]))
             + rest)
     return page(name, f"{PAPERS[name]}: pseudocode beside code", body)
 
@@ -419,8 +428,8 @@ def baselines_page():
         cite = html.escape(" ".join(cite.split()))
         out.append(
             f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
-            + listing("baselines.py", own, lines, texts, f"{flags[0]}-",
-                      "".join(map(paragraph, filter(str.strip, remarks))))
+            + listing("baselines.py", own, lines, texts, key=f"{flags[0]}-",
+                      about="".join(map(paragraph, filter(str.strip, remarks))))
             + f"\n{markdown(about[flags[0]])}</section>")
     others = [n for name, node in functions.items() if name not in (*methods, "arguments", "main")
               for n in range(node.lineno, node.end_lineno + 2)]
