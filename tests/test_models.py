@@ -416,7 +416,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     ("Norm", "an image's logits depend on the others of its minibatch; for BatchNorm use "
      "--batchnorm group (GroupNorm instead), or --batchnorm frozen (constant running statistics, "
      "for a pretrained --init)"),
-    ("Faint", "use --batchnorm group"), ("Momentless", "use --batchnorm group"), ("Functional", "depend on the others"),
+    ("Faint", "use --batchnorm group"), ("Momentless", "use --batchnorm group"),
+    ("Functional", "depend on the others"),
     ("Running", "it changes its buffer before.running_mean in training, which all clients share; "
      "keep it constant (InstanceNorm: track_running_stats=False)"),
     ("Complex", "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
