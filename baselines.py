@@ -68,7 +68,6 @@ import numpy as np
 import torch
 
 import common
-from fl.splits import whole_numbers
 
 # --------------------------------------------------------------------------------------------------
 # What several methods share
@@ -894,7 +893,7 @@ def erdos_renyi_kernel(net, density):
         common.refuse(f"--density {density:g} leaves nothing to kernels: biases and normalisation "
                       f"are always active, {sizes[~kernel].sum() / net.d:.3g} of the weights; use "
                       "more")
-    return whole_numbers(np.where(dense, sizes, scale * relative * sizes))
+    return common.whole_numbers(np.where(dense, sizes, scale * relative * sizes))
 
 
 def highest(score, sizes, counts):
