@@ -86,6 +86,9 @@ def main(argv):
         for words in grid:
             record = train(name, words)
             rows = [row for row in record["rounds"] if measure in row]
+            if not rows:
+                print(f"| {name} | {measure} | `{words}` | | | diverged at once |", flush=True)
+                continue
             half = next(row for row in rows if 2 * row["round"] >= rows[-1]["round"])
             reached[words] = accuracy(half, measure), accuracy(rows[-1], measure)
             if record["diverged"]:
