@@ -21,6 +21,7 @@ import pathlib
 import statistics
 import sys
 from collections import OrderedDict
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,10 +32,10 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import baselines
 import common
-import fedavg
+import fl.machine
 import fl.models
 import fl.net
-import fl.run
+import fl.provenance
 import fl.training
 
 
@@ -100,10 +101,10 @@ def plain(args, tidy=False):
 
     def one_round(t):
         if tidy:
-            fl.training.keep_memory()
+            fl.machine.keep_memory()
         else:
             forget_memory()
-        torch.set_num_threads(1 if tidy else fl.training.cores())
+        torch.set_num_threads(1 if tidy else fl.machine.cores())
         torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, which find_device takes back
         states, sizes = [], []
         for k in federation.sample(t):
@@ -127,19 +128,23 @@ def plain(args, tidy=False):
 
 
 def ours(args, way=None):
-    """One round of fedavg.py, in its fastest way or in the given one. Returns w."""
-    federation = common.Federation(args)
-    federation.way = way or federation.way
-    client_update = fedavg.local_training(federation.net, args)
+    """One round of FedAvg, in its fastest way or, at first, in the given one. Returns w."""
+    ways = fl.training.ways_to_try
+    if way:
+        ways = lambda *_: fl.training.WAYS[fl.training.WAYS.index(way) :]
+    with mock.patch.object(fl.training, "ways_to_try", ways):
+        federation = common.Federation(args)
+    client_update = baselines.local_sgd(federation.net, args)
     eta, w = torch.tensor(args.lr, device=federation.device), federation.initial_weights()
 
     def one_round(t):
         nonlocal w
-        fl.training.keep_memory()
+        fl.machine.keep_memory()
         torch.set_num_threads(1)
         S = federation.sample(t)
         w_k = federation.train(client_update, S, t, own=[w.expand(len(S), -1)], shared=[eta])
-        w = federation.mean(w_k, federation.n[S])
+        n = federation.n[S]
+        w = n @ w_k / n.sum()
         return w
 
     one_round.federation = federation
@@ -147,7 +152,7 @@ def ours(args, way=None):
 
 
 def forget_memory():
-    """Undoes fl.training.keep_memory, for the plain loop: what glibc comes to by itself where large
+    """Undoes fl.machine.keep_memory, for the plain loop: what glibc comes to by itself where large
     tensors come and go."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -184,9 +189,9 @@ def interleaved(entrants, device, repetitions):
             if t < 2:
                 memory[name] = max(memory[name], memory_of(lambda: one_round(t), device))
                 continue
-            start = fl.training.now(torch.device(device))
+            start = fl.machine.now(torch.device(device))
             one_round(t)
-            seconds[name].append(fl.training.now(torch.device(device)) - start)
+            seconds[name].append(fl.machine.now(torch.device(device)) - start)
     return seconds, memory
 
 
@@ -194,14 +199,14 @@ def peak(device, precision):
     """Floating-point operations per second of a large matrix product."""
     n = 8192 if device == "cuda" else 2048
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    torch.set_num_threads(fl.training.cores())
+    torch.set_num_threads(fl.machine.cores())
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(7):
-        start = fl.training.now(torch.device(device))
+        start = fl.machine.now(torch.device(device))
         with fl.training.fast_kernels(precision):
             a @ b
-        times.append(fl.training.now(torch.device(device)) - start)
+        times.append(fl.machine.now(torch.device(device)) - start)
     return 2 * n**3 / min(times)
 
 
@@ -221,7 +226,7 @@ def entrants_of(model, device, base):
                 "ours, one thread, fp32": ours(arguments(model, device, parallel=1, **base)),
                 "tidy nn.Module loop, one thread, fp32": plain(args, tidy=True),
                 "ours, bf16": ours(arguments(model, device, precision="bf16", **base))}
-    old = fl.training.before_ampere()
+    old = fl.machine.lacks_tf32()
     found = {f"plain loop, {'fp32' if old else 'tf32'}": plain(arguments(model, device, **base))}
     for precision in ("fp32",) if old else ("fp32", "tf32", "bf16"):
         args = arguments(model, device, precision=precision, **base)
@@ -269,8 +274,8 @@ def growth(device, repetitions):
         federation = one_round.federation
         # clients may share images
         own = [np.arange(100 * k, 100 * k + 100) % federation.data.n_train for k in range(K)]
-        federation.split = federation.whole_split = common.Split(own, own, own)
-        federation.K, federation.clients = K, np.arange(K)
+        federation.split = common.Split(own, own, own)
+        federation.K, federation.everyone = K, np.arange(K)
         federation.n = torch.full((K,), 100.0, device=federation.device)
         every, memory = interleaved({"": one_round}, device, repetitions)
         s = statistics.median(every[""])
@@ -288,12 +293,11 @@ def main():
     p.add_argument("--repetitions", type=int, default=5)
     p.add_argument("--out", type=pathlib.Path, help="the JSON (default: runs/bench-DEVICE.json)")
     args = p.parse_args()
-    name = fl.training.device_name(torch.device(args.device))
-    here = pathlib.Path(common.__file__).parent
+    name = fl.machine.device_name(torch.device(args.device))
     print(f"{name}, torch {torch.__version__}")
-    sources = [__file__, *(here / shared for shared in fl.run.SHARED)]
+    sources = [__file__, *(fl.provenance.ROOT / shared for shared in fl.provenance.SHARED)]
     result = {"device": name, "torch": torch.__version__, "repetitions": args.repetitions,
-              "commit": fl.run.commit(sources), "workloads": []}
+              "commit": fl.provenance.commit(sources), "workloads": []}
     out = args.out or pathlib.Path(f"runs/bench-{args.device}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for part in [args.only] if args.only else (*WORKLOADS, "growth"):

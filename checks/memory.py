@@ -24,23 +24,24 @@ from unittest import mock
 import numpy as np
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+HERE = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(HERE), str(HERE / "tests")]
 import fedslr
-import fl.training
+import fl.machine
+import fl.records
 import pretend
 import superfed
 
-HERE = pathlib.Path(__file__).resolve().parent.parent
 COMMAND = ["fedslr.py", "--dataset", "cifar10", "--limit", "2000", "--rounds", "2", "--device",
            "cpu"]
 
 
 def host(folder):
     subprocess.run([sys.executable, HERE / COMMAND[0], *COMMAND[1:], "--out", folder], check=True)
-    record = json.loads((folder / "result.json").read_text())
+    record = fl.records.read(folder / "result.json")
     return {"command": "python " + " ".join(COMMAND),
             "peak_gb": round(record["peak_memory_mb"] * 2**20 / 1e9, 2),
-            "seconds_per_round": record["seconds_per_round"], "cores": fl.training.cores()}
+            "seconds_per_round": record["seconds_per_round"], "cores": fl.machine.cores()}
 
 
 class Memory:
@@ -143,7 +144,7 @@ def main():
             result = json.loads(args.out.read_text()) if args.out.exists() else {"measured": {}}
             result[part.__name__] = found
             result["measured"][part.__name__] = {
-                "machine": fl.training.device_name(torch.device("cpu")),
+                "machine": fl.machine.device_name(torch.device("cpu")),
                 "torch": str(torch.__version__),
                 "python": platform.python_version(), "date": str(date.today())}
             print(part.__name__, json.dumps(found))

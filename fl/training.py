@@ -344,18 +344,22 @@ class Graph:
 
     def __init__(self, function, place, b, given):
         fed, end = b.fed, place + len(b.inputs)
+        together, step = b.way == "together", self.captured(function, place, b)
         memory = [z.to(fed.device, copy=True, memory_format=torch.contiguous_format)
                   if torch.is_tensor(z) else z for z in given]
 
         def once():
-            args = (*memory[:place], fed.batch(*memory[place:end]), *memory[end:])
-            if b.way != "together":
-                return function(*args)
-            rows = tuple(0 if i <= place else None for i in range(len(args)))
-            with set_in_thread(vmapped=True):
-                return vmap(function, rows)(*args)
+            with set_in_thread(vmapped=together):
+                return step(*memory[:place], fed.batch(*memory[place:end]), *memory[end:])
 
         self.memory, self.replay = memory, capture(once, fed.device)
+
+    def captured(self, function, place, b):
+        """Returns what a graph computes: the step of one client or, by vmap, of all."""
+        if b.way != "together":
+            return function
+        own = (0,) * (place + 1)
+        return lambda *args: vmap(function, own + (None,) * (len(args) - len(own)))(*args)
 
     def __call__(self, given):
         for memory, z in zip(self.memory, given):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / part) for part in ("", "checks")]
@@ -22,6 +21,7 @@ import fl.models
 import fl.records
 import fl.training
 import pretend
+from pretend import eager
 
 # a product with another number of threads is rounded otherwise, and some tests compare bits
 torch.set_num_threads(1)
@@ -55,19 +55,6 @@ def toy(tmp_path, monkeypatch):
 def federation(argv, **defaults):
     """A Federation from a command line."""
     return common.Federation(common.parse(common.parser("test", **defaults), {}, argv))
-
-
-def eager(function, device):
-    """In place of training.capture: Python does what a CUDA graph would replay. The results
-    lie in the same memory each time."""
-    results = tree_map(torch.clone, function())
-
-    def replay():
-        for memory, z in zip(tree_leaves(results), tree_leaves(function())):
-            memory.copy_(z)
-        return results
-
-    return replay
 
 
 def on_a_gpu(fed, way="together"):
