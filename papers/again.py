@@ -106,6 +106,10 @@ def compare(then, now):
     common.say(f"\n{len(both)} rounds are in both records, {len(measured)} of them measured: "
                + ("all equal to the digit" if not unequal else
                   "the first difference is round {}'s {}".format(*unequal[0])))
+    for name in ("data", "split"):
+        old, new = then[name]["fingerprint"], now[name]["fingerprint"]
+        if old != new:
+            common.say(f"{name}: fingerprint {old} then, {new} now: other images or another order")
     for name in TOLD:
         old, new = then["environment"].get(name), now["environment"].get(name)
         if old != new:

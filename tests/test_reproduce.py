@@ -240,6 +240,7 @@ while done < args.rounds:
         "algorithm": "stand_in", "status": "finished" if done == args.rounds else "unfinished",
         "command": "stand_in.py --out results/t-1/stand_in/0", "args": vars(args), "rounds": rows,
         "environment": {"device": "a device", "torch": "1", "sources": {"stand_in.py": ""}},
+        "data": {"fingerprint": "a"}, "split": {"fingerprint": "b"},
         "final": {"global": rows[-1]["global"]}, "bytes_up": 0, "bytes_down": 0}))
     (out / "part").replace(out / "result.json")
 """
