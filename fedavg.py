@@ -4,30 +4,23 @@ Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentra
     python fedavg.py --dataset mnist      Table 2, row E=5, B=10: CNN, i.i.d. clients
     python fedavg.py --dataset cifar10    Table 3, row FedAvg: 2,000 rounds (we ran 300)
 
-Rounds until w first reaches 99 % (CNN) or 97 % (2NN) test accuracy on MNIST, i.i.d. clients, C=.1,
-eta .1 (CNN) or .147 (2NN), seed 0:
+Rounds to 99 % (CNN, eta .1) or 97 % (2NN, eta .147) on MNIST, i.i.d. clients, C=.1, seed 0:
+         E, B    paper  here    record (in results/fedavg-1)
+    CNN  5, 10   20     20.0    fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
+    2NN  1, 10   87     85.2    fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
+    2NN  1, all  1474   2188.8  fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
 
-         E, B    paper        here   record (in results/fedavg-1)
-    CNN  5, 10   20 (Table 2) 20.0   fedavg-mnist-cnn-split-iid-C-0.1-E-5-B-10-lr-0.1-rounds-40/0
-    2NN  1, 10   87 (Table 1) 85.2   fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-10-lr-0.147-rounds-174/0
-    2NN  1, all  1474         2188.8 fedavg-mnist-2nn-split-iid-C-0.1-E-1-B-0-lr-0.147-rounds-2948/0
-
-"global" is the accuracy of the one model w on the central test images, as in the paper. "personal"
-is its mean accuracy on the clients' test images. Without --client-test, a client's test images are
-drawn from the central ones in its class proportions. docs/fedavg.md explains our choices:
+"global" is the accuracy of the one model w on the central test images, as in the paper, "personal"
+its mean accuracy on the clients' test images. docs/fedavg.md explains our choices:
 
     D1  Line 7 averages over the sampled clients S_t, as the authors' correction (arXiv v4) does.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  The paper does not give w_0, eta, padding, pixel or augmentation ranges. We use PyTorch's
-        w_0 (on CIFAR-10 the TensorFlow tutorial's w_0 and augmentation), padding "same", and
-        MNIST's pixels from -1/2 to 1/2, chosen to match the 87 rounds above.
+    D4  Not in the paper: w_0, eta, padding, augmentation ranges, pixels (ours match the 87 rounds).
 
-Comments give shapes: [d] for a model's d weights, [m, d] for m clients' models. l.7 is line 7;
-net(w, b.x) returns minibatch b's logits. This is Algorithm 1 in our words, with our line numbers.
-t counts rounds from 0. Client k of K holds the n_k training images P_k. C is the fraction of
-clients that a round samples, eta the learning rate (--lr * --lr-decay^t), and the loss the
-cross-entropy.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. The listing
+is Algorithm 1 in our words, with our line numbers. Client k of K holds the n_k training images P_k.
+C is the fraction of clients that a round samples, eta the learning rate, --lr * --lr-decay^t.
 
     Server
      1  choose w_0

@@ -3,33 +3,24 @@ Non-Identical Data Distribution for Federated Visual Classification", 2019, arXi
 
     python fedavgm.py --dataset cifar10    Figure 5: C=.05, E=1, alpha=.1 (D6), 10,000 rounds
 
-Global accuracy after 10,000 rounds with one class per client (--alpha 0), bf16, seed 0. C and E are
-ours (D6); "best" is the best of all evaluations, on test images. FedAvg runs with --beta 0 --lr
-.03. Why our FedAvg is above the published one is unexplained.
-
+Global accuracy after 10,000 rounds with --alpha 0 (one class per client), bf16, seed 0:
              paper  last   best   record (in results/fedavgm-headline)
     FedAvgM  .769   .7993  .8015  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
     FedAvg   .301   .5413  .6974  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
 
-docs/fedavgm.md explains our choices:
+FedAvg (--beta 0 --lr .03) is unexplained. docs/fedavgm.md explains our choices:
 
     D1  Line 11: of tfcnn only the hidden linear layers' kernels decay; the paper does not say.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper does not say.
     D3  Line 3: C*K is rounded down.
     D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; some libraries use alpha.
-    D6  Our copy of the paper lost C, E, B, alphas, eta and beta. C is ours, the others are those of
-        Flower's reproduction. It chose this eta and beta for its alphas .1 and near 0, which are
-        1 and 0 here; for our default alpha, .1, it chose .003 and .97.
-    D7  The paper's text names Nesterov's momentum and a server rate of 1, but its formulas 7-7b are
-        lost. We use PyTorch's form.
+    D6  Our copy lost C, E, B, alphas, eta, beta. C is ours; the others are Flower's: eta and beta
+        for what are alpha = 1 and 0 here (for our default, .1, it chose .003 and .97).
+    D7  The text names Nesterov and server rate 1; formulas 7-7b are lost. The form is PyTorch's.
 
-Comments give shapes: [d] for a model's d weights, [m, d] for m clients' models. l.7 is line 7;
-net(w, b.x) returns minibatch b's logits. This is FedAvg's Algorithm 1 with section 4.2's server
-momentum v, whose factor is beta; lines 1, 7 and 11 differ, and 7a and 7b are new.
-t counts rounds from 0. Client k of K holds the n_k training images P_k. C is the fraction of
-clients that a round samples, eta the learning rate (--lr * --lr-decay^t), and the loss the
-cross-entropy.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. The listing
+is FedAvg's, with the server's momentum v, whose factor is beta (lines 1, 7, 7a, 7b), and decay.
 
     Server
      1  choose w_0;  v = 0

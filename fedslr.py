@@ -1,8 +1,7 @@
 """FedSLR. Huang, Shen, Sun, Lin, Tao, "Fusion of Global and Local Knowledge for Personalized
 Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed from the text.
 
-    python fedslr.py --dataset cifar10                Table 1, Non-IID, with the paper's ResNet-18
-    python fedslr.py --dataset cifar10 --model cnn    a smaller network, which we have run
+    python fedslr.py --dataset cifar10    Table 1, Non-IID, ResNet-18 (we have run --model cnn)
 
     network    GKR    mixed  1,000 rounds, Non-IID
     ResNet-18  .8752  .9530  published
@@ -12,8 +11,7 @@ All clients share w, the "global knowledge representation" (GKR); lambda lowers 
 with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "personal" w + p_i
 (mixed), "global" w on the test set. docs/fedslr.md explains our choices:
 
-    D1  Line 1: p_i starts at 0; with resnet18 as a copy of w^0's kernels and matrices, as in the
-        authors' code.
+    D1  Line 1: p_i starts at 0; with resnet18 as w^0's kernels and matrices (authors' code).
     D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
     D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
@@ -22,10 +20,8 @@ with client i; mu makes it sparse. "gkr" tests w on i's test images (D7), "perso
     D7  A client tests on floor(100 * its class proportion) central images of each class.
     D8  Class proportions follow Dir(.1); used-up classes are dealt again; images shift and flip.
 
-[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Client i of
-M has the loss f_i; w_l is w's layer l. C is the fraction of clients that a round samples. In the
-code Phase II runs before lines 15 and 16, and line 6 also does line 16. This changes nothing, as
-Phase II reads neither w_i nor gamma_i.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits; f_i: client
+i's loss; w_l: w's layer l. The code runs Phase II before line 15, and line 6 also does line 16.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:

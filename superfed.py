@@ -7,31 +7,26 @@
     model   .4675  (.454)   .8660     .8737          results/superfed-1/superfed-cifar10-mix-model
     layer   .4881  (.471)   .8726     .8741          results/superfed-1/superfed-cifar10-mix-layer
 
-"global" tests the federated model w^f on central images. "personal" tests each client's mixture
-W_k(lambda) = (1-lambda) w^f + lambda w^l_k on its own test images; "personal@test" uses the lambda
-that scores best on these, as in the paper. docs/superfed.md explains our choices, also D8 (the
-split), D10 (the calibration error), D11 (which w^f is tested) and D14 (what n_k counts):
+"global" tests w^f on central images, "personal" each client's W_k(lambda) on its own test images,
+"personal@test" with the lambda best on these, as in the paper. docs/superfed.md explains our
+choices, also some that belong to no line (D8, D10, D11, D14):
 
-    D1  Line C8: the distance is squared, as in (3). The authors' code takes mu * (1-lambda) * sum
-        over tensors of ||w^f - w^g||.
+    D1  Line C8: the distance is squared; the authors' code sums (1-lambda) * norms over tensors.
     D2  Lines C7, C8 treat biases like other weights; the authors' code leaves them out of both.
     D3  Line 2: all w^l_k start alike; with --own-start each has its own seed (KDD 2022's code).
-    D4  Line C6: Phase II begins at the first t >= L*R. The authors' code begins at int(L*R) - 1 and
-        also decays eta.
-    D5  Model Mixing's mu, nu and L are from the authors' scripts. Layer Mixing's L = .8 on CIFAR-10
-        is inferred from Table 3. Its L elsewhere, and its mu and nu, are guesses.
+    D4  Line C6: Phase II begins at the first t >= L*R, in the authors' code at int(L*R) - 1.
+    D5  Model Mixing's mu, nu, L are the authors'. Layer Mixing's L = .8 is inferred from Table 3
+        (CIFAR-10); its L elsewhere, and its mu and nu, are guesses.
     D6  Line C6: in Layer Mixing a bias shares its layer's lambda. The cosine is over all of w.
     D7  Line C8a: momentum is .9 (paper's text); its buffer u starts a round at 0; no weight decay.
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
-    D12  W_k: all clients and layers share one lambda from 0, .1, ..., 1, which minimises the mean
-        training loss, on as many training as test images.
+    D12  W_k: one lambda of 0, .1, ..., 1 for all, with the least mean training loss.
     D13  Line 5: C*K is rounded down.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
-[d]: a model's d weights. [m, d]: m clients' models. net(w, b.x): minibatch b's logits. Lines have
-the paper's numbers; we omit 10 and the ends of loops, and 7a and C8a are ours. Our copy lost 3, C2,
-C6, C7, C10 and C11, of which we restored C2, C6 and C7. w^f is averaged, w^l_k stays with client k.
-L is the share of rounds before Phase II; n_k counts client k's training images.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Lines have
+the paper's numbers, without its ends of loops; 7a and C8a are ours; we restored C2, C6 and C7, and
+3, C10 and C11 are lost. L is the share of rounds before Phase II; n_k counts training images.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -80,7 +75,7 @@ def first_round_of_phase_two(args):
 
 def mix(w_f, w_l, lam):
     """Returns W(lambda). w_f: [d]; w_l: [d] or [m, d]; lam: a number, or one per weight [d]."""
-    return (1 - lam) * w_f + lam * w_l  # l.C7
+    return (1 - lam) * w_f + lam * w_l  # l.C7 (D2)
 
 
 def cosine(w_f, w_l):
@@ -140,7 +135,7 @@ def main(argv=None):
         return rng.random((steps, len(federation.net.layers)))  # l.C6: a row is one b.draw
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
-                  w_l=federation.per_client(local_start(federation)))  # l.2: w^l_k, [K, d]
+                  w_l=federation.per_client(local_start(federation)))  # l.2 (D3): w^l_k, [K, d]
     for t in run.rounds(state, model="w_f", clients="w_l"):  # l.4
         m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.5 (D13)
         S = federation.sample(t, m)  # l.5: [m]
@@ -169,7 +164,7 @@ def main(argv=None):
 # These are CIFAR-10's settings in Table 1; BY_DATASET has what differs elsewhere. K, R and momentum
 # are the paper's. C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`), which our copy
 # has lost, are from the authors' scripts. eval_every is ours.
-DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,  # D8
+DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,
                 clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01,
                 momentum=0.9, eval_every=10)
 BY_DATASET = {
@@ -204,7 +199,7 @@ def arguments(argv):
     return args
 
 
-LAMBDAS = [i / 10 for i in range(11)]
+LAMBDAS = [i / 10 for i in range(11)]  # D12
 
 
 def at_lambda(federation, w_f, w_l, lam, images=None):
