@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from commands import COMMANDS
-
 from fl import records
 
 
