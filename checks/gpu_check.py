@@ -1,16 +1,25 @@
-"""Some minutes on a CUDA GPU: does each algorithm's fast way give what `--engine loop` gives?
+"""Some minutes on a CUDA GPU: does each algorithm's fast way give what `--engine loop` gives? And
+would another way be faster?
 
     python checks/gpu_check.py                        (make gpu-check; writes results/gpu/CARD.json)
     python checks/gpu_check.py --only superfed ditto
+    python checks/gpu_check.py --variants streams compile --only "10 x resnet18"
+    python checks/gpu_check.py --device cpu --quick   (tries the script, without a GPU)
 
-Algorithms train two rounds on the embedded images, by `--engine loop` and in the fast way ("way").
-"why" says why a faster way failed. "differs": the distance of the two
-final states relative to what the loop's training changed, for the worst tensor. It comes from
-runs with 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). With
-all images rounding grows: w_0 moved by a millionth gives .14. Runs with all images are
-timed, in their second round. "first" is how much longer round one took, with its captures. The
-last rows are FedAvg, 10 clients with 500 images each, beside a plain PyTorch loop (bench.py). In
-TF32 "differs" reaches .1. A row that fails says why. --only adds to a record of this commit.
+The first rows train each algorithm for two rounds on the embedded images, by `--engine loop` and in
+the fast way ("way"). "why" says why a faster way was given up. "differs" is the distance of the two
+final states relative to what the loop's training changed, for the worst tensor. It comes from runs
+with 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). With all images rounding
+grows: moving w_0 by a millionth gives .14. Runs with all images are timed, in their second round.
+"first" is how much longer round one took, with its captures.
+
+The rows "10 x ..." train ten clients with 500 images each by FedAvg, beside a plain PyTorch loop
+(bench.py). In TF32 "differs" reaches .1. Below each stand VARIANTS of the product's way, timed in
+turn with it; "times" is their speed relative to it. "evaluation" measures 100 clients' models. The
+last lines say which variants should become the product's way.
+
+A row that fails says why. After --minutes no new row begins. --only adds to a record of this
+commit.
 """
 
 import argparse
@@ -19,43 +28,57 @@ import functools
 import importlib
 import io
 import json
+import math
 import pathlib
 import re
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+HERE = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(HERE), str(HERE / "tests")]
 import bench
 
 import baselines
 import common
-import fl.run
+import fl.machine
+import fl.provenance
 import fl.training
 
 ALGORITHMS = {  # name: module and flags
     **{name: [name] for name in ("fedavg", "fedavgm", "superfed", "psinet", "fedslr")},
     "persfl": ["persfl", "--distill-epochs", "1"],
     "superfed, layers": ["superfed", "--mix", "layer", "--start", "0"],
-    "superfed, official": ["superfed", "--as", "official", "--start", "0"],
     "superfed, unequal": ["superfed", "--split", "dirichlet-classes", "--alpha", ".1"],
     "fedavg, tfcnn": ["fedavg", "--model", "tfcnn", "--transform", "tensorflow"],
     "fedavg, bf16": ["fedavg", "--precision", "bf16"],
     "psinet, BatchNorm": ["psinet", "--norm", "bn", "--no-prune"],
-    **{name: ["baselines", "--method", name] for name in baselines.METHODS},
+    **{f"{name}, momentum" if name == "fedavg" else name: ["baselines", "--method", name]
+       for name in baselines.METHODS},
     "scaffold, Option I": ["baselines", "--method", "scaffold", "--option", "I"],
     "apfl, adaptive": ["baselines", "--method", "apfl", "--adaptive"],
 }
 FEW = ["--precision", "fp32", "--limit", "80", "--clients", "4", "--batch-size", "10"]
-COLUMNS = {"differs": ".1e", "loop": ".3f", "fast": ".3f", "plain": ".3f", "times": ".1f",
+COLUMNS = {"differs": ".1e", "loop": ".3f", "fast": ".3f", "plain": ".3f", "times": ".2f",
            "first": ".1f", "MiB": ".0f"}
 
 
+# --------------------------------------------------------------------------------------------------
+# The algorithms
+
+
 def run(name, argv):
-    """An algorithm's run: its record, its final state, its Federation, and w_0 [d]."""
+    """Returns an algorithm's record, its final state, its Federation, and w_0 [d]."""
     made, initial_weights = [], common.Federation.initial_weights
 
     def noted(federation):
@@ -70,8 +93,6 @@ def run(name, argv):
         try:
             record = importlib.import_module(name).main([*argv, "--out", out])
         except SystemExit as stop:
-            if stop.code in (130, 143):
-                raise  # Ctrl-C or SIGTERM
             why = errors.getvalue().strip() or f"exit code {stop.code}"  # 3: it diverged
             raise RuntimeError(why) from None
         state = torch.load(f"{out}/state.pt", map_location="cpu", weights_only=True)["state"]
@@ -79,8 +100,8 @@ def run(name, argv):
 
 
 def difference(wanted, found, w_0):
-    """The largest difference of float tensors, over the smaller distance
-    of `wanted` from w_0 and 0. For other dtypes it is the share of entries that differ."""
+    """Returns the largest difference of float tensors, over the smaller distance of `wanted` from
+    w_0 and 0. For other dtypes it is the share of entries that differ."""
     largest = 0.0
     for name, want in wanted.items():
         if torch.is_tensor(want) and want.is_floating_point():
@@ -93,6 +114,12 @@ def difference(wanted, found, w_0):
     return largest
 
 
+def reasons(*federations):
+    """Returns why these have given up a way, in words."""
+    return "; ".join(dict.fromkeys(f"{way}: {why}" for federation in federations
+                                   for way, why in federation.training.gave_up.items()))
+
+
 def algorithm(name, device, more):
     module, *own = ALGORITHMS[name]
     flags = [*own, "--dataset", "shapes", "--rounds", "2", "--eval-every", "2", "--device", device]
@@ -101,36 +128,220 @@ def algorithm(name, device, more):
     loop, *_ = run(module, [*flags, *more, "--engine", "loop"])
     fast, _, whole, _ = run(module, [*flags, *more])
     first, second = (row["seconds"] for row in fast["rounds"])
-    failed = dict.fromkeys([*federation.failed, *whole.failed])
-    return {"way": whole.used, "why": "; ".join(failed),
-            "differs": difference(wanted, found, w_0), "loop": loop["rounds"][1]["seconds"],
-            "fast": second, "first": first - second, "MiB": fast["peak_memory_mb"]}
+    slow = loop["rounds"][1]["seconds"]
+    return {"way": whole.training.used, "why": reasons(federation, whole),
+            "differs": difference(wanted, found, w_0), "loop": slow, "fast": second,
+            "times": slow / second, "first": first - second, "MiB": fast["peak_memory_mb"]}
 
 
-def workload(name, device):
-    model, B, (clients, images), _ = bench.WORKLOADS[name]
+# --------------------------------------------------------------------------------------------------
+# Variants of the product's way: each returns what is changed while a Federation is made and trains,
+# as (object, name, new value)
+
+
+def streams(threads=4):
+    """Has `graphs` train four clients at once: a thread and a stream each, a lock around capture.
+    """
+    lock, capture = threading.Lock(), fl.training.capture
+    here, workers = threading.local(), ThreadPoolExecutor(threads)
+    cuda = torch.cuda.is_available()
+
+    class Streams(common.Training):
+        # a graph's memory belongs to one thread
+        graphs = property(lambda self: vars(here).setdefault(id(self), {}), lambda self, new: None)
+
+        def by(self, way, *more):
+            self.map = self.in_threads if way == "graphs" else map
+            try:
+                return super().by(way, *more)
+            finally:
+                self.map = map
+
+        def in_threads(self, work, items):
+            main = torch.cuda.current_stream() if cuda else None
+
+            def alone(i):
+                torch.set_num_threads(1)
+                if not cuda:
+                    return work(i)
+                if not hasattr(here, "stream"):
+                    here.stream = torch.cuda.Stream()
+                with torch.cuda.stream(here.stream):
+                    here.stream.wait_stream(main)
+                    found = work(i)
+                    for z in tree_leaves(found):
+                        z.record_stream(main)
+                    here.stream.synchronize()
+                return found
+
+            return workers.map(alone, items)
+
+    def locked(function, device):
+        with lock:
+            return capture(function, device)
+
+    return [(common, "Training", Streams), (fl.training, "capture", locked)]
+
+
+def compiled(backend="inductor"):
+    """Compiles what a graph captures."""
+
+    class Compiled(fl.training.Graph):
+        def captured(self, *given):
+            return torch.compile(super().captured(*given), dynamic=False, backend=backend)
+
+    return [(fl.training, "Graph", Compiled)]
+
+
+def layout(memory_format):
+    """Gives minibatches this memory format. The product's are channels-last as views."""
+    batch = common.Federation.batch
+
+    def contiguous(self, *given):
+        b = batch(self, *given)
+        return b._replace(x=b.x.flatten(0, -4).contiguous(memory_format=memory_format)
+                          .unflatten(0, b.x.shape[:-3]))
+
+    return [(common.Federation, "batch", contiguous)]
+
+
+def product():
+    """Computes convolutions without groups as matrix products."""
+    usual = nn.Conv2d._conv_forward
+
+    def by_product(self, x, weight, bias):
+        if self.groups > 1 or isinstance(self.padding, str) or self.padding_mode != "zeros":
+            return usual(self, x, weight, bias)
+        size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in zip(
+            x.shape[-2:], self.padding, self.dilation, self.kernel_size, self.stride)]
+        columns = F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
+        y = (weight.flatten(1) @ columns).unflatten(-1, size)
+        return y if bias is None else y + bias[:, None, None]
+
+    return [(nn.Conv2d, "_conv_forward", by_product)]
+
+
+@contextlib.contextmanager
+def patched(changes):
+    with contextlib.ExitStack() as stack:
+        for place, name, new in changes:
+            stack.enter_context(mock.patch.object(place, name, new))
+        yield
+
+
+VARIANTS = {
+    "streams": streams, "compile": compiled,
+    "contiguous": lambda: layout(torch.contiguous_format),
+    "channels-last": lambda: layout(torch.channels_last), "product": product,
+}
+
+
+def workload(name, device, variants, quick=False):
+    """Yields (variant, row), "" for the product's way: FedAvg by a plain loop, by `loop`, in the
+    product's way and in each variant, in turn round by round. The first round captures."""
+    model, B, (clients, images), _ = bench.WORKLOADS[name.removesuffix(", unequal")]
+    clients, images, B = (2, 10, 5) if quick else (clients, images, B)
+    split = {"split": "dirichlet-classes", "alpha": 0.3} if name.endswith("unequal") else {}
     args = bench.arguments(model, device, clients=clients, limit=clients * images, client_test=0,
-                           batch_size=B)
-    loop, fast = bench.ours(args, "loop"), bench.ours(args)
-    seconds, w, w_0 = {}, {}, fast.federation.initial_weights()
-    for entrant, one_round in {"plain": bench.plain(args), "loop": loop, "fast": fast}.items():
-        times = [fl.training.now(fast.federation.device)]
-        for t in range(3):
-            w[entrant] = one_round(t)
-            times.append(fl.training.now(fast.federation.device))
-        seconds[entrant] = [b - a for a, b in zip(times, times[1:])]
-    best = {entrant: min(times[1:]) for entrant, times in seconds.items()}
-    return {"way": fast.federation.used, "why": "; ".join(fast.federation.failed), **best,
-            "differs": difference({"w": w["loop"].cpu()}, {"w": w["fast"].cpu()}, w_0),
-            "first": seconds["fast"][0] - best["fast"],
-            "MiB": bench.memory_of(lambda: fast(3), device)}
+                           batch_size=B, **split)
+    changes = {variant: VARIANTS[variant]() for variant in variants}
+    ways = {"plain": bench.plain(args), "loop": bench.ours(args, "loop"), "": bench.ours(args)}
+    for variant, changed in changes.items():
+        with patched(changed):
+            ways[variant] = bench.ours(args)
+    seconds, w, wrong, now = {way: [] for way in ways}, {}, {}, fl.machine.now
+    gpu = ways[""].federation.device
+    for t in range(3):
+        for way in [way for way in ways if way not in wrong]:
+            start = now(gpu)
+            try:
+                with patched(changes.get(way, [])):
+                    w[way] = ways[way](t)
+            except Exception as problem:
+                wrong[way] = f"{type(problem).__name__}: {fl.machine.first_line(problem)}"
+            seconds[way].append(now(gpu) - start)
+    best = {way: min(z[1:]) for way, z in seconds.items() if way not in wrong}
+    w_0 = ways[""].federation.initial_weights()
+    for way in ["", *variants]:
+        if way in wrong:
+            yield way, {"error": wrong[way]}
+            continue
+        fed = ways[way].federation
+        with patched(changes.get(way, [])):
+            taken = bench.memory_of(lambda way=way: ways[way](3), device)
+        row = {"way": fed.training.used, "why": reasons(fed), "fast": best[way],
+               "times": best["" if way else "loop"] / best[way],
+               "differs": difference({"w": w["loop"].cpu()}, {"w": w[way].cpu()}, w_0),
+               "first": seconds[way][0] - best[way], "MiB": taken}
+        yield way, row if way else row | {name: best[name] for name in ("loop", "plain")}
+
+
+def evaluation(device, quick=False):
+    """Yields the row of evaluating 100 clients' models: "loop" one after the other, as the product
+    does, and "fast" 32 at once by vmap."""
+    K = 4 if quick else 100
+    args = bench.arguments("cnn", device, clients=K, limit=20 * K, client_test=0)
+    fed = common.Federation(args)
+    noise = torch.from_numpy(np.random.default_rng(0).standard_normal((K, fed.net.d), np.float32))
+    W = fed.initial_weights() + 0.01 * noise.to(fed.device)
+
+    def at_once():
+        own, logits = fed.split.test, []
+        for S in np.array_split(fed.everyone, math.ceil(K / fl.training.WIDEST)):
+            most = max(len(own[k]) for k in S)
+            index = np.stack([np.resize(own[k], most) for k in S])
+            index = torch.from_numpy(index).to(fed.device)
+            x = fed.transform(fed.images[index.flatten()]).unflatten(0, index.shape)
+            with torch.no_grad(), fl.training.set_in_thread(vmapped=True):
+                found = vmap(fed.net)(W[torch.from_numpy(S).to(fed.device)], x)
+            logits += [z[: len(own[k])] for z, k in zip(found, S)]
+        return torch.cat(logits)
+
+    def in_turn():
+        own = fed.split.test
+        return fed.each_logits(lambda k: fed.logits(W[k], own[k]), own)
+
+    seconds, logits = {"loop": [], "fast": []}, {}
+    for _ in range(3):
+        for name, work in (("loop", in_turn), ("fast", at_once)):
+            start = fl.machine.now(fed.device)
+            logits[name] = work()
+            seconds[name].append(fl.machine.now(fed.device) - start)
+    slow, fast = (min(z[1:]) for z in seconds.values())
+    gap = (logits["fast"] - logits["loop"]).norm() / logits["loop"].norm()
+    yield "", {"way": "vmap", "why": "", "differs": float(gap), "loop": slow, "fast": fast,
+               "times": slow / fast, "first": seconds["fast"][0] - fast,
+               "MiB": bench.memory_of(at_once, device)}
+
+
+# --------------------------------------------------------------------------------------------------
+# The table
 
 
 def line(name, row):
     if "error" in row:
-        return f"{name:<20}{'failed':<10}{row['error']}"
+        return f"{name:<30}{'failed':<10}{row['error']}"
     cells = [format(row[key], form) if key in row else "" for key, form in COLUMNS.items()]
-    return f"{name:<20}{row['way']:<10}{''.join(f'{cell:>9}' for cell in cells)}  {row['why']}"
+    return f"{name:<30}{row['way']:<10}{''.join(f'{cell:>9}' for cell in cells)}  {row['why']}"
+
+
+def verdicts(rows):
+    """Returns a line for each variant that was measured: whether it should become the product's
+    way. It should if it is a tenth faster somewhere, and nowhere a twentieth slower or wrong."""
+    said = []
+    for variant in [*VARIANTS, "evaluation"]:
+        found = {name: row for name, row in rows.items() if name.split("; ")[-1] == variant}
+        if not found:
+            continue
+        where = ", ".join(f"{name.split('; ')[0]} {row['times']:.2f}" if "times" in row else
+                          f"{name.split('; ')[0]} failed" for name, row in found.items())
+        right = all("times" in row and not row["why"] and row["differs"] < 0.2
+                    for row in found.values())
+        times = [row.get("times", 0) for row in found.values()]
+        wins = right and max(times) > 1.1 and min(times) > 0.95
+        said.append(f"{variant:<14}{'should become the product’s way' if wins else 'no gain':<33}"
+                    f"({where})")
+    return said
 
 
 def main(argv=None, more=()):
@@ -138,35 +349,65 @@ def main(argv=None, more=()):
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--device", default="cuda")
     p.add_argument("--only", nargs="*", metavar="ROW", help="the names of rows")
+    p.add_argument("--variants", nargs="*", choices=[*VARIANTS], default=[*VARIANTS],
+                   help="of the product's way (default: all)")
+    p.add_argument("--minutes", type=float, default=5, help="after which no new row begins")
+    p.add_argument("--quick", action="store_true", help="few rows, few images")
     p.add_argument("--out", type=pathlib.Path, default="results/gpu")
     args = p.parse_args(argv)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no CUDA GPU is here: nothing was checked")
         return
-    rows = {name: functools.partial(algorithm, name, args.device, more) for name in ALGORITHMS}
-    rows |= {f"10 x {name}": functools.partial(workload, name, args.device)
-             for name in bench.WORKLOADS}
-    card, start = fl.training.device_name(torch.device(args.device)), time.time()
-    sources = [pathlib.Path(common.__file__).parent / name for name in fl.run.SHARED]
+    with contextlib.ExitStack() as stack:
+        if args.device == "cpu":  # Python's calls in place of CUDA graphs
+            import pretend
+
+            stack.enter_context(patched([(common, "Training", pretend.Training),
+                                         (fl.training, "capture", pretend.eager)]))
+        if args.quick:
+            stack.enter_context(mock.patch.dict(
+                VARIANTS, compile=functools.partial(compiled, "eager")))
+        check(args, more)
+
+
+def check(args, more):
+    more = [*more, *FEW[2:]] if args.quick else more
+    rows = {name: lambda name=name: [("", algorithm(name, args.device, more))]
+            for name in list(ALGORITHMS)[: 2 if args.quick else None]}
+    each = {f"10 x {name}": lambda name=name: workload(name, args.device, args.variants, args.quick)
+            for name in ["superfed-cnn", "superfed-cnn, unequal", "fedavg", "resnet18"]}
+    # what --minutes cuts off is the last algorithms; ResNet-18 takes longest to compile
+    rows = {"evaluation": lambda: evaluation(args.device, args.quick)} | each | rows
+    card, start = fl.machine.device_name(torch.device(args.device)), time.time()
+    sources = [__file__, *(fl.provenance.ROOT / name for name in fl.provenance.SHARED)]
     result = {"device": card, "torch": str(torch.__version__), "cuda": torch.version.cuda,
-              "date": time.strftime("%Y-%m-%d"), "commit": fl.run.commit([__file__, *sources]),
+              "date": time.strftime("%Y-%m-%d"), "commit": fl.provenance.commit(sources),
               "rows": {}}
     out = args.out / f"{re.sub('[^A-Za-z0-9]+', '-', card).strip('-')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     if args.only and out.exists():
         earlier = json.loads(out.read_text())
         result["rows"] = earlier["rows"] if earlier["commit"] == result["commit"] else {}
-    print(f"{card}, torch {torch.__version__}\n{'':<30}{''.join(f'{z:>9}' for z in COLUMNS)}  why")
+    print(f"{card}, torch {torch.__version__}\n{'':<40}{''.join(f'{z:>9}' for z in COLUMNS)}  why")
     for name in args.only or rows:
+        if time.time() - start > 60 * args.minutes:
+            print(f"{name:<30}not begun: --minutes {args.minutes:g} are over")
+            continue
         try:
-            row = rows[name]()
-            row["times"] = row["loop"] / row["fast"]
+            found = rows[name]()
+            for variant, row in found:
+                result["rows"][f"{name}; {variant}" if variant else name] = row
+                print(line(f"   {variant}" if variant else name, row), flush=True)
         except Exception as problem:
-            row = {"error": f"{type(problem).__name__}: {fl.training.first_line(problem)}"}
-        result["rows"][name], result["seconds"] = row, round(time.time() - start)
-        print(line(name, row), flush=True)
+            row = {"error": f"{type(problem).__name__}: {fl.machine.first_line(problem)}"}
+            result["rows"][name] = row
+            print(line(name, row), flush=True)
+        result["seconds"] = round(time.time() - start)
+        result["verdicts"] = verdicts(result["rows"])
         out.write_text(json.dumps(common.without_nan(result), indent=1) + "\n")
-    print(f"record  {out}")
+    print("\n".join([*result["verdicts"], f"record  {out}"]))
+    if args.device == "cpu":
+        print("This only tried the script: without a GPU the times mean nothing.")
 
 
 if __name__ == "__main__":
