@@ -154,6 +154,9 @@ class Federation:
 
         results = None
         for i, found in self.training.each(alone, len(clients)):
+            if odd := [z for z in tree_leaves(found) if not torch.is_tensor(z)]:
+                refuse(f"client_update returns a {type(odd[0]).__name__} where a tensor is wanted"
+                       + "; is `return` forgotten?" * (found is None))
             if results is None:  # filled row by row, since torch.stack would hold all of it twice
                 results = tree_map(lambda z: z.new_empty((len(clients), *z.shape)), found)
             for rows, row in zip(tree_leaves(results), tree_leaves(found)):

@@ -7,10 +7,12 @@ import datetime
 import os
 import pathlib
 import platform
+import random
 import re
 import sys
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -158,3 +160,11 @@ def now(device):
     """Waits until the device has finished its work. Returns the clock, in seconds."""
     getattr(torch, device.type).synchronize(device)  # torch.cpu's does nothing
     return time.perf_counter()
+
+
+def generators(device):
+    """Returns the states of the generators that a network or a client could draw from."""
+    own = [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]
+    if torch.device(device).type == "cuda":
+        own.append(torch.cuda.get_rng_state(device))
+    return [z.tolist() for z in own], np.random.get_state()[2], random.getstate()

@@ -4,7 +4,6 @@ path/to/file.py:Name and torchvision:NAME, --init; and what is refused."""
 import copy
 import functools
 import inspect
-import random
 import textwrap
 import threading
 import warnings
@@ -16,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from .files import find, fresh, load_file  # noqa: F401
-from .machine import first_line, refuse
+from .machine import first_line, generators, refuse
 from .models import MODELS
 
 ROOT = "the root module"
@@ -264,14 +263,6 @@ def uses(logits, leaves):
                 seen.add(below)
                 left.append(below)
     return {name: found[id(z)] for name, z in leaves.items()}
-
-
-def generators(device):
-    """Returns the states of the generators from which a network could draw."""
-    own = [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]
-    if torch.device(device).type == "cuda":
-        own.append(torch.cuda.get_rng_state(device))
-    return [z.tolist() for z in own], np.random.get_state()[2], random.getstate()
 
 
 def owner(name):

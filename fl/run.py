@@ -171,6 +171,8 @@ class Run:
                    "evaluate_clients returns; personal measures alone are run.log(personal=...)")
         if taken := [*more.keys() & {*MORE, *SHOWN, "per_client"}]:
             refuse(f"run.log({taken[0]}=...): the record has its own {taken[0]}; use another name")
+        if odd := [name for name in more if "/" in name]:
+            refuse(f"run.log: the name {odd[0]} has a /, which separates names in the record")
         more = tree_map(lambda z: z.all if isinstance(z, Rows) else z, more)
         more = tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more)
         if strange := [type(z).__name__ for z in tree_leaves(more) if type(z) not in PLAIN]:

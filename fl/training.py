@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .machine import (
     cores,
     first_line,
+    generators,
     join_processes,
     keep_memory,
     now,
@@ -35,6 +36,10 @@ MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of i
 TOLERANCE = {"fp32": 0.01, "tf32": 0.05, "bf16": 0.15}
 # how much rounding may change a weight, as a share of what a minibatch changes all on average
 ROUNDING = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
+
+
+class Slip(Exception):
+    """A fault of a method, found while a client trains."""
 
 
 def ways_to_try(device, args, d):
@@ -150,6 +155,17 @@ class Training:
 
     def train(self, fed, client_update, own, clients, shared):
         """Federation.train, with the Epochs of the clients."""
+        before = generators(self.device)
+        try:
+            found = self.train_all(fed, client_update, own, clients, shared)
+        except Slip as problem:  # in one of several threads
+            refuse(str(problem))
+        if before != generators(self.device):
+            refuse("client_update draws from torch's, NumPy's or Python's generator, so results would "
+                   "depend on the order of the clients; use train(..., draw=...) and b.draw")
+        return found
+
+    def train_all(self, fed, client_update, own, clients, shared):
         if self.ways == ("loop",) and self.device.type != "cuda":
             return self.exchange(fed.one_by_one(client_update, own, clients, shared))
         if self.processes == 1:
@@ -321,7 +337,17 @@ def step(function):
     @functools.wraps(function)
     def run(*args):
         place = next((i for i, z in enumerate(args) if isinstance(z, Filled)), None)
-        return function(*args) if place is None else by_graph(function, place, *args)
+        if place is not None:
+            return by_graph(function, place, *args)
+        tensors = [z for z in args if torch.is_tensor(z)]
+        before = [z._version for z in tensors]
+        found = function(*args)
+        if before != [z._version for z in tensors]:
+            raise Slip(f"{function.__name__} changes an argument in place, which other clients "
+                       "share; write w = w - ..., not w -= ...")
+        if found is None:
+            raise Slip(f"{function.__name__} returns nothing; is `return` forgotten?")
+        return found
 
     return run
 
