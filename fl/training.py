@@ -161,8 +161,8 @@ class Training:
         except Slip as problem:  # in one of several threads
             refuse(str(problem))
         if before != generators(self.device):
-            refuse("client_update draws from torch's, NumPy's or Python's generator, so results would "
-                   "depend on the order of the clients; use train(..., draw=...) and b.draw")
+            refuse("client_update draws from torch's, NumPy's or Python's generator, so results "
+                   "would depend on the order of clients; use train(..., draw=...) and b.draw")
         return found
 
     def train_all(self, fed, client_update, own, clients, shared):
@@ -341,10 +341,14 @@ def step(function):
             return by_graph(function, place, *args)
         tensors = [z for z in args if torch.is_tensor(z)]
         before = [z._version for z in tensors]
-        found = function(*args)
+        in_place = Slip(f"{function.__name__} changes a tensor in place, which other clients may "
+                        "share; write w = w - ..., not w -= ...")
+        try:
+            found = function(*args)
+        except RuntimeError as problem:
+            raise in_place if "inplace" in str(problem) else problem from None
         if before != [z._version for z in tensors]:
-            raise Slip(f"{function.__name__} changes an argument in place, which other clients "
-                       "share; write w = w - ..., not w -= ...")
+            raise in_place
         if found is None:
             raise Slip(f"{function.__name__} returns nothing; is `return` forgotten?")
         return found
