@@ -93,8 +93,8 @@ def plot(record, data, split, out, marks):
                                      color=line.get_color())
             axes[1].plot(x, [row[part]["loss"] for row in rows], marker=point)
         for axis in axes:
-            for first, label in marks.items():
-                axis.axvline(first - 0.5, color="black", linestyle=":", label=label)
+            for first in marks.keys() & set(range(1, len(record["rounds"]) + 1)):
+                axis.axvline(first - 0.5, color="black", linestyle=":", label=marks[first])
         axes[0].set(xlabel="round", ylabel="accuracy", ylim=(0, 1))
         axes[1].set(xlabel="round", ylabel="loss")
 

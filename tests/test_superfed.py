@@ -1,4 +1,4 @@
-import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,14 +9,15 @@ from torch.func import grad
 
 import common
 import fedavg
+import fl.records
 import superfed
-from conftest import QUICK, killed, paths, pixels, run, same, softmax_gradient
+from conftest import HERE, QUICK, pixels, run, softmax_gradient
 
-SAME = [*QUICK, "--momentum", "0.9"]
+sys.path.append(str(HERE.parent / "checks" / "authors"))
+import superfed_v1 as authors
+
+SAME = [*QUICK, "--momentum", "0"]
 SMALL = [*QUICK, "--model", "mnistnet", "--rounds", "4", "--start", "0.5", "--lr", "0.05"]
-BOTH = [(mix, version) for mix in ("model", "layer") for version in ("paper", "official")]
-
-
 def federation(argv):
     return common.Federation(superfed.arguments(argv))
 
@@ -79,18 +80,17 @@ def toy_argv(toy):
             "--batch-size", "0", "--lr", "0.3", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("own_start", [False, True])
-@pytest.mark.parametrize("official", [False, True])
+@pytest.mark.parametrize("official, own_start", [(False, False), (False, True), (True, False)])
 def test_four_rounds_by_hand(official, own_start, toy_argv, tmp_path):
-    """L*R = 2: Phase I has the rounds 0 and 1 here; the official code's, which counts from 1, has
-    only the first."""
+    """L*R = 2: Phase I has the rounds 0 and 1; the authors', whose code counts from 1, has only the
+    first."""
     argv = [*toy_argv, "--client-test", "0.2"]
     eta = (lambda t: 0.3 * 0.995 ** (t + 1)) if official else (lambda t: 0.3)
     w_f, W_l = by_hand(argv, 1 if official else 2, eta, mu=0.2, nu=1.5, momentum=0.9,
                        official=official, own_start=own_start)
     more = ["--mu", "0.2", "--nu", "1.5", "--momentum", "0.9", "--start", "0.5"]
-    more += ["--as", "official" if official else "paper"] + ["--own-start"] * own_start
-    _, state = run(superfed, [*argv, *more], tmp_path)
+    more += ["--own-start"] * own_start
+    _, state = run(authors if official else superfed, [*argv, *more], tmp_path)
     np.testing.assert_allclose(state["w_f"].numpy(), w_f, atol=5e-6)
     np.testing.assert_allclose(state["w_l"].numpy(), W_l, atol=5e-6)
 
@@ -116,11 +116,11 @@ def test_without_phase_two_mu_and_nu_it_is_fedavg_bit_for_bit(mix, tmp_path):
 # One client's steps
 
 
-def small(mix="model", version="paper", mu=0.0, nu=0.0, decay=0.0):
+def small(mix="model", mu=0.0, nu=0.0, decay=0.0):
     """Returns a network with two layers, its client_update without momentum, a client's w^f and
     w^l, and two minibatches with their lambdas, in float64."""
     net, rng = common.Net("mnistnet", (1, 2, 2), 3), np.random.default_rng(0)
-    args = SimpleNamespace(mix=mix, as_=version, mu=mu, nu=nu, momentum=0.0, weight_decay=decay)
+    args = SimpleNamespace(mix=mix, mu=mu, nu=nu, momentum=0.0, weight_decay=decay)
     w_f, w_l = (torch.from_numpy(rng.normal(0, 0.3, net.d)) for _ in range(2))
 
     def batch():
@@ -140,26 +140,22 @@ def gradients(client_update, w_f, w_l, *batches, phase_two=1.0):
     return before[0] - after[0], before[1] - after[1], *before
 
 
-@pytest.mark.parametrize("mix, version", BOTH)
-def test_gradient_against_a_numerical_derivative_of_equation_3(mix, version):
+@pytest.mark.parametrize("mix", ["model", "layer"])
+def test_gradient_against_a_numerical_derivative_of_equation_3(mix):
     """On the second minibatch, when w^f has moved away from w^g."""
-    net, client_update, w_g, w_l, first, b = small(mix, version, mu=0.7, nu=1.3)
+    net, client_update, w_g, w_l, first, b = small(mix, mu=0.7, nu=1.3)
     g_f, g_l, w_f, w_l = gradients(client_update, w_g, w_l, first, b)
     sizes, layers = [400, 100, 300, 3], [0, 0, 1, 1]  # weights and biases of 4-100 and 100-3
 
     def objective(w_f, w_l):
-        mixed, paired_f, paired_l, near = [], [], [], 0.0
-        for i, (f, l, g) in enumerate(zip(*(z.split(sizes) for z in (w_f, w_l, w_g)))):
+        mixed = []
+        for i, (f, l) in enumerate(zip(w_f.split(sizes), w_l.split(sizes))):
             lam = float(b.draw[layers[i] if mix == "layer" else 0])
-            shared = version == "official" and i in (1, 3)
-            mixed.append(f if shared else (1 - lam) * f + lam * l)
-            near += (1 - lam) * (f - g).norm() if version == "official" else ((f - g) ** 2).sum()
-            if not shared:
-                paired_f, paired_l = [*paired_f, f], [*paired_l, l]
+            mixed.append((1 - lam) * f + lam * l)
         hidden = F.relu(b.x.flatten(1) @ mixed[0].view(100, 4).T + mixed[1])
         loss = F.cross_entropy(hidden @ mixed[2].view(3, 100).T + mixed[3], b.y)
-        u, v = torch.cat(paired_f), torch.cat(paired_l)
-        return loss + 1.3 * (u @ v) ** 2 / (u @ u) / (v @ v) + 0.7 * near
+        cos_squared = (w_f @ w_l) ** 2 / (w_f @ w_f) / (w_l @ w_l)
+        return loss + 1.3 * cos_squared + 0.7 * ((w_f - w_g) ** 2).sum()
 
     rng = np.random.default_rng(5)
     for _ in range(10):
@@ -219,28 +215,6 @@ def test_weight_decay_adds_to_both_gradients():
     torch.testing.assert_close(decayed[1] - plain[1], 0.1 * w_l)
 
 
-@pytest.mark.parametrize("mix, version", BOTH)
-def test_all_paths_agree(mix, version, monkeypatch):
-    """Clients of different sizes, each of which has one minibatch in each of three epochs."""
-    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "1", "--momentum", "0.9",
-                      "--batch-size", "200", "--epochs", "3"])
-    args = SimpleNamespace(mix=mix, as_=version, mu=0.1, nu=2.0, momentum=0.9, weight_decay=0.0)
-    S, w_f = np.array([0, 2, 3, 7]), fed.initial_weights().expand(4, -1)
-    w_l = torch.stack([local_start(fed, 1, k) for k in S.tolist()])
-    assert len(set(fed.n[S].tolist())) > 1
-    client_update, found = superfed.local_training(fed.net, args), {}
-    for way in paths(fed, monkeypatch):
-        found[way] = fed.train(client_update, S, 0, own=[w_f, w_l],
-                               shared=[torch.tensor(0.05), torch.tensor(1.0)],
-                               draw=lambda rng, steps: rng.random((steps, 2)))
-        assert fed.proved == (set() if way == "loop" else {(client_update, way)})
-    loop = found.pop("loop")
-    assert all((z - start).norm() > 0.05 for z, start in zip(loop, (w_f, w_l)))
-    for other in found.values():
-        for z, want in zip(other, loop):
-            torch.testing.assert_close(z, want, atol=2e-5, rtol=1e-4)
-
-
 # Who keeps what
 
 
@@ -273,47 +247,39 @@ def test_only_the_federated_model_is_averaged_and_the_local_one_stays(tmp_path, 
     means = [n[call.S] @ call.S / n[call.S].sum() for call in calls]
     for w_f, mean in zip((*last.own[0], state["w_f"]), (*means[:1] * 4, means[1]), strict=True):
         torch.testing.assert_close(w_f, torch.full_like(w_f, mean))
-    for k in range(8):  # round 1 is Phase I, and leaves w^l as it was
+    for k in range(8):
         fresh = local_start(federation(argv), 3)
-        want = torch.full_like(fresh, 1000 + k) if k in last.S else fresh
+        want = torch.full_like(fresh, 1000 + k) if k in first.S + last.S else fresh
         assert torch.equal(state["w_l"][k], want)
     d = state["w_f"].numel()
     assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 4 * d  # rounds, clients, bytes
 
 
-@pytest.mark.parametrize("version, phases, decay", [
-    ("paper", [0, 0, 0, 1, 1], 1.0), ("official", [0, 1, 1, 1, 1], 0.995)])
-def test_phases_and_learning_rate(version, phases, decay, tmp_path, monkeypatch):
-    """L*R = 2.5: t >= 2.5 from 0; officially r >= int(2.5) from 1, with eta * .995^r."""
-    calls, argv = spy(monkeypatch), [*SMALL, "--rounds", "5", "--as", version]
-    if version == "official":  # its own decay is a default
+@pytest.mark.parametrize("module, phases, decay", [
+    (superfed, [0, 0, 0, 1, 1], 1.0), (authors, [0, 1, 1, 1, 1], 0.995)])
+def test_phases_and_learning_rate(module, phases, decay, tmp_path, monkeypatch, capsys):
+    """L*R = 2.5: t >= 2.5 from 0; in the authors' code r >= int(2.5) from 1, with eta * .995^r."""
+    calls, argv = spy(monkeypatch), [*SMALL, "--rounds", "5"]
+    if module == authors:  # its own decay is a default
         i = argv.index("--lr-decay")
         del argv[i : i + 2]
-    run(superfed, argv, tmp_path)
+    run(module, argv, tmp_path)
     assert [call.phase_two for call in calls] == phases
     want = [0.05 * decay**r for r in range(1, 6)]
     np.testing.assert_allclose([call.eta for call in calls], want, rtol=1e-6)
+    said = capsys.readouterr().out
+    assert f"phases  Phase II begins with round {1 + phases.index(1)}\n" in said  # counted from 1
 
 
 @pytest.mark.parametrize("L, R, first, official", [
     (0.4, 200, 80, 79), (0.8, 200, 160, 159), (0.5, 5, 3, 1), (0.29, 100, 29, 27),
     (0.07, 100, 7, 6), (0, 5, 0, 0), (1, 5, 5, 4)])
 def test_the_first_round_of_phase_two(L, R, first, official):
-    """ceil(L*R), from 0; officially int(L*R) - 1. In float64 .29 * 100 is below 29 and .07 * 100 is
-    above 7. With L = 1 the official last round is in Phase II."""
-    for version, expected in (("paper", first), ("official", official)):
-        args = SimpleNamespace(as_=version, start=L, rounds=R)
-        assert superfed.first_round_of_phase_two(args) == expected
-
-
-@pytest.mark.parametrize("start, note, marks", [
-    ("0.5", "phases  Phase II begins with round 3", {3: "Phase II begins"}),
-    ("1", "phases  no Phase II", {})])
-def test_the_first_round_of_phase_two_is_told_counted_from_1(start, note, marks):
-    args = superfed.arguments([*SMALL, "--start", start])  # 4 rounds
-    run = SimpleNamespace(args=args, federation=SimpleNamespace(notes=[]), marks={})
-    superfed.announce(run, superfed.first_round_of_phase_two(args))
-    assert run.federation.notes == [note] and run.marks == marks
+    """ceil(L*R), from 0; in the authors' code int(L*R) - 1. In float64 .29 * 100 is below 29 and
+    .07 * 100 is above 7. With L = 1 the last round of the authors' code is in Phase II."""
+    args = SimpleNamespace(start=L, rounds=R)
+    assert superfed.first_round_of_phase_two(args) == first
+    assert authors.first_round_of_phase_two(args) == official
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -338,37 +304,24 @@ def test_every_minibatch_has_its_own_lambda_and_so_has_every_layer(mix, tmp_path
         assert np.abs(np.corrcoef(lam.T) - np.eye(5)).max() < 0.1
 
 
-@pytest.mark.parametrize("mix", ["model", "layer"])
-def test_a_run_resumed_in_phase_two_equals_an_uninterrupted_one_bit_for_bit(mix, tmp_path):
-    """Phase II begins with t = 2. Killed in t = 4, after the evaluation at the end of t = 2: t = 3
-    and 4 are done again."""
-    argv = [*SMALL, "--rounds", "6", "--start", "0.33", "--eval-every", "3", "--mix", mix]
-    whole, a = run(superfed, argv, tmp_path / "whole")
-    killed(superfed, argv, tmp_path / "cut", lambda t, _: t == 4)
-    again, b = run(superfed, [*argv, "--resume"], tmp_path / "cut")
-    assert torch.equal(a["w_f"], b["w_f"]) and torch.equal(a["w_l"], b["w_l"])
-    assert same(whole, again)
-
-
 # Evaluation
 
 
 @pytest.mark.parametrize("share, part", [(0.0, "train"), (0.2, "val")])
 def test_each_choice_of_lambda(share, part, monkeypatch):
-    """W is lambda in the two paired weights. On the images for the choice the loss is least at .2
+    """W is lambda. On the images for the choice the loss is least at .2
     and .4, the accuracy best at .3 and .7; on test images it is best at .6. The smaller lambda of a
     tie is taken. Each client has 5 training, 4 validation and 2 test images."""
 
     class Clients:
-        args = SimpleNamespace(client_val=share, as_="paper")
-        net = SimpleNamespace(per_weight=lambda _: torch.tensor([1.0, 1.0, 0.0]), names=[])
+        args = SimpleNamespace(client_val=share)
         split = common.Split(train=[[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]],
                              val=[[15, 16, 17, 18], [25, 26, 27, 28]], test=[[30, 31], [40, 41]])
 
         def evaluate_clients(self, W, images=None):
             models = W(np.array([1]))
             lam = round(float(models[0, 0]), 4)
-            assert torch.equal(models, torch.tensor([[lam, lam, 0.0]]))
+            assert torch.equal(models, torch.full((1, 3), lam))
             of_choice = {"mean": 0.9 if lam in (0.3, 0.7) else 0.2,
                          "loss": 0.5 if lam in (0.2, 0.4) else 2.0}
             if images is not None:
@@ -416,23 +369,15 @@ def test_lambda_is_chosen_by_the_loss_on_training_images(tmp_path):
     assert final["personal@test"]["mean"] == max(at["mean"] for at in final["lambdas"])
 
 
-@pytest.mark.parametrize("version", ["paper", "official"])
-def test_the_end_points_of_the_grid_are_the_two_models(version, tmp_path):
-    """At lambda = 1 the official code's personal models have the local weights and the federated
-    biases."""
-    argv = [*SMALL, "--mix", "layer", "--as", version]
+def test_the_end_points_of_the_grid_are_the_two_models(tmp_path):
+    argv = [*SMALL, "--mix", "layer"]
     record, state = run(superfed, argv, tmp_path)
     fed, row = federation(argv), record["rounds"][-1]
-    local = state["w_l"].clone()
-    if version == "official":
-        for a, b in ((307_200, 307_300), (308_300, 308_310)):  # the biases of 3072-100-10
-            local[:, a:b] = state["w_f"][a:b]
-    for at, W in ((0, state["w_f"]), (10, local)):
+    for at, W in ((0, state["w_f"]), (10, state["w_l"])):
         expected = fed.evaluate_clients(W)
         for name in ("mean", "std", "loss", "ece", "mce"):
             assert row["lambdas"][at][name] == pytest.approx(expected[name], abs=1e-6)
-    for part in ("personal@test", "lambdas"):
-        assert record["final"][part] == row[part]
+    assert record["final"]["personal@test"] == pytest.approx(row["personal@test"], rel=1e-7)
 
 
 def test_plots(tmp_path, monkeypatch):
@@ -445,7 +390,7 @@ def test_plots(tmp_path, monkeypatch):
     run(superfed, [*SMALL, "--plot", "--eval-every", "1"], tmp_path / "a")
     phases, *_, lambdas = figures
     figures.clear()
-    record = json.loads((tmp_path / "a" / "result.json").read_text())
+    record = fl.records.read(tmp_path / "a" / "result.json")
     x, y = lambdas.axes[0].containers[0].lines[0].get_data()
     assert np.allclose(x, np.arange(11) / 10)
     assert np.allclose(y, [at["mean"] for at in record["final"]["lambdas"]])
@@ -480,9 +425,3 @@ def test_the_settings_are_the_papers(dataset, mix, R, K, C, L):
     split = args.split, args.per_client, args.clients
     assert split == ("shards", 2, K) if K else args.split == "semantic"
     assert (args.model, args.transform) == ("cnn", "scale")
-
-
-def test_an_explicit_flag_goes_before_the_official_one():
-    assert superfed.arguments(["--as", "official"]).lr_decay == 0.995
-    assert superfed.arguments(["--as", "official", "--lr-decay", "1"]).lr_decay == 1
-    assert superfed.arguments(["--mix", "layer", "--start", "0.25"]).start == 0.25
