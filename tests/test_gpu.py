@@ -2,10 +2,7 @@
 in place of each CUDA graph; and what happens when something goes wrong there."""
 
 import json
-import sys
-from types import SimpleNamespace
 
-import bench
 import gpu_check
 import memory
 import numpy as np
@@ -16,10 +13,12 @@ from torch.utils._pytree import tree_map
 import baselines
 import common
 import fedavg
+import fedslr
+import fl.machine
 import fl.training
 import pretend
 import superfed
-from conftest import QUICK, eager, federation, killed, refused, run
+from conftest import QUICK, eager, federation, killed, on_a_gpu, refused, run
 
 SMALL = [*gpu_check.FEW[2:], "--device", "cpu"]
 FED = [*QUICK, "--split", "iid", "--model", "mnistnet"]
@@ -34,8 +33,8 @@ def test_the_gpus_ways_give_what_the_loop_gives(name):
     for way in ("together", "graphs"):
         with pretend.gpu(way=way):
             record, found, federation, _ = gpu_check.run(module, flags)
-        assert not federation.failed
-        assert federation.used == ("graphs" if "unequal" in name else way)
+        assert not federation.training.gave_up
+        assert federation.training.used == ("graphs" if "unequal" in name else way)
         # with BatchNorm one rounding decides a ReLU otherwise
         near = {"fedavg, bf16": 0.3, "psinet, BatchNorm": 0.03}.get(name, 1e-3)
         assert gpu_check.difference(wanted, found, w_0) < near
@@ -94,15 +93,14 @@ def test_a_way_that_fails_is_given_up_with_one_line(ways, name, tmp_path, capsys
     with pretend.gpu(capture):
         record, state = run(fedavg, FED, tmp_path / "fast")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engine")]
-    why = str(PROBLEMS[name] or "two minibatches do not give what the plain loop gives")
+    why = str(PROBLEMS[name] or "a minibatch does not give what the plain loop gives")
     assert len(said) == ways and all(line.endswith(f"slower: {why}") for line in said)
     assert record["environment"]["slower"] == [f"{way}: {why}" for way in fl.training.WAYS[:ways]]
     torch.testing.assert_close(state["w"], want["w"], rtol=0, atol=1e-6 if ways == 1 else 0)
 
 
 def test_an_error_that_leaves_the_gpu_unusable_is_raised_again(monkeypatch):
-    fed = federation(FED)
-    fed.way, fed.map = "together", map
+    fed = on_a_gpu(federation(FED))
 
     def fails(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -118,8 +116,7 @@ def test_too_little_memory_for_one_client_is_refused(capsys):
     def client_update(w, epochs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    fed = federation(FED)
-    fed.way, fed.map = "together", map
+    fed = on_a_gpu(federation(FED))
     with pytest.raises(SystemExit) as stop:
         fed.train(client_update, np.arange(4), 0, own=[torch.zeros(4, 3)])
     out, error = capsys.readouterr()
@@ -161,7 +158,7 @@ def test_a_step_that_a_graph_would_freeze_is_found(frozen, capsys):
         for call[0] in (1.0, 2.0):
             kept = [torch.ones(2, device=pretend.GPU)]
             fed.train(client_update, np.arange(4), 0, own=[torch.zeros(4, 2, device=pretend.GPU)])
-        assert bool(fed.failed) == bool(frozen)
+        assert bool(fed.training.gave_up) == bool(frozen)
 
 
 def test_an_old_gpu_is_the_one_of_the_device(monkeypatch):
@@ -174,8 +171,82 @@ def test_an_old_gpu_is_the_one_of_the_device(monkeypatch):
         return cards[name]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    old = [fl.training.before_ampere(name) for name in ("cuda", "cuda:1", "cuda:2")]
+    old = [fl.machine.lacks_tf32(name) for name in ("cuda", "cuda:1", "cuda:2")]
     assert old == [True, False, False]
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_amds_gpus_train_by_the_loop(tf32, monkeypatch):
+    """And PyTorch itself says whether one has TF32: its capability means nothing."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: tf32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (9, 0))
+    args = federation(FED).args
+    assert fl.training.ways_to_try(torch.device("cuda", 0), args, 1000) == ("loop",)
+    assert fl.machine.lacks_tf32() == (not tf32)
+
+
+def test_which_ways_are_tried(monkeypatch):
+    args, cuda = federation(FED).args, torch.device("cuda", 0)
+    tried = lambda *given: fl.training.ways_to_try(*given)
+    assert tried(cuda, args, fl.training.SMALL) == ("together", "graphs", "loop")
+    assert tried(cuda, args, fl.training.SMALL + 1) == ("graphs", "loop")
+    assert tried(torch.device("cpu"), args, 1000) == ("loop",)
+    args.engine = "loop"
+    assert tried(cuda, args, 1000) == ("loop",)
+
+
+@pytest.mark.parametrize("nccl, device, backend", [
+    (True, "cuda:0", "nccl"), (False, "cuda:0", "gloo"), (True, "cpu", "gloo")])
+def test_processes_are_connected_by_what_is_there(nccl, device, backend, monkeypatch):
+    """On Windows PyTorch has no NCCL."""
+    begun, dist = [], fl.machine.dist
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(fl.machine, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **more: begun.append((name, more)))
+    device = torch.device(device)
+    assert fl.machine.join_processes(device) == (1, 2)
+    (name, more), = begun
+    assert name == backend and more["device_id"] == (device if backend == "nccl" else None)
+
+
+@pytest.mark.parametrize("text, processes, cores", [
+    ("200000 100000", 1, 2), ("250000 100000", 1, 3), ("max 100000", 1, 64), (None, 1, 64),
+    ("50000 100000", 1, 1), ("9900000 100000", 1, 64), ("800000 100000", 4, 2), (None, 4, 16)])
+def test_a_container_has_the_cores_that_it_may_use(text, processes, cores, tmp_path, monkeypatch):
+    """Of 64; docker run --cpus=2 writes 200000 microseconds of every 100000."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    limit = tmp_path / "cpu.max"
+    if text:
+        limit.write_text(text + "\n")
+    assert fl.machine.cores(limit) == cores
+
+
+@pytest.mark.parametrize("rounds, resets", [(1, []), (3, [1])])
+def test_the_peak_of_memory_is_that_after_round_one(rounds, resets, monkeypatch):
+    training, seen = federation([*FED, "--rounds", str(rounds)]).training, []
+    monkeypatch.setattr(training, "reset_peak", lambda: seen.append(done))
+    for done in range(1, rounds + 1):
+        training.end_round(done)
+    assert seen == resets
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (4, 6, 3, 3), (5, 7)])
+def test_a_gpu_shrinks_singular_values_as_an_svd_does(shape):
+    """fedslr.py's line 7, with as many rows as columns, fewer and more; and all of them are shrunk
+    to 0."""
+    v = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+    A = v.transpose(1, 2).reshape(shape[0] * 3, -1) if v.dim() == 4 else v
+    U, s, V = np.linalg.svd(A.double().numpy(), full_matrices=False)
+    for tau in (0.0, float(s[2:4].mean()), float(2 * s[0])):
+        shrunk, rank = fedslr.shrink_on_gpu(v, tau)
+        kept = np.maximum(s - tau, 0)
+        want = torch.from_numpy((U * kept) @ V).float()
+        want = want.view(shape[0], 3, shape[1], 3).transpose(1, 2) if v.dim() == 4 else want
+        torch.testing.assert_close(shrunk, want, rtol=0, atol=1e-5)
+        assert int(rank) == (kept > 0).sum() and shrunk.dtype == v.dtype
 
 
 # The pretended GPU itself, and the check of a real one
@@ -223,44 +294,36 @@ def test_what_a_gpu_does_the_pretended_one_does():
         assert float(x[0]) == 0 and x.tolist() == [0, 0, 0]
 
 
-def test_the_check_of_a_gpu(tmp_path, capsys, monkeypatch):
-    """A table and a record, row by row; a row that fails says why."""
-    monkeypatch.setitem(bench.WORKLOADS, "fedavg", (bench.LEAF, 5, (2, 10), None))
-    monkeypatch.setattr(fl.training, "SMALL", 500_000)
-    rows = ["fedavg", "fedspa", "fedavg, tfcnn", "10 x fedavg", "none"]
-    with pretend.gpu():
-        gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)
-    path, = tmp_path.glob("*.json")
-    found = json.loads(path.read_text())["rows"]
-    assert list(found) == rows and "KeyError" in found["none"]["error"]
-    assert [found[name]["way"] for name in rows[:4]] == ["together"] * 2 + ["graphs"] * 2
-    assert all(found[name]["differs"] < 1e-3 and found[name]["times"] > 0 for name in rows[:4])
-    assert found["10 x fedavg"]["plain"] > 0
-    printed = capsys.readouterr().out.splitlines()
-    assert [line[:20].strip() for line in printed[2:7]] == rows and "failed" in printed[6]
+def test_the_check_of_a_gpu(tmp_path, capsys):
+    """A table and a record, row by row; a row that fails says why; a later call adds its own."""
+    def check(*only):
+        gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--variants",
+                        "streams", "product", "--only", *only])
+        path, = tmp_path.glob("*.json")
+        return json.loads(path.read_text())["rows"]
+
+    first = check("fedavg", "10 x superfed-cnn", "none")
+    product, streams = "10 x superfed-cnn; product", "10 x superfed-cnn; streams"
+    assert list(first) == ["fedavg", "10 x superfed-cnn", streams, product, "none"]
+    assert "KeyError" in first.pop("none")["error"]
+    assert {row["way"] for row in first.values()} == {"together"}
+    assert all(row["differs"] < 1e-3 and row["times"] > 0 and not row["why"]
+               for row in first.values())
+    # a variant that changes nothing has the same bits
+    assert first[product]["differs"] != first["10 x superfed-cnn"]["differs"]
+    printed = capsys.readouterr().out
+    assert "failed" in printed and "\nproduct       " in printed
+    assert check("fedavgm", "evaluation").keys() == {*first, "none", "fedavgm", "evaluation"}
 
 
-def test_a_check_that_is_stopped_keeps_its_rows(tmp_path, monkeypatch):
-    """Rows that diverge are among them; a later call adds its own."""
-    codes = {"superfed": 3, "fedslr": 143}
-    real = gpu_check.importlib.import_module
-    monkeypatch.setattr(gpu_check.importlib, "import_module", lambda name: real(name)
-                        if name not in codes else
-                        SimpleNamespace(main=lambda argv: sys.exit(codes[name])))
-
-    def check(*rows):
-        with pretend.gpu():
-            gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--only", *rows], SMALL)
-
-    def rows():
-        return json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
-
-    with pytest.raises(SystemExit) as stop:
-        check("fedavg", "superfed", "fedslr", "psinet")
-    assert stop.value.code == 143 and list(rows()) == ["fedavg", "superfed"]
-    assert rows()["superfed"]["error"] == "RuntimeError: exit code 3"
-    check("fedavgm")
-    assert list(rows()) == ["fedavg", "superfed", "fedavgm"]
+@pytest.mark.parametrize("times, differs, wins", [
+    ([1.5, 1.0], 1e-3, True), ([1.5, 0.9], 1e-3, False), ([1.05, 1.0], 1e-3, False),
+    ([1.5, 1.0], 0.5, False), ([1.5, None], 1e-3, False)])
+def test_which_variant_should_become_the_products_way(times, differs, wins):
+    rows = {f"10 x {i}; compile": {"times": z, "why": "", "differs": differs} if z else
+            {"error": "RuntimeError"} for i, z in enumerate(times)}
+    said, = gpu_check.verdicts(rows)
+    assert ("should become" in said) == wins and said.startswith("compile")
 
 
 def test_without_a_gpu_the_check_says_so(capsys, monkeypatch):
@@ -272,7 +335,7 @@ def test_without_a_gpu_the_check_says_so(capsys, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a real GPU")
 def test_a_real_gpu(tmp_path):
     rows = ["superfed", "psinet", "persfl", "fedslr", "fedavg, tfcnn", "10 x resnet18"]
-    gpu_check.main(["--out", str(tmp_path), "--only", *rows])
+    gpu_check.main(["--out", str(tmp_path), "--variants", "--only", *rows])
     found = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
     assert not any(row["why"] for row in found.values()), found
     assert found.pop(rows[-1])["differs"] < 0.1  # with TF32

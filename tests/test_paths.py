@@ -12,6 +12,7 @@ import common
 import fedavg
 import fl.models
 import fl.training
+import pretend
 from conftest import QUICK, eager, federation, on_a_gpu, paths, refused
 
 LINEAR = [*QUICK, "--split", "iid", "--model", "mnistnet", "--fraction", "1"]
@@ -106,6 +107,197 @@ def test_every_way_gives_what_the_loop_gives(more, alike, monkeypatch):
 def test_threads_change_no_bit(threads):
     assert torch.equal(trained(federation([*UNEQUAL, "--parallel", threads])),
                        trained(federation(UNEQUAL)))
+
+
+MANY = [*QUICK, "--split", "iid", "--model", "mnistnet", "--clients", "40", "--fraction", "1",
+        "--batch-size", "5"]
+
+
+@pytest.mark.parametrize("m, widths", [(32, [32]), (33, [17, 17]), (40, [20, 20])])
+def test_at_most_32_clients_go_together(m, widths, monkeypatch):
+    """In chunks of one width, hence one graph. Of 33 clients the second chunk has 16, filled up
+    with client 0, whose result is that of the first chunk."""
+    fed, seen, filled = federation(MANY), [], fl.training.FilledEpochs
+    found = []
+    monkeypatch.setattr(fl.training, "FilledEpochs",
+                        lambda fed, clients, way: (seen.append(len(clients)),
+                                                   filled(fed, clients, way))[1])
+    for way in paths(fed, monkeypatch):
+        seen.clear()
+        found.append(trained(fed, range(m)))
+        if way == "together":
+            assert seen[-len(widths) :] == widths and len(fed.training.graphs) == 1
+    change = (found[0] - fed.initial_weights()).norm()
+    assert all((z - found[0]).norm() < 1e-5 * change for z in found[1:])
+
+
+def test_a_share_of_100_clients_needs_one_graph(monkeypatch):
+    """Under torchrun on three GPUs each process has 33 or 34 of them in every round."""
+    monkeypatch.setattr(fl.training, "capture", eager)
+    class Third(pretend.Training):  # its results are exchanged with nobody
+        def exchange(self, tree, ends=None):
+            return tree
+
+    fed = federation([*MANY, "--clients", "100"])
+    fed.training = Third(fed.device, fed.args, fl.training.WAYS)
+    fed.training.rank, fed.training.processes = 2, 3
+    fed.training.begin(fed.net.d, 4)
+    shares = [fed.training.share(100, rank) for rank in range(3)]
+    assert [*map(len, shares)] == [33, 33, 34] and [*shares[0], *shares[1], *shares[2]] == [
+        *range(100)]
+    client_update, S = fedavg.local_training(fed.net, fed.args), np.arange(100)
+    for t in range(2):
+        w = fed.initial_weights().expand(100, -1)
+        found = fed.train(client_update, S, t, own=[w], shared=[torch.tensor(0.1)])
+    assert len(fed.training.graphs) == 1 and fed.training.used == "together"
+    loop = on_a_gpu(fed, "loop")
+    want = loop.train(client_update, S, 1, own=[w], shared=[torch.tensor(0.1)])
+    assert (found[66:] - want[66:]).norm() < 1e-5 * (want - w)[66:].norm()
+
+
+def test_graphs_that_fail_leave_together_alone(monkeypatch, capsys):
+    """Unequal clients in the first call, equal ones in the second."""
+    fed = on_a_gpu(federation(LINEAR))
+    client_update = fedavg.local_training(fed.net, fed.args)
+
+    def capture(function, device):
+        if not graphs_work:
+            raise RuntimeError("no capture")
+        return eager(function, device)
+
+    monkeypatch.setattr(fl.training, "capture", capture)
+    w, used = fed.initial_weights().expand(2, -1), []
+    for graphs_work, sizes in ((False, (40, 10)), (True, (40, 40))):  # noqa: B007
+        images = [fed.split.train[k][:n] for k, n in enumerate(sizes)]
+        fed.train(client_update, np.arange(2), 0, own=[w], shared=[torch.tensor(0.1)],
+                  images=images)
+        used.append(fed.training.used)
+    assert used == ["loop", "together"] and [*fed.training.gave_up] == ["graphs"]
+    said = capsys.readouterr().out
+    assert "engine  'loop' in place of 'graphs' from here on, slower: no capture" in said
+
+
+def test_cudnn_searches_for_graphs_alone(monkeypatch):
+    """The loop's shapes, such as the last minibatch's, do not repeat."""
+    fed, seen = federation(LINEAR), set()
+
+    def client_update(w, epochs):
+        seen.add((type(epochs).__name__, torch.backends.cudnn.benchmark))
+        return w
+
+    for _ in paths(fed, monkeypatch):
+        fed.train(client_update, np.arange(2), 0, own=[torch.zeros(2, 3)])
+    assert seen == {("Epochs", False), ("FilledEpochs", True)}
+
+
+# The proof of a way
+
+
+def spoiled(fed, fault, way):
+    """Returns a client_update which is wrong in this way alone."""
+    part = fed.net.tensors[1][1]  # fc1.bias
+
+    @common.step
+    def step(w, b, eta):
+        def loss(w):
+            if fault == "last shape":  # no mask: right where a minibatch is full
+                return F.cross_entropy(fed.net(w, b.x), b.y)
+            return common.cross_entropy(fed.net(w, b.x), b)
+
+        return w - eta * common.grad(loss)(w)
+
+    def client_update(w, epochs, eta):
+        wrong = getattr(epochs, "way", "loop") == way
+        for minibatches in epochs:
+            for b in minibatches:
+                before, w = w, step(w, b, eta)
+                if wrong and fault == "untrained":
+                    w[..., part] = before[..., part]
+                if wrong and fault == "rate":
+                    w = before + 1.2 * (w - before)
+                if wrong and fault == "last row":
+                    w = torch.cat([w[:-1], before[-1:]])
+        return w
+
+    return client_update
+
+
+@pytest.mark.parametrize("fault, way", [
+    ("untrained", "together"), ("untrained", "graphs"), ("rate", "together"), ("rate", "graphs"),
+    ("last shape", "together"), ("last shape", "graphs"), ("last row", "together"),
+    (None, "together"), (None, "graphs")])
+def test_a_way_that_is_wrong_is_given_up(fault, way, monkeypatch, capsys):
+    """Only the fourth of eight clients has a last minibatch that is not full."""
+    fed = federation(LINEAR)
+    images = [index[: 25 if k == 3 else 40] for k, index in enumerate(fed.split.train)]
+    given = dict(own=[fed.initial_weights().expand(8, -1)], shared=[torch.tensor(0.1)],
+                 images=images)
+    monkeypatch.setattr(fl.training, "capture", eager)
+    client_update = spoiled(fed, fault, way)
+    want = fed.train(client_update, np.arange(8), 0, **given)
+    on_a_gpu(fed, way)
+    found = fed.train(client_update, np.arange(8), 0, **given)
+    lost = {"last shape": fl.training.WAYS[fl.training.WAYS.index(way) : -1], None: ()}
+    assert [*fed.training.gave_up] == [*lost.get(fault, (way,))]
+    assert all(why == "a minibatch does not give what the plain loop gives"
+               for why in fed.training.gave_up.values())
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+
+
+def test_a_loop_that_diverges_proves_nothing(monkeypatch):
+    fed = on_a_gpu(federation(LINEAR))
+    monkeypatch.setattr(fl.training, "capture", eager)
+    found = fed.train(fedavg.local_training(fed.net, fed.args), np.arange(8), 0,
+                      own=[fed.initial_weights().expand(8, -1)], shared=[torch.tensor(torch.inf)])
+    assert not found.isfinite().all() and not fed.training.proved
+    why = "the plain loop diverges in its first minibatch"
+    assert fed.training.gave_up == {"together": why, "graphs": why}
+
+
+class Normalised(torch.nn.Module):
+    """GroupNorm with a group for each channel takes away what conv's bias adds."""
+
+    def __init__(self, channels, classes, size):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(channels, 8, 3)
+        self.norm = torch.nn.GroupNorm(8, 8)
+        self.fc = torch.nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("model, precision", [
+    ("cnn", "fp32"), ("cnn", "bf16"), ("tfcnn", "bf16"), ("vgg9", "bf16"), ("resnet18", "fp32"),
+    ("normalised", "fp32"), ("normalised", "bf16")])
+def test_each_tensor_of_a_model_is_proved_by_itself(model, precision, monkeypatch):
+    """Where one of them stays as it was, or its rate is twice too large, that is found; rounding
+    is not taken for a fault, though it is all of the bias before GroupNorm."""
+    monkeypatch.setitem(common.MODELS, "normalised", Normalised)
+    monkeypatch.setattr(fl.training, "capture", eager)
+    fed = on_a_gpu(federation([*QUICK, "--limit", "60", "--clients", "2", "--split", "iid",
+                               "--batch-size", "4", "--model", model, "--precision", precision,
+                               "--transform", "normalize"]))
+    client_update, w = fedavg.local_training(fed.net, fed.args), fed.initial_weights()
+    clients = [common.Epochs(fed, k, fed.split.train[k][:4], 0, 1, None, 0) for k in (0, 1)]
+    given = [w.expand(2, -1)], clients, [torch.tensor(0.05)]
+    want = fed.one_by_one(client_update, *given)[1]
+    found = fed.training.by("together", fed, client_update, *given, 2)[1]
+    proof = lambda found: fl.training.compare(fed.net, [w], want, found, precision)
+    proof(found)
+    with pytest.raises(ValueError, match="does not give"):
+        proof(w + 1.2 * (found - w))
+    passed = []
+    for name, where, _ in fed.net.tensors[:: 8 if model == "resnet18" else 1]:
+        for share in (0, 2):
+            wrong = found.clone()
+            wrong[where] = w[where] + share * (found - w)[where]
+            try:
+                proof(wrong)
+                passed.append(name)
+            except ValueError:
+                pass
+    assert {*passed} == ({"conv.bias"} if model == "normalised" else set())
 
 
 # Steps and graphs
@@ -215,10 +407,15 @@ def test_grad_is_that_of_torch_func():
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(fl.training.STEPS, "vmapped", True, raising=False)
     same(vmap(fl.training.grad(f))(a, b), vmap(torch.func.grad(f))(a, b))
+    same(vmap(fl.training.grad(with_aux, (1, 0), has_aux=True))(a, b),
+         vmap(torch.func.grad(with_aux, (1, 0), has_aux=True))(a, b))
+    deep = [fl.training.grad(f, each=True), vmap(torch.func.grad(f))]  # PersFL: vmap in vmap
+    same(*(vmap(g)(a[..., None], b[..., None]) for g in deep))
     monkeypatch.undo()
 
 
-def test_grad_keeps_nothing_for_second_derivatives():
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_grad_keeps_nothing_for_second_derivatives(vmapped, monkeypatch):
     """GroupNorm's backward is PyTorch's own, not the formula that can be differentiated again."""
 
     class Names(TorchDispatchMode):
@@ -226,11 +423,13 @@ def test_grad_keeps_nothing_for_second_derivatives():
             names.append(op.overloadpacket.__name__)
             return op(*args, **(kwargs or {}))
 
-    x, own = torch.randn(2, 4, 5), []
+    monkeypatch.setattr(fl.training.STEPS, "vmapped", vmapped, raising=False)
+    x, own = torch.randn(3, 2, 4, 5), []
     for gradient in (fl.training.grad, torch.func.grad):
         names = []
         with Names():
-            gradient(lambda x: F.group_norm(x, 2).sin().sum())(x)
+            g = gradient(lambda x: F.group_norm(x, 2).sin().sum())
+            (vmap(g) if vmapped else g)(*([x] if vmapped else [x[0]]))
         own.append("native_group_norm_backward" in names)
     assert own == [True, False]
 
