@@ -1,8 +1,6 @@
+# EDITOR: helper T2 is adapting this file now; helper T leaves it alone.
 import itertools
-import json
-import os
 import pathlib
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +11,8 @@ import common
 import fedavg
 import fl.records
 import persfl
-from conftest import paths, refused, run, same
+from conftest import equal, killed, refused, run, same, saved
+from papers import persfl_users
 
 SMALL = ["--dataset", "shapes", "--limit", "400", "--clients", "4", "--model", "mnistnet",
          "--rounds", "3", "--epochs", "1", "--transform", "scale", "--batch-size", "20",
@@ -30,7 +29,8 @@ def federation(argv):
 
 def students(fed, O, S=None, distil=None):
     """All students of Stage 2 for these teachers."""
-    return fed.train(distil or persfl.distillation(fed.net, fed.args), fed.rows(S), fed.args.rounds,
+    S = fed.everyone if S is None else S
+    return fed.train(distil or persfl.distillation(fed.net, fed.args), S, fed.args.rounds,
                      own=[O], shared=[torch.tensor(0.05)], epochs=fed.args.distill_epochs)
 
 
@@ -45,7 +45,7 @@ def softmax(z):
 class Linear:
     """3 classes, 4 features, no bias; w [12]."""
 
-    d, device, decayed = 12, "cpu", torch.ones(12)
+    d, device = 12, "cpu"
 
     def __call__(self, w, x):
         return x.flatten(1) @ w.view(3, 4).T
@@ -54,8 +54,8 @@ class Linear:
 ONE = torch.tensor(1.0).double()  # eta, eta'
 
 
-def flags(**given):
-    return SimpleNamespace(**{"soft": "kl", "momentum": 0.0, "weight_decay": 0.0} | given)
+def flags(soft="kl"):
+    return SimpleNamespace(soft=soft)
 
 
 def students_step(args, grid):
@@ -80,7 +80,7 @@ def drawn(masked=0):
 def step(soft, T, lam, masked=0):
     """The student after one step with eta' = 1."""
     A, O, b = drawn(masked)
-    (after,), _ = students_step(flags(soft=soft), [(T, lam)])(A[None], 0 * A[None], O, b, ONE)
+    after, = students_step(flags(soft), [(T, lam)])(A[None], O, b, ONE)
     return after
 
 
@@ -113,12 +113,11 @@ def objective(soft):
     """The value of the loss that a student's step differentiates, for T = 3 and lambda = .4."""
     values = []
 
-    def noting(loss):
-        return lambda *z: values.append(loss(*z)) or torch.zeros_like(z[0])
+    def noting(loss, each):
+        return lambda *z: values.append(loss(*(part[0] for part in z))) or torch.zeros_like(z[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.func, "grad", noting)
-        patch.setattr(torch.func, "vmap", lambda f: lambda *z: f(*(part[0] for part in z))[None])
+        patch.setattr(common, "grad", noting)
         step(soft, 3.0, 0.4)
     return float(values[0])
 
@@ -147,13 +146,12 @@ def test_with_t_squared_the_gradient_has_a_limit_as_t_grows(T):
 
 
 def test_lambda_zero_is_fedavgs_update_whatever_the_teacher_and_the_temperature():
-    """With momentum, which the second step shows."""
-    args, (A, O, b) = flags(momentum=0.5), drawn()
-    w = fedavg.local_training(Linear(), args)(A, [[b, b]], ONE)
+    A, O, b = drawn()
+    w = fedavg.local_training(Linear(), flags())(A, [[b, b]], ONE)
     for T in (1.0, 25.0):
-        one_step, found, u = students_step(args, [(T, 0.0)]), A[None], 0 * A[None]
+        one_step, found = students_step(flags(), [(T, 0.0)]), A[None]
         for _ in range(2):
-            found, u = one_step(found, u, O, b, ONE)
+            found = one_step(found, O, b, ONE)
         torch.testing.assert_close(found[0], w, atol=1e-12, rtol=0)
     assert (w - A).norm() > 0.1
 
@@ -162,20 +160,20 @@ def test_lambda_zero_is_fedavgs_update_whatever_the_teacher_and_the_temperature(
 def test_with_lambda_one_a_student_stays_at_its_teacher(T):
     _, O, b = drawn()
     for soft in ("kl", "ce"):
-        distil = persfl.distillation(Linear(), flags(soft=soft), [(T, 1)])
+        distil = persfl.distillation(Linear(), flags(soft), [(T, 1)])
         torch.testing.assert_close(distil(O, [[b]], ONE)[0], O, atol=T**2 * 1e-14, rtol=0)
 
 
 def test_distil_goes_through_all_minibatches_and_keeps_its_teacher():
-    """Two epochs, with momentum, for two pairs of the grid: each student as by its own steps."""
-    args, grid = flags(momentum=0.5), [(5, 0.75), (1, 0.25)]
+    """Two epochs for two pairs of the grid: each student as by its own steps."""
+    args, grid = flags(), [(5, 0.75), (1, 0.25)]
     _, O, b = drawn()
     other = b._replace(x=b.x.flip(1))
     found = persfl.distillation(Linear(), args, grid)(O, [[b, other], [other]], ONE / 10)
     for i, pair in enumerate(grid):
-        one_step, A, u = students_step(args, [pair]), O[None], 0 * O[None]
+        one_step, A = students_step(args, [pair]), O[None]
         for minibatch in (b, other, other):
-            A, u = one_step(A, u, O, minibatch, ONE / 10)
+            A = one_step(A, O, minibatch, ONE / 10)
         torch.testing.assert_close(found[i], A[0], atol=1e-12, rtol=0)
     assert found.shape == (2, 12) and min((A - O).norm() for A in found) > 0.01
 
@@ -221,7 +219,7 @@ def test_a_user_keeps_the_student_that_is_most_accurate_on_its_validation_images
     """Line 13."""
     fed = federation(SMALL)
     A = students(fed, random_teachers(fed))
-    _, best, own = persfl.best_students(fed, A, fed.split.val)
+    best, own = persfl.best_students(A, persfl.accuracies(fed, A, fed.split.val))
     for k, index in enumerate(fed.split.val):
         answers = [fed.logits(w, index).argmax(1).numpy() for w in A[k]]
         right = [int((answer == fed.data.labels[index]).sum()) for answer in answers]
@@ -229,41 +227,14 @@ def test_a_user_keeps_the_student_that_is_most_accurate_on_its_validation_images
         assert torch.equal(own[k], A[k, best[k]])
 
 
-@pytest.mark.parametrize("split", [["--split", "dirichlet-classes", "--alpha", "2"],
-                                   ["--split", "iid"]])
-@pytest.mark.parametrize("soft", ["kl", "ce"])
-def test_all_paths_agree(soft, split, monkeypatch):
-    """The students of all three users at once, and user by user: users that end at different steps,
-    and users with equally many minibatches. The last minibatch is smaller."""
-    argv = [*SMALL, *split, "--clients", "3", "--distill-epochs", "1", "--soft", soft]
-    fed = federation(argv)
-    assert len(set(fed.n.tolist())) == (1 if "iid" in split else 3)
-    assert any(n % 20 for n in fed.n.tolist())
-    O = random_teachers(fed)
-    loop, *others = [students(fed, O) for _ in paths(fed, monkeypatch)]
-    for other in others:
-        torch.testing.assert_close(other, loop, atol=2e-5, rtol=1e-4)
-    assert len(others) == 2 and (loop[:, 0] - O).norm() > 0.1
-
-
 # Stage 1
 
 
-def test_validation_losses_by_hand():
-    fed = federation([*SMALL, "--split", "dirichlet-classes", "--alpha", "2"])
-    w = random_teachers(fed)[0]
-    found = persfl.validation_losses(fed, w)
-    for k, index in enumerate(fed.split.val):
-        p = softmax(fed.logits(w, index).double().numpy())
-        loss = -np.log(p[np.arange(len(index)), fed.data.labels[index]]).mean()
-        assert float(found[k]) == pytest.approx(loss)
-
-
-def noting_g(monkeypatch, losses=persfl.validation_losses):
+def noting_g(monkeypatch, losses=common.Federation.losses):
     """The G_e of all rounds, filled in while a run goes on."""
     sent = []
-    monkeypatch.setattr(persfl, "validation_losses",
-                        lambda fed, w: sent.append(w) or losses(fed, w))
+    monkeypatch.setattr(common.Federation, "losses",
+                        lambda fed, w, images: sent.append(w) or losses(fed, w, images))
     return sent
 
 
@@ -295,14 +266,12 @@ def test_stage_one_is_fedavg_bit_for_bit(tmp_path):
 # Choices
 
 
-def test_a_user_chooses_the_first_of_its_best_pairs(monkeypatch):
+def test_a_user_chooses_the_first_of_its_best_pairs():
     accuracy = np.zeros((3, 11))
     accuracy[0, [0, 4, 10]] = 0.9
     accuracy[1, [10, 3]] = 0.7
     accuracy[2, 5] = 0.2
-    monkeypatch.setattr(persfl, "accuracies", lambda *_: accuracy)
-    fed = federation([*SMALL, "--clients", "3"])
-    _, chosen, _ = persfl.best_students(fed, torch.zeros(3, 11, 1), None)
+    chosen, _ = persfl.best_students(torch.zeros(3, 11, 1), accuracy)
     assert [persfl.GRID[i] for i in chosen] == [(1, 0), (1, 0.75), (5, 0.25)]
 
 
@@ -322,7 +291,7 @@ def noting(monkeypatch):
 
 def test_the_measures_of_the_last_round(tmp_path, monkeypatch):
     calls = noting(monkeypatch)
-    record, state = run(persfl, [*SMALL, "--eval-every", "1", "--plot"], tmp_path)
+    record, state = run(persfl, [*SMALL, "--eval-every", "1"], tmp_path)
     (call,) = calls
     row, fed = record["rounds"][-1], call.fed
     table, on_test = row["users"], row["students"]["test"]
@@ -348,6 +317,7 @@ def test_the_measures_of_the_last_round(tmp_path, monkeypatch):
     assert row["personal@test"]["mean"] == pytest.approx(np.max(on_test, 1).mean())
     assert row["personal@fedavg"]["mean"] == pytest.approx(np.mean(table["FedAvg"]))
     assert row["personal@lambda=0"]["std"] == pytest.approx(np.std(table["fine-tuned"], ddof=1))
+    persfl_users.main(tmp_path)
     for name in ("students-users.png", "teachers-users.png"):
         assert (tmp_path / name).stat().st_size > 5000
 
@@ -356,7 +326,7 @@ def test_test_images_do_not_influence_any_choice(tmp_path, monkeypatch):
     argv, start = [*SMALL, "--lr", "0.02"], common.Federation.__init__
     clean, a = run(persfl, argv, tmp_path / "clean")
 
-    def poisoned(self, args):
+    def poisoned(self, args, make_net=None):
         start(self, args)
         central = np.arange(self.data.n_train, len(self.data.images))
         spoilt = np.concatenate([*self.split.test, central])
@@ -374,12 +344,9 @@ def test_test_images_do_not_influence_any_choice(tmp_path, monkeypatch):
     assert old["students"]["test"] != new["students"]["test"]
 
 
-def test_a_diverged_student_is_not_chosen(monkeypatch):
+def test_a_diverged_student_is_not_chosen():
     accuracy = np.array([[0.2, np.nan, 0.3], [np.nan, 0.0, 0.0], [0.5, 0.5, np.nan]])
-    with monkeypatch.context() as patch:
-        patch.setattr(persfl, "accuracies", lambda *_: accuracy)
-        fed = federation([*SMALL, "--clients", "3"])
-        assert persfl.best_students(fed, torch.zeros(3, 3, 1), None)[1].tolist() == [2, 1, 0]
+    assert persfl.best_students(torch.zeros(3, 3, 1), accuracy)[0].tolist() == [2, 1, 0]
     fed = federation(SMALL)
     A = fed.initial_weights().repeat(4, 2, 1)  # [4 users, 2 students, d]
     A[1, 0, 7], A[2, 1, 7] = torch.inf, torch.nan
@@ -390,17 +357,12 @@ def test_a_diverged_student_is_not_chosen(monkeypatch):
 def test_users_all_take_part(capsys):
     refused(capsys, "all users take part", persfl.arguments, ["--fraction", "0.5"])
     refused(capsys, "use --client-val above 0", persfl.arguments, ["--client-val", "0"])
-    two = ["--runs", "2", "--seed"]
-    refused(capsys, "makes a seed larger than 4294967295", persfl.arguments, [*two, "4294967295"])
-    assert persfl.arguments([*two, "4294967294"]).seed == 4294967294
+    refused(capsys, "neither momentum nor weight decay", persfl.arguments, ["--momentum", "0.9"])
 
 
-def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch, capsys):
-    """With PersFL-GD's loss, which the table says."""
+def test_the_final_teacher_is_the_last_global_model_for_all(tmp_path, monkeypatch):
     calls = noting(monkeypatch)
-    record, state = run(persfl, [*SMALL, "--teacher", "final", "--soft", "ce"], tmp_path)
-    table = capsys.readouterr().out.split("\nuser ")[1]
-    assert table.split()[:5] == ["FedAvg", "fine-tuned", "PersFL-GD", "T", "lambda"]
+    record, state = run(persfl, [*SMALL, "--teacher", "final"], tmp_path)
     assert torch.equal(calls[0].O, state["G"].expand(4, -1))
     assert not any(torch.equal(O, state["G"]) for O in state["O"])
     rows = record["rounds"]
@@ -429,59 +391,25 @@ def test_a_users_teacher_is_the_global_model_of_least_validation_loss(tmp_path, 
 # Runs
 
 
-def test_a_run_stopped_in_stage_2_repeats_its_last_round_and_no_other(tmp_path, monkeypatch):
-    """Ctrl-C at the start of Stage 2, in round 4 of 4 and before any evaluation. What lies on disk
-    is Stage 1's state after round 3, and no users' own models; resumed, the run does round 4 and
-    Stage 2, and equals one that wasn't stopped."""
+def test_a_run_stopped_in_stage_2_repeats_it(tmp_path, monkeypatch):
+    """Stopped at the start of Stage 2, after round 4 of 4. What lies on the disk is Stage 1's
+    state, and no users' own models; resumed, the run does Stage 2, and equals one that wasn't
+    stopped."""
     argv = [*SMALL, "--rounds", "4", "--eval-every", "9", "--save-clients"]
-    sent, train = noting_g(monkeypatch), common.Federation.train
+    sent = noting_g(monkeypatch)
     whole, a = run(persfl, argv, tmp_path / "whole")
-
-    def stopped(self, *args, **options):
-        if "epochs" in options:
-            os.kill(os.getpid(), signal.SIGINT)
-        return train(self, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(common.Federation, "train", stopped)
-        with pytest.raises(SystemExit) as stop:
-            persfl.main([*argv, "--out", str(tmp_path / "cut")])
-    saved = torch.load(tmp_path / "cut" / "state.pt", weights_only=True)
-    assert stop.value.code == 130 and len(saved["history"]) == 3 and len(sent) == 8
-    assert saved["state"]["A"] is None and torch.equal(saved["state"]["G"], sent[3])
+    killed(persfl, argv, tmp_path / "cut", lambda t, options: "epochs" in options)
+    before = saved(tmp_path / "cut")
+    assert before["A"] is None and torch.equal(before["G"], a["G"]) and len(sent) == 8
     assert not (tmp_path / "cut" / "clients.pt").exists()
     again, b = run(persfl, [*argv, "--resume"], tmp_path / "cut")
-    assert len(sent) == 9 and torch.equal(sent[8], sent[3])
-    assert set(a) == set(b) == {"G", "O", "l_prime", "round_of_O", "A"}
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert len(sent) == 8 and set(a) == {"G", "O", "l_prime", "round_of_O", "A"}
+    assert equal(a, b)
     own = torch.load(tmp_path / "cut" / "clients.pt", weights_only=True)
     assert torch.equal(own["fc1.weight"].flatten(1), b["A"][:, :307200])
     finished, c = run(persfl, [*argv, "--resume"], tmp_path / "cut")  # with nothing left to do
-    assert finished["rounds"] == again["rounds"] and torch.equal(b["A"], c["A"])
+    assert finished["rounds"] == again["rounds"] and equal(b, c)
     assert same(whole, again)
-
-
-def test_several_runs_are_averaged_user_by_user(tmp_path, capsys):
-    """Means over runs first, then the standard deviation over users with divisor K-1."""
-    argv = [*SMALL, "--rounds", "1", "--distill-epochs", "1", "--seed", "4", "--split-seed", "7"]
-    persfl.main([*argv, "--runs", "2", "--out", str(tmp_path)])
-    tables = []
-    for r in range(2):
-        record = json.loads((tmp_path / f"run-{r}" / "result.json").read_text())
-        args = record["args"]
-        assert (args["seed"], args["split_seed"], args["runs"]) == (4 + r, 7 + r, 1)
-        tables.append(record["rounds"][-1]["users"])
-    found = json.loads((tmp_path / "average.json").read_text())["user"]
-    for name in ("FedAvg", "fine-tuned", "PersFL", "T", "lambda", "teacher's round"):
-        users = [(p + q) / 2 for p, q in zip(tables[0][name], tables[1][name])]
-        mean = sum(users) / 4
-        assert found["users"][name] == pytest.approx(users)
-        assert found["mean"][name] == pytest.approx(mean)
-        std = (sum((u - mean) ** 2 for u in users) / 3) ** 0.5
-        assert found["std"][name] == pytest.approx(std)
-    lines = capsys.readouterr().out.split("averages of 2 runs")[1].splitlines()
-    assert lines[2].split()[:5] == ["user", "FedAvg", "fine-tuned", "PersFL", "T"]
-    assert lines[3].split()[3] == f"{50 * (tables[0]['PersFL'][0] + tables[1]['PersFL'][0]):.2f}"
 
 
 # The defaults: facts of the paper's experiments
