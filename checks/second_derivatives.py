@@ -1,6 +1,6 @@
 """What a gradient costs all clients at once, by torch.func.grad and by vjp (common.grad): the
-operations of a step (without views) and the most memory that its tensors take, counted on the meta device, which
-computes nothing.
+operations of a step, without views, and the most memory that its tensors take. They are counted on
+the meta device, which computes nothing.
 
     python checks/second_derivatives.py
 """
