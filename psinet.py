@@ -12,19 +12,22 @@ CIFAR-10, ten nodes with four classes, 100 rounds, bf16, seed 0: global (publish
 There is one model, Omega. "personal" tests it on central test images drawn in each node's class
 proportions. docs/psinet.md explains our choices:
 
-    D1  Line 3: each group of the first grouped layer sees all channels. It starts as if ungrouped.
+    D1  Line 3: each group of the first grouped layer sees all channels. The layer is initialised
+        like the ungrouped one.
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
-    D5  Lines 9, 10 weight node i by its number of images. A group that no node of S has stays.
+    D5  Lines 9, 10 weight node i by its images. A group that no node of S has keeps its value.
     D6  Line 6: every split is extreme, and a node prunes a group if it has none of its classes (the
         notes: "only if all local data belong to its task"). The softmax has only G_i's classes.
-    D7  eta, B, decay, momentum are FedMA's, T is Fed2's, E = 1 a guess; flips, crops FedSLR's.
+    D7  Line 12: eta, B, momentum, decay are FedMA's; T is Fed2's; flips, crops FedSLR's; E = 1 is
+        our guess.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
     D9  papers/psinet_depth.py suggests a depth: where total variance first passes half its range.
 
-Omega [d] holds the weights w and running statistics r of the whole network. What a node lacks has
-no gradient there and no part in lines 9, 10. net.forward returns logits. The listing is the notes'.
+Omega [d] holds the weights w and running statistics r of the whole network. What a node lacks gets
+no gradient there, and lines 9 and 10 leave it out, so that its decay has no effect. net.forward
+returns logits. The listing restates the notes.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -132,8 +135,55 @@ class GroupedLinear(nn.Linear):
         if groups == 1:
             return super().forward(x)
         x, W = x.unflatten(1, (groups, -1)), self.weight.unflatten(0, (groups, -1))
-        y = torch.einsum("bgi,goi->bgo", x, W).flatten(1)  # block g of x, block g of W
+        y = torch.einsum("bgi,goi->bgo", x, W).flatten(1)  # l.4: block g of x, block g of W
         return y if self.bias is None else y + self.bias
+
+
+def groups_of_nodes(federation, args):
+    """Returns has [K, G]: whether node i has group g; and has_class [K, classes]: whether it has
+    that class's group."""
+    G, classes = max(args.groups, 1), federation.data.classes
+    group = torch.arange(classes, device=federation.device) * G // classes  # l.1: M(g) (D3)
+    has = torch.zeros(federation.K, G, dtype=torch.bool, device=federation.device)
+    for i, own in enumerate(federation.split.train):
+        has[i, group[federation.labels[own]]] = True  # l.6: G_i (D6)
+    has = has if args.prune else torch.ones_like(has)
+    return has, has[:, group]
+
+
+def local_training(net, args):
+    """Returns local_update(Omega, own, epochs, eta), LocalUpdate of a node. `epochs` yields E
+    passes over its images, each cut into minibatches b (common.Epochs)."""
+    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with momentum and decay (D7)
+
+    @common.step  # on a GPU it runs for all nodes at once, or as a CUDA graph
+    def step(w, u, r, own, b, eta):  # weights, their momentum, running statistics
+        def loss(w):
+            logits, next_r = net.forward(w, r, b.x, b.mask)
+            logits = torch.where(own, logits, MISSING)  # l.12 (D6): own [classes], G_i's classes
+            return common.cross_entropy(logits, b), next_r
+
+        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: 0 for groups that i lacks
+        w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
+        return w, u, r  # l.12: r from BatchNorm
+
+    def local_update(Omega, own, epochs, eta):
+        w, r = Omega[..., : net.d], Omega[..., net.d :]
+        u = torch.zeros_like(w)  # momentum (D7)
+        for minibatches in epochs:  # l.11 (D8)
+            for b in minibatches:  # l.11: step does line 12
+                w, u, r = step(w, u, r, own, b, eta)
+        return torch.cat([w, r], -1)
+
+    return local_update
+
+
+def aligned_average(Omega_i, has, n_i, Omega):
+    """Returns the mean of each entry of Omega_i [m, d] over the nodes that have it (has [m, d];
+    all have Omega_shared), weighted by n_i [m] (D5). An entry that no node has keeps its value in
+    Omega [d]."""
+    n = n_i @ has.to(Omega_i.dtype)  # [d]: images of the nodes that have it
+    return torch.where(n > 0, n_i @ (Omega_i * has) / n.clamp(min=1), Omega)  # l.9-10 (D5)
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -219,53 +269,6 @@ class GroupedNet(common.Net):
     def state_dict(self, Omega):
         running = zip(self.running, Omega[self.d :].cpu().split(self.sizes_r))
         return super().state_dict(Omega[: self.d]) | {name: z.clone() for name, z in running}
-
-
-def groups_of_nodes(federation, args):
-    """Returns has [K, G]: whether node i has group g; and has_class [K, classes]: whether it has
-    that class's group."""
-    G, classes = max(args.groups, 1), federation.data.classes
-    group = torch.arange(classes, device=federation.device) * G // classes  # l.1: M(g) (D3)
-    has = torch.zeros(federation.K, G, dtype=torch.bool, device=federation.device)
-    for i, own in enumerate(federation.split.train):
-        has[i, group[federation.labels[own]]] = True  # l.6: G_i (D6)
-    has = has if args.prune else torch.ones_like(has)
-    return has, has[:, group]
-
-
-def local_training(net, args):
-    """Returns local_update(Omega, own, epochs, eta), LocalUpdate of a node. `epochs` yields E
-    passes over its images, each cut into minibatches b (common.Epochs)."""
-    sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with momentum and decay (D7)
-
-    @common.step  # on a GPU it runs for all nodes at once, or as a CUDA graph
-    def step(w, u, r, own, b, eta):  # weights, their momentum, running statistics
-        def loss(w):
-            logits, next_r = net.forward(w, r, b.x, b.mask)
-            logits = torch.where(own, logits, MISSING)  # own: the classes of G_i [classes] (D6)
-            return common.cross_entropy(logits, b), next_r
-
-        gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: 0 for groups that i lacks
-        w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
-        return w, u, r  # l.12: r from BatchNorm
-
-    def local_update(Omega, own, epochs, eta):
-        w, r = Omega[..., : net.d], Omega[..., net.d :]
-        u = torch.zeros_like(w)  # momentum (D7)
-        for minibatches in epochs:  # l.11 (D8)
-            for b in minibatches:  # l.11: step does line 12
-                w, u, r = step(w, u, r, own, b, eta)
-        return torch.cat([w, r], -1)
-
-    return local_update
-
-
-def aligned_average(Omega_i, has, n_i, Omega):
-    """Returns the mean of each entry of Omega_i [m, d] over the nodes that have it (has [m, d];
-    all have Omega_shared), weighted by n_i [m] (D5). An entry that no node has keeps its value in
-    Omega [d]."""
-    n = n_i @ has.to(Omega_i.dtype)  # [d]: images of the nodes that have it
-    return torch.where(n > 0, n_i @ (Omega_i * has) / n.clamp(min=1), Omega)  # l.9-10 (D5)
 
 
 def main(argv=None):

@@ -7,26 +7,26 @@
     model   .4675  (.454)   .8660     .8737          results/superfed-1/superfed-cifar10-mix-model
     layer   .4881  (.471)   .8726     .8741          results/superfed-1/superfed-cifar10-mix-layer
 
-"global" tests w^f on central images, "personal" each client's W_k(lambda) on its own test images,
-"personal@test" with the lambda best on these, as in the paper. docs/superfed.md explains our
-choices, also some that belong to no line (D8, D10, D11, D14):
+"global" tests w^f on central images, "personal" each client's W_k(lambda) on its own test images.
+"personal@test" uses the lambda that scores best on the test images, as the paper does.
+docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11, D14):
 
     D1  Line C8: the distance is squared; the authors' code sums (1-lambda) * norms over tensors.
     D2  Lines C7, C8 treat biases like other weights; the authors' code leaves them out of both.
-    D3  Line 2: all w^l_k start alike; with --own-start each has its own seed (KDD 2022's code).
+    D3  Line 2: all w^l_k start from the same weights; with --own-start each from its own.
     D4  Line C6: Phase II begins at the first t >= L*R, in the authors' code at int(L*R) - 1.
     D5  Model Mixing's mu, nu, L are the authors'. Layer Mixing's L = .8 is inferred from Table 3
         (CIFAR-10); its L elsewhere, and its mu and nu, are guesses.
     D6  Line C6: in Layer Mixing a bias shares its layer's lambda. The cosine is over all of w.
     D7  Line C8a: momentum is .9 (paper's text); its buffer u starts a round at 0; no weight decay.
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
-    D12  W_k: one lambda of 0, .1, ..., 1 for all, with the least mean training loss.
+    D12  All clients share one lambda of 0, .1, ..., 1: that with the smallest mean training loss.
     D13  Line 5: C*K is rounded down.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
-[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Lines have
-the paper's numbers, without its ends of loops; 7a and C8a are ours; we restored C2, C6 and C7, and
-3, C10 and C11 are lost. L is the share of rounds before Phase II; n_k counts training images.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Line numbers
+are the paper's, whose ends of loops and return are omitted. We added 7a and C8a and reconstructed
+C2, C6, C7; 3, C10, C11 are lost. L: share of rounds before Phase II; n_k: k's training images.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -78,6 +78,12 @@ def mix(w_f, w_l, lam):
     return (1 - lam) * w_f + lam * w_l  # l.C7 (D2)
 
 
+def lambda_and_nu(b, layer, nu, phase_two):
+    """Returns lambda ~ U(0,1), a number or one per weight [d] (layer: each weight's, or 0 for one
+    draw), and nu. phase_two is 0 or 1: both are 0 in Phase I."""
+    return phase_two * b.draw[layer], phase_two * nu  # l.C6 (D6)
+
+
 def cosine(w_f, w_l):
     return (w_f * w_l).sum() / (w_f.norm() * w_l.norm())  # over the whole model (D6)
 
@@ -94,13 +100,11 @@ def local_training(net, args):
     """Returns client_update(w_f, w_l, epochs, eta, phase_two), ClientUpdate for one client.
     `epochs` yields E passes over its images, each cut into minibatches b (common.Epochs)."""
     sgd = common.sgd(args, net.decayed)  # u = gradient + momentum * u; w - eta * u (D7)
-    # the layer of each weight, [d] (D6); 0 for Model Mixing: one draw for all
-    layer = net.layer_of if args.mix == "layer" else 0
+    layer = net.layer_of if args.mix == "layer" else 0  # [d] (D6), or one draw for all
 
     @common.step  # on a GPU it runs for all clients at once, or as a CUDA graph
     def mixed_step(w_f, w_l, u_f, u_l, w_g, b, eta, phase_two):  # [d] each; phase_two is 0 or 1
-        lam = phase_two * b.draw[layer]  # l.C6: b.draw ~ U(0,1), one or one per layer
-        nu = phase_two * args.nu  # l.C6
+        lam, nu = lambda_and_nu(b, layer, args.nu, phase_two)  # l.C6
 
         def loss(w_f, w_l):
             return loss_3(net, w_f, w_l, w_g, lam, nu, args.mu, b)
@@ -142,8 +146,8 @@ def main(argv=None):
         w_f, w_l = state.w_f.expand(m, -1), state.w_l[S]  # [m, d] each
         eta = federation.eta(t)
         phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.C6
-        # for each client of S, train calls client_update with its rows of `own`, its epochs and
-        # what is shared; draw makes the numbers that a minibatch finds in b.draw
+        # train calls client_update for each client of S, with its rows of `own`, its epochs and
+        # what is shared; draw supplies each minibatch's b.draw
         w_f_k, w_l_k = federation.train(client_update, S, t, own=[w_f, w_l],
                                         shared=[eta, phase_two], draw=draw)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]
