@@ -43,11 +43,11 @@ call of federation.train it marks the lines that the clients carry out.
 Models. "global" is the accuracy of the server's model on the central test images. "personal" is the
 mean over all clients of the accuracy of each client's own model on its own test images; some
 authors' code weights clients by their numbers of test images (`weighted_mean` in the record). Each
-function says which models these are. A personal model of two parts has the newest shared part and
-the client's own.
+function says which models these are. A two-part personal model combines the newest shared part with
+the client's own part.
 
-Local SGD has momentum .9, SuPerFed's setting; several methods' authors use none
-(docs/baselines.md). The momentum buffer u is 0 before each loop over epochs. pfedme's steps on
+Local SGD uses momentum .9, SuPerFed's setting, unless --momentum says otherwise (on shapes three
+methods use none); several methods' authors use none (docs/baselines.md). The momentum buffer u is 0 before each loop over epochs. pfedme's steps on
 theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay is added
 to each gradient of f_k. The record counts the bytes that S_t sends and receives.
 
@@ -147,7 +147,7 @@ def local(federation, run, args):
     for t in run.rounds(state, model=None, clients="W"):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
         w_k = federation.train(client_update, S, t, own=[state.W[S]], shared=[eta])  # l.3: [m, d]
-        state.W[S] = w_k
+        state.W[S] = w_k  # l.3: k keeps it
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(state.W))
 
@@ -335,7 +335,7 @@ def feddyn(federation, run, args):
         theta_k, g_k = federation.train(client_update, S, t, own=[w, g_k], shared=[eta])  # l.3-6
         state.h = state.h - alpha / K * (theta_k - w).sum(0)  # l.7: [d]
         state.w = theta_k.mean(0) - state.h / alpha  # l.8: [d]
-        state.G[S] = g_k
+        state.G[S] = g_k  # l.6
         run.sent(up=theta_k.numel(), down=theta_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))  # D2
@@ -408,7 +408,7 @@ def apfl(federation, run, args):
                                              shared=[eta])  # l.3-8
         n_k = federation.n[S]  # [m]
         state.w = n_k @ w_k / n_k.sum()  # l.9 (D5): [d]
-        state.alpha[S], state.V[S] = alpha_k, v_k
+        state.alpha[S], state.V[S] = alpha_k, v_k  # l.4, l.8
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(mixtures),
@@ -474,7 +474,7 @@ def fedper(federation, run, args):
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4
         n_k = federation.n[S]  # [m]
         state.w = n_k @ trained / n_k.sum()  # l.5 (D3): [d]; its head is not used
-        state.V[S] = trained[:, head]
+        state.V[S] = trained[:, head]  # l.4
         sent = len(S) * head.start
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -570,7 +570,7 @@ def fedrep(federation, run, args):
         n_k = federation.n[S]  # [m]
         both = torch.cat([w_k, v_k], 1)  # [m, d]
         state.w = n_k @ both / n_k.sum()  # l.6 (D3): [d]; its head is not used
-        state.V[S] = v_k
+        state.V[S] = v_k  # l.4
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(models))
@@ -609,7 +609,7 @@ def lg_fedavg(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2
         trained = federation.train(client_update, S, t, own=[models(S)], shared=[eta])  # l.3-4 (D5)
         state.w = trained.mean(0)  # l.5 (D4): [d]; its lower layers are not used
-        state.V[S] = trained[:, lower]
+        state.V[S] = trained[:, lower]  # l.4
         sent = len(S) * (len(state.w) - lower.stop)
         run.sent(up=sent, down=sent)
         if run.evaluates():
@@ -660,7 +660,7 @@ def ditto(federation, run, args):
         w_t, v = state.w.expand(len(S), -1), state.V[S]  # [m, d] each
         w_k, v_k = federation.train(client_update, S, t, own=[w_t, v], shared=[eta])  # l.3-5
         state.w = w_k.mean(0)  # l.6 (D3): [d]
-        state.V[S] = v_k
+        state.V[S] = v_k  # l.5
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.V))
@@ -722,7 +722,7 @@ def pfedme(federation, run, args):
         n_k = federation.n[S]  # [m]
         mean = n_k @ w_k / n_k.sum()  # l.7 (D7): [d]
         state.w = (1 - args.pfedme_beta) * state.w + args.pfedme_beta * mean  # l.7
-        state.Theta[S] = theta_k
+        state.Theta[S] = theta_k  # l.5
         run.sent(up=w_k.numel(), down=w_k.numel())
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.Theta))
@@ -867,7 +867,7 @@ def fedspa(federation, run, args):
         U_k, M_k = federation.train(client_update, S, t, own=own, shared=[eta, left])  # l.3-7
         n_k = federation.n[S]  # [m]
         state.w = state.w + n_k @ U_k / n_k.sum()  # l.8 (D5): [d]
-        state.M[S] = M_k.bool()
+        state.M[S] = M_k.bool()  # l.7
         run.sent(up=len(S) * active, down=len(S) * active)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(sparse_models))
