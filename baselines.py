@@ -47,9 +47,10 @@ function says which models these are. A two-part personal model combines the new
 the client's own part.
 
 Local SGD uses momentum .9, SuPerFed's setting, unless --momentum says otherwise (on shapes three
-methods use none); several methods' authors use none (docs/baselines.md). The momentum buffer u is 0 before each loop over epochs. pfedme's steps on
-theta_k, apfl's on alpha_k, and lines 5 and 8 of per-fedavg have no momentum. Weight decay is added
-to each gradient of f_k. The record counts the bytes that S_t sends and receives.
+methods use none); several methods' authors use none (docs/baselines.md). The momentum buffer u is 0
+before each loop over epochs. pfedme's steps on theta_k, apfl's on alpha_k, and lines 5 and 8 of
+per-fedavg have no momentum. Weight decay is added to each gradient of f_k. The record counts the
+bytes that S_t sends and receives.
 
 federation.train(client_update, S, t, own=[...], shared=[...]) calls client_update(*own, epochs,
 *shared) for each client of S, with its row of each tensor in `own`, its local epochs, and what is
@@ -1198,7 +1199,6 @@ def refuse_foreign(p, method, given):
 def main(argv=None):
     args = arguments(argv)
     federation = common.Federation(args)
-    args.out = args.out or f"runs/baselines-{args.method}-{federation.data.name}-{args.seed}"
     run = common.Run(__file__, federation, args.method, FIXED_ROUNDS.get(args.method, ""))
     if args.momentum and args.method in ("scaffold", "per-fedavg", "pfedme"):
         run.note("note    its paper has no momentum: use --momentum 0, and choose --lr anew")

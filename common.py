@@ -35,7 +35,7 @@ from fl.machine import find_device, is_main_process, now, refuse, say
 from fl.models import MODELS
 from fl.net import Net, find, load_file, with_part
 from fl.plots import drawing, setting, spread
-from fl.run import Run, without_clients, without_nan
+from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
 from fl.training import Training, grad, may_look, step

@@ -54,6 +54,7 @@ import common
 import fl.machine
 import fl.provenance
 import fl.training
+from fl import records
 
 ALGORITHMS = {  # name: module and flags
     **{name: [name] for name in ("fedavg", "fedavgm", "superfed", "psinet", "fedslr")},
@@ -404,7 +405,7 @@ def check(args, more):
             print(line(name, row), flush=True)
         result["seconds"] = round(time.time() - start)
         result["verdicts"] = verdicts(result["rows"])
-        out.write_text(json.dumps(common.without_nan(result), indent=1) + "\n")
+        out.write_text(records.in_lines(result) + "\n")
     print("\n".join([*result["verdicts"], f"record  {out}"]))
     if args.device == "cpu":
         print("This only tried the script: without a GPU the times mean nothing.")

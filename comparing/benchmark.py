@@ -151,7 +151,9 @@ class Kind:
                      "images": r["data"]["fingerprint"], "environment": r["environment"]}
             text = records.in_lines({**about, "methods": self.known})
             self.committed.parent.mkdir(parents=True, exist_ok=True)
-            self.committed.write_text(text + "\n", encoding="utf-8")
+            part = self.committed.with_suffix(".part")
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(self.committed)
 
     def choose(self, name):
         """Returns a method's settings chosen so far, and a list of those to be trained before

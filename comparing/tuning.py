@@ -62,7 +62,10 @@ def tune(grid, args, shared):
         row[3] = "chosen"
         args.set += words
         if not (out / name / "0").exists():  # it is the first run of the comparison, too
-            shutil.copytree(run.folder, out / name / "0")
+            part = out / name / "0.part"
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(run.folder, part)
+            part.rename(out / name / "0")
     text = ("# Settings chosen on validation images\n\nThe mean accuracy on the clients' "
             f"validation images after the last round, with seed 0 and split {shared.split_seed}. "
             "The best is chosen; of equal ones the first.\n")

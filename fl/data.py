@@ -62,7 +62,7 @@ DATASETS = {  # height, width, channels, classes
 def images_for(args, rng):
     """Returns the Data of --dataset, with --limit, --limit-test and --augment-once, which uses rng.
     """
-    when_interrupted(None)  # decoding can take minutes
+    when_interrupted()  # decoding can take minutes
     data = load_data(args.dataset, args.data_dir, args.resize, args.test_share, args.classes)
     if args.limit or args.limit_test:
         data = limit_images(data, args.limit, args.limit_test, args.split == "natural")

@@ -56,8 +56,9 @@ def read_npz(path):
 def write_npz(path, arrays):
     """Writes a .npz whole or not at all, and removes what a killed program has left."""
     for left in path.parent.glob(f"{path.name}.*.part"):
-        if time.time() - left.stat().st_mtime > 60:  # nobody writes it any more
-            left.unlink()
+        with contextlib.suppress(OSError):  # its owner may be just done
+            if time.time() - left.stat().st_mtime > 60:  # nobody writes it any more
+                left.unlink()
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:

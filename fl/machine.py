@@ -47,9 +47,13 @@ def refuse(message, alone=False):
     raise SystemExit(2)
 
 
-def when_interrupted(how_to_go_on):
+def when_interrupted(how_to_go_on=None):
     """Has Ctrl-C print one line, with what how_to_go_on() returns, and end the program at once with
-    exit code 130, though threads may still train. With None, the line alone."""
+    exit code 130, though threads may still train. Without it, the line alone, unless a function
+    was given before."""
+    if how_to_go_on is None and sys.excepthook is not sys.__excepthook__:
+        return
+
     def end(kind, problem, trace):
         if kind is not KeyboardInterrupt:
             return sys.__excepthook__(kind, problem, trace)

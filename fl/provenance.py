@@ -62,7 +62,7 @@ def identity(federation):
     """Returns what a state must share with the run that resumes it."""
     args = {name: str(z) if isinstance(z, os.PathLike) else z
             for name, z in vars(federation.args).items()}
-    args |= {"device": str(federation.device), "clients": federation.K}  # a split may find its own
+    args |= {"device": federation.device.type, "clients": federation.K}  # a split may find its own
     return {"args": args,
             "data": federation.data.fingerprint(), "split": federation.split_fingerprint,
             "network": [[name, list(shape)] for name, _, shape in federation.net.tensors]}

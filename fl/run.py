@@ -51,8 +51,8 @@ class Run:
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
         self.args, self.fixed_rounds, self.marks = federation.args, fixed_rounds, marks or {}
         args = self.args
-        self.out = pathlib.Path(args.out or f"runs/{self.algorithm}-{federation.data.name}-"
-                                            f"{args.seed}")
+        parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
+        self.out = pathlib.Path(args.out or f"runs/{'-'.join(parts)}-{args.seed}")
         self.record_file, self.state_file = self.out / "result.json", self.out / "state.pt"
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ class Run:
     def finish(self, status="finished"):
         """Writes the record and the models, prints the results, and draws --plot's figures."""
         self.status = status
-        machine.when_interrupted(None)
+        machine.when_interrupted(lambda: "the run is over")
         self.bar.close()
         if status == "finished":  # what was logged after the loop
             self.per_client = self.row.pop("per_client", self.per_client)
@@ -241,10 +241,9 @@ class Run:
         """Writes the state, unless it has diverged, and the record, by the first process."""
         start = time.monotonic()
         if is_main_process():
-            if self.status != "diverged":
-                self.write("state.pt", lambda file: state.put(
+            if self.status != "diverged" and self.write("state.pt", lambda file: state.put(
                     file, self.state, history=self.history, per_client=self.per_client,
-                    environment=self.environment, **self.identity))
+                    environment=self.environment, **self.identity)):
                 self.written = len(self.history)
             text = records.text(self.content())
             self.write("result.json", lambda file: file.write(text.encode()))
@@ -253,7 +252,7 @@ class Run:
 
     def write(self, name, put):
         """Has put(file) write a file of the run's folder, whole or, if the disk is full, not at
-        all. Says and remembers what went wrong."""
+        all. Returns whether it is there; says and remembers what went wrong."""
         path = self.out / name
         part = path.with_name(name + ".part")
         self.unwritten.pop(name, None)
@@ -261,7 +260,10 @@ class Run:
             path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with open(part, "wb") as file:
                 put(file)
+                file.flush()
+                os.fsync(file.fileno())  # or a power cut could leave an empty file
             os.replace(part, path)
+            return True
         except (OSError, RuntimeError) as problem:  # torch.save raises RuntimeError instead
             causes = problem, problem.__context__
             why = next((z.strerror for z in causes if isinstance(z, OSError)), str(problem))
@@ -269,6 +271,7 @@ class Run:
             say(f"disk    {self.unwritten[name]}")
             with contextlib.suppress(OSError):
                 part.unlink()
+            return False
 
     def save_models(self):
         """Writes state dicts: model.pt (global) and, with --save-clients, clients.pt."""
@@ -375,6 +378,9 @@ class Run:
             finished = json.loads(self.record_file.read_text())["status"] == "finished"
         except (OSError, ValueError, KeyError, TypeError):  # no record, or a broken one
             finished = False
+        if found != self.federation.training.agree(found):
+            refuse(f"not all processes see {path}; --out must be on a disk that they share",
+                   alone=True)
         if found:
             self.restore(state.read(path, self.state, self.identity, self.environment,
                                     self.fixed_rounds))
@@ -499,8 +505,3 @@ def rounds_to(target, history):
 def without_clients(measures):
     """Returns evaluate_clients' measures without the clients' accuracies."""
     return {name: value for name, value in measures.items() if name != "per_client"}
-
-
-def without_nan(tree):
-    """NaN and infinity become None."""
-    return tree_map(lambda z: None if isinstance(z, float) and not np.isfinite(z) else z, tree)

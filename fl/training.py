@@ -158,11 +158,12 @@ class Training:
         before = generators(self.device)
         try:
             found = self.train_all(fed, client_update, own, clients, shared)
-        except Slip as problem:  # in one of several threads
-            refuse(str(problem))
+        except Slip as problem:  # in one of several threads, or of several processes
+            refuse(str(problem), alone=True)
         if before != generators(self.device):
             refuse("client_update draws from torch's, NumPy's or Python's generator, so results "
-                   "would depend on the order of clients; use train(..., draw=...) and b.draw")
+                   "would depend on the order of clients; use train(..., draw=...) and b.draw",
+                   alone=True)
         return found
 
     def train_all(self, fed, client_update, own, clients, shared):
