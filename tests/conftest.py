@@ -85,6 +85,12 @@ def saved(out):
     return torch.load(out / "state.pt", weights_only=True)["state"]
 
 
+def write_every_round(patch):
+    """Has runs write their state after every round, however long that takes."""
+    patch.setattr(fl.run.Run, "cost", property(lambda run: 0.0, lambda run, seconds: None),
+                  raising=False)
+
+
 def killed(module, argv, out, when):
     """A run that dies at the first call of Federation.train for which when(t, options) is true, at
     t = 0 the first round. It has written its state after every round."""
@@ -101,8 +107,7 @@ def killed(module, argv, out, when):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(common.Federation, "train", dying)
-        patch.setattr(fl.run.Run, "cost", property(lambda run: 0.0, lambda run, z: None),
-                      raising=False)
+        write_every_round(patch)
         module.main([*argv, "--out", str(out)])
 
 
