@@ -1,22 +1,17 @@
 """Streams, flags, measures and what clients keep, against numbers derived here."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import common
 import fedavg
-import fl.training
-from conftest import federation, refused
+from conftest import federation, saved
 
 CPU = ["--device", "cpu"]
 SHAPES = ["--dataset", "shapes", *CPU]
-
-
-def test_one_gpu_for_several_processes_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = "--device cuda:0 is one GPU for 2 processes; use --device cuda"
-    refused(capsys, words, fl.training.find_device, "cuda:0")
 
 
 def test_help_names_the_paper_s_symbols_and_the_defaults(capsys):
@@ -117,14 +112,167 @@ def test_rows_are_picked_and_replaced_as_a_tensors_are(S):
     assert not torch.equal(whole, first) or np.size(S) == 0
 
 
-@pytest.mark.parametrize("device, sizes", [("cpu", [(8, 3)]), ("cpu:0", [(3,)] * 8)])
-def test_rows_of_all_processes_are_gathered_where_they_lie(device, sizes):
-    """The first of two processes has the even clients. In the host's memory (here cpu, beside the
-    device cpu:0) the rows of all clients may be more than the device has room for."""
-    fed, sent = federation([*SHAPES, "--limit", "80", "--clients", "8", "--split", "iid"]), []
-    fed.processes, fed.clients, fed.device = 2, np.arange(0, 8, 2), torch.device(device)
-    fed.all_reduce = lambda x: sent.append(tuple(x.shape)) or 10 * x
-    x = torch.arange(12.0).view(4, 3)
-    whole = fed.gather(x)
-    assert sent == sizes and torch.equal(whole[::2], 10 * x) and not whole[1::2].any()
-    assert torch.equal(fed.gather(x[[1]], among=[5, 2]), whole[[2, 5]])
+def test_worst_decile_and_losses_by_hand(toy):
+    """11 and 25 clients: the worst tenth is 1.1 and 2.5 clients, rounded up to 2 and 3. The model
+    always says class 1, so a client's accuracy is its share of class 1."""
+    for K, worst in ((11, 2), (25, 3)):
+        fed = federation(["--dataset", toy, "--model", "linear", "--clients", str(K), "--split",
+                          "iid", "--client-test", "0", *CPU])
+        one, other = (np.flatnonzero(fed.data.labels[:60] == c) for c in (1, 0))
+        right = np.arange(K) * 7 % K % 20  # of 20 images; in another order than the clients'
+        test = [np.r_[one[:r], other[: 20 - r]] for r in right]
+        fed.split = fed.split._replace(test=test, train=[index[: k + 1]
+                                                         for k, index in enumerate(test)])
+        w = torch.zeros(fed.net.d)
+        w[12 + 1] = 5.0
+        wanted = np.sort(right)[:worst].mean() / 20
+        assert fed.evaluate_clients(w)["worst_decile"] == pytest.approx(wanted)
+        # cross-entropies of the logits 0, 5, 0: -5 + log(2 + e^5) for class 1, else log(2 + e^5)
+        log = np.log(2 + np.exp(5))
+        train = [fed.data.labels[index] == 1 for index in fed.split.train]
+        assert fed.losses(w).tolist() == pytest.approx([log - 5 * own.mean() for own in train])
+        every = [log - 5 * r / 20 for r in right]
+        assert fed.losses(w, test).tolist() == pytest.approx(every)
+
+
+# What a method of one's own may get wrong: one line says so, and the exit code is 2
+
+
+class Method:
+    """A method of a few lines, whose parts can be replaced."""
+
+    model, clients = "w", "v"
+
+    def step(self, w, b, eta):
+        return w - eta * w
+
+    def client_update(self, w, epochs, eta):
+        step = common.step(self.step)
+        for minibatches in epochs:
+            for b in minibatches:
+                w = step(w, b, eta)
+        return w
+
+    def own(self, state, S):
+        return [state.w.expand(len(S), -1)]
+
+    def state(self, fed):
+        w = fed.initial_weights()
+        return SimpleNamespace(w=w, v=fed.per_client(w), n=0)
+
+    def keep(self, state, S, w_k):
+        state.v[S] = w_k
+
+    def log(self, run, everywhere, personal):
+        run.log(everywhere, personal)
+
+    def main(self, argv):
+        fed = federation([*argv, "--rounds", "2", "--eval-every", "1"])
+        run = common.Run(__file__, fed)
+        state = self.state(fed)
+        for t in run.rounds(state, model=self.model, clients=self.clients):
+            S = fed.sample(t)
+            w_k = fed.train(self.client_update, S, t, own=self.own(state, S), shared=[fed.eta(t)])
+            self.keep(state, S, w_k)
+            state.w = fed.n[S] @ w_k / fed.n[S].sum()
+            if run.evaluates():
+                self.log(run, fed.evaluate(state.w), fed.evaluate_clients(state.w))
+        return run.record()
+
+
+def forgets(self, *args):
+    args[0] + 1
+
+
+def draws(self, w, epochs, eta):
+    return w + torch.rand(1)
+
+
+SLIPS = {
+    "too few rows": (dict(own=lambda self, state, S: [state.w.expand(2, -1)]),
+                     "federation.train: a tensor in `own` has 2 rows for 3 clients"),
+    "the clients' state itself": (dict(own=lambda self, state, S: [state.v]),
+                                  "a tensor in `own` has 6 rows for 3 clients"),
+    "no return": (dict(client_update=forgets), "is `return` forgotten?"),
+    "no return in a step": (dict(step=forgets), "returns nothing; is `return` forgotten?"),
+    "a float": (dict(client_update=lambda self, w, epochs, eta: 0.5),
+                "client_update returns a float where a tensor is wanted"),
+    "in place": (dict(step=lambda self, w, b, eta: w.mul_(0.9)), "changes a tensor in place"),
+    "random numbers": (dict(client_update=draws), "client_update draws from torch's"),
+    "a list for rows": (dict(keep=lambda self, state, S, w_k: state.v.__setitem__(S, [*w_k])),
+                        "rows[S] = x takes a tensor, not a list"),
+    "rows of rows": (dict(keep=lambda self, state, S, w_k: state.v.__setitem__(S, state.v.of(S))),
+                     "not a Sampled; rows[S] = other[T] copies rows of other Rows"),
+    "a wrong model": (dict(model="W"), "run.rounds: `state` has no W; it has w, v, n"),
+    "wrong clients": (dict(clients="V"), "run.rounds: `state` has no V; it has w, v, n"),
+    "rows outside state": (
+        dict(clients=None, keep=lambda *_: None, state=lambda self, fed: (
+            fed.per_client(torch.zeros(2)), SimpleNamespace(w=fed.initial_weights()))[1]),
+        "what federation.per_client returns must be in `state`"),
+    "a late name": (dict(keep=lambda self, state, S, w_k: setattr(state, "h", 1.0)),
+                    "the loop adds h to `state`; set every name before run.rounds(state)"),
+    "a NumPy number": (dict(keep=lambda self, state, S, w_k: setattr(state, "n", np.float64(1))),
+                       "state.n is a float64; keep tensors and Python's own numbers"),
+    "a list": (dict(keep=lambda self, state, S, w_k: setattr(state, "n", [w_k])),
+               "state.n is a list; keep tensors and Python's own numbers"),
+    "swapped measures": (dict(log=lambda self, run, a, b: run.log(b, a)),
+                         "run.log(global, personal) takes what evaluate returns, then"),
+    "two globals": (dict(log=lambda self, run, a, b: run.log(a, a)),
+                    "run.log(global, personal) takes what evaluate returns, then"),
+    "a reserved name": (dict(log=lambda self, run, a, b: run.log(a, b, seconds=1.0)),
+                        "run.log(seconds=...): the record has its own seconds"),
+    "a name with a slash": (dict(log=lambda self, run, a, b: run.log(a, b, **{"a/b": 1.0})),
+                            "the name a/b has a /"),
+    "a set": (dict(log=lambda self, run, a, b: run.log(a, b, own={1})),
+              "run.log can't record a set; give it tensors, numbers and texts"),
+}
+
+
+@pytest.mark.parametrize("name", [None, *SLIPS])
+def test_slips_of_a_method(name, toy, tmp_path, capsys):
+    argv = ["--dataset", toy, "--model", "linear", "--clients", "6", "--fraction", "0.5",
+            "--split", "iid", *CPU, "--out", str(tmp_path / "out")]
+    parts, words = SLIPS.get(name, ({}, ""))
+    method = type("Mine", (Method,), parts)()
+    if name is None:
+        assert method.main(argv)["status"] == "finished"
+        return
+    with pytest.raises(SystemExit) as stop:
+        method.main(argv)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and words in error and error.count("\n") == 1, error
+
+
+def test_a_state_may_be_changed_in_place(toy, tmp_path):
+    """A round that is not completed is forgotten, not taken back."""
+    class InPlace(Method):
+        def keep(self, state, S, w_k):
+            state.v.all.mul_(2)
+            state.n += 1
+
+        def log(self, run, everywhere, personal):
+            run.state.w += 1
+
+    argv = ["--dataset", toy, "--model", "linear", "--clients", "6", "--fraction", "0.5",
+            "--split", "iid", *CPU, "--lr-decay", "0.5", "--lr", "0.5"]
+    InPlace().main([*argv, "--out", str(tmp_path)])
+    w = w_0 = federation(argv).initial_weights()
+    for eta in (0.5, 0.25):
+        w = w - eta * w  # one minibatch an epoch; equal clients
+        w = w + 1
+    state = saved(tmp_path)
+    torch.testing.assert_close(state["w"], w)
+    assert state["n"] == 2 and torch.equal(state["v"], 4 * w_0.expand(6, -1))
+
+
+@pytest.mark.parametrize("personal", [None, {"mean": 0.5, "loss": 1.0, "per_client": [0.5]}])
+def test_measures_that_a_method_may_leave_out(personal, toy, tmp_path):
+    """Personal ones alone, or none of the two."""
+    class Own(Method):
+        def log(self, run, everywhere, _):
+            run.log(personal=personal, mine=2.5)
+
+    record = Own().main(["--dataset", toy, "--model", "linear", "--clients", "6", "--split", "iid",
+                         *CPU, "--out", str(tmp_path)])
+    assert record["final"]["mine"] == 2.5 and "global" not in record["final"]
+    assert ("personal" in record["final"]) == bool(personal)

@@ -449,7 +449,7 @@ def test_kill_9_at_any_moment(toy, tmp_path):
 def test_a_loop_that_is_left_has_no_record(tmp_path, capsys):
     """By `break`. The state of the rounds before lies there."""
     fed = federation([*QUICK, "--limit", "80", "--clients", "4", "--out", str(tmp_path)])
-    made, state = common.Run("fedavg.py", fed), SimpleNamespace(w=fed.initial_weights())
+    made, state = common.Run(fedavg.__file__, fed), SimpleNamespace(w=fed.initial_weights())
     for t in made.rounds(state):
         if t == 1:
             break
@@ -656,7 +656,7 @@ def test_a_loop_may_record_what_every_client_keeps(tmp_path, capsys):
     """Rows become a list over all clients; single numbers are printed; other objects refused."""
     def main(out, **more):
         fed = federation([*QUICK, "--limit", "80", "--clients", "4", "--out", str(tmp_path / out)])
-        run = common.Run("fedavg.py", fed)
+        run = common.Run(fedavg.__file__, fed)
         state = SimpleNamespace(w=fed.initial_weights(), s=fed.per_client(torch.tensor(1.0)))
         for _ in run.rounds(state):
             state.s[[1]] = torch.tensor(0.5)
