@@ -177,17 +177,19 @@ def test_graphs_that_fail_leave_together_alone(monkeypatch, capsys):
     assert "engine  'loop' in place of 'graphs' from here on, slower: no capture" in said
 
 
-def test_cudnn_searches_for_graphs_alone(monkeypatch):
+def test_cudnn_searches_for_graphs_alone():
     """The loop's shapes, such as the last minibatch's, do not repeat."""
-    fed, seen = federation(LINEAR), set()
+    fed, seen = on_a_gpu(federation(LINEAR)), set()
 
     def client_update(w, epochs):
-        seen.add((type(epochs).__name__, torch.backends.cudnn.benchmark))
+        kind = type(epochs).__name__
+        seen.add((kind, torch.backends.cudnn.benchmark))
+        if kind == "FilledEpochs":
+            raise RuntimeError("the loop comes next")
         return w
 
-    for _ in paths(fed, monkeypatch):
-        fed.train(client_update, np.arange(2), 0, own=[torch.zeros(2, 3)])
-    assert seen == {("Epochs", False), ("FilledEpochs", True)}
+    fed.train(client_update, np.arange(2), 0, own=[torch.zeros(2, 3)])
+    assert fed.training.used == "loop" and seen == {("Epochs", False), ("FilledEpochs", True)}
 
 
 # The proof of a way
@@ -404,6 +406,7 @@ def test_grad_is_that_of_torch_func():
     assert not any(z.requires_grad for z in (a, b, g, *aux))
     with torch.no_grad():
         same(fl.training.grad(f)(a, b), torch.func.grad(f)(a, b))
+    same(fl.training.grad(f, each=True)(a, b), a.cos() * b**2)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(fl.training.STEPS, "vmapped", True, raising=False)
     same(vmap(fl.training.grad(f))(a, b), vmap(torch.func.grad(f))(a, b))
