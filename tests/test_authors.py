@@ -6,12 +6,15 @@ import pathlib
 import re
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "checks" / "authors"))
 
 import check
 import everything
 
+pytestmark = pytest.mark.pages
 RECORD = json.loads((ROOT / "results" / "authors.json").read_text())
 
 

@@ -13,6 +13,7 @@ import common
 from docs import build
 from papers import figures
 
+pytestmark = pytest.mark.pages
 HERE = pathlib.Path(build.HERE)
 PAGES = build.pages()
 

@@ -9,6 +9,7 @@ import pytest
 
 from papers import runs
 
+pytestmark = pytest.mark.pages
 KNOWN = exercises.exercises()
 RECORD = json.loads(exercises.RECORD.read_text())
 
