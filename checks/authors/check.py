@@ -234,19 +234,18 @@ def ours(module, argv, data, model=Small):
         start(self, *args, **named)
         seen.fed = self
 
-    def planned(self, row, own, t, epochs, draw=None, order=0):
-        p = plan(self, row, own, t, epochs, draw, order)
-        p = p._replace(draw=p.draw.astype(np.float64))
-        B, draws = self.args.batch_size or len(own), np.concatenate(p.draw)
-        index = [part for epoch in p.index for part in np.split(epoch, range(B, len(own), B))]
-        key = t, int(self.clients[row]), order
+    def planned(self, k, own, t, epochs, draw=None, order=0):
+        numbers, uniform, draws = plan(self, k, own, t, epochs, draw, order)
+        draws, B = draws.astype(np.float64), self.args.batch_size or len(own)
+        index = [part for epoch in numbers for part in np.split(epoch, range(B, len(own), B))]
+        key = t, k, order
         if len(index) > len(seen.plans.get(key, ())):  # a shorter one is its beginning
-            seen.plans[key], seen.draws[key] = index, draws
-        return p
+            seen.plans[key], seen.draws[key] = index, np.concatenate(draws)
+        return numbers, uniform, draws
 
-    def sampled(self, t):
-        seen.S.append(sample(self, t).tolist())
-        return sample(self, t)
+    def sampled(self, t, m=None):
+        seen.S.append(sample(self, t, m).tolist())
+        return sample(self, t, m)
 
     def copied(z):
         z = z.all if isinstance(z, fl.run.Rows) else z

@@ -29,7 +29,7 @@ PAGE = check.ROOT / "docs" / "authors.md"
 ABOUT = {
     "superfed": """
 The former (for version 1 of the paper) implements Model Mixing, the latter (the newest) Layer
-Mixing. Ours runs with `--as official` unless a line says otherwise. Clients have different
+Mixing. Ours is superfed_v1.py unless a line says otherwise. Clients have different
 sizes.""",
     "fedslr": """
 FedSLR runs with clients of different sizes. Its factors are compared by their number of parameters.

@@ -21,12 +21,13 @@ from torch import nn
 import common
 import fl.models
 import superfed
+import superfed_v1
 
 NAME = "superfed"
 COMMITS = ("ae1803b73af3ce319b980b698c884833e6e7cb3e",
            "55064b966817c9e728b400394771d2d901bb3281")
 FLAGS = shlex.split("--fraction 0.5 --epochs 2 --batch-size 4 --lr 0.05")
-ONE_CLIENT = shlex.split("--fraction 0 --rounds 1 --start 0 --as official --mix layer --mu 0 "
+ONE_CLIENT = shlex.split("--fraction 0 --rounds 1 --start 0 --mix layer --mu 0 "
                          "--weight-decay 0.0001")
 # .8 of each is a multiple of the minibatch: 12, 8, 16 and 12 images to train on
 SIZES = (15, 10, 20, 15)
@@ -117,9 +118,9 @@ def theirs(load, run, rounds=None, drop_last=True):
 
 def compare_first_version(load, line):
     data = dict(side=28, classes=5)
-    flags = [*FLAGS, "--rounds", "5", "--start", "0.6", "--as", "official", "--nu", "2",
+    flags = [*FLAGS, "--rounds", "5", "--start", "0.6", "--nu", "2",
              "--mu", "0.01"]
-    run = check.ours(superfed, flags, check.small_data(SIZES, **data), Narrow)
+    run = check.ours(superfed_v1, flags, check.small_data(SIZES, **data), Narrow)
     for rounds, what in ((2, "Phase I"), (5, "Phases I and II")):
         they, state = theirs(load, run, rounds), run.states[rounds - 1]
         own = [check.vector(client.model, names(client.model, True)) for client in they.clients]
@@ -140,17 +141,17 @@ def compare_first_version(load, line):
     # 5 layers, 64 * 5 * 5
     line("the CNN for 28x28: logits", None, other(x), net(w, x), steps=5, longest=1600)
 
-    def size(what, because, sizes=SIZES, whose="official", size="4", **more):
-        flags = [*FLAGS, "--rounds", "2", "--start", "0.5", "--as", whose, "--lr-decay", "0.995",
+    def size(what, because, sizes=SIZES, whose=superfed_v1, size="4", **more):
+        flags = [*FLAGS, "--rounds", "2", "--start", "0.5", "--lr-decay", "0.995",
                  "--batch-size", size]
-        run = check.ours(superfed, flags, check.small_data(sizes, **data), Narrow)
+        run = check.ours(whose, flags, check.small_data(sizes, **data), Narrow)
         they = theirs(load, run, **more)
         line(what, run, federated(they.model), run.states[-1]["w_f"], because=because)
 
     size("Model Mixing, the last, smaller minibatch used: w^f", None, size="6", drop_last=False)
     size("Model Mixing, the last, smaller minibatch dropped there: w^f", "superfed D9", size="6")
     size("Model Mixing, n_k with test images there: w^f", "superfed D14", MORE_TEST)
-    size("Model Mixing, here without --as official: w^f", "superfed D1, D2, D4", whose="paper")
+    size("Model Mixing, here superfed.py: w^f", "superfed D1, D2, D4", whose=superfed)
 
 
 def compare_measures(load, line, run, they):
@@ -195,7 +196,7 @@ def compare_measures(load, line, run, they):
 def compare_layer_mixing(load, line, name, because=None):
     """The steps of one client in one round, by their superfed_update; it has a weight decay of
     1e-4."""
-    run = check.ours(superfed, [*FLAGS, *ONE_CLIENT], check.small_data(SIZES, classes=5))
+    run = check.ours(superfed_v1, [*FLAGS, *ONE_CLIENT], check.small_data(SIZES, classes=5))
     algorithm, layers = load("src.algorithm"), load("src.models.layers")
     model, (k,), net = check.Small(classes=5), run.S[0], run.fed.net
     model.conv1 = layers.LinesConv(1, 4, 3)
