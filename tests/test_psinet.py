@@ -321,37 +321,40 @@ def spy(monkeypatch, replace):
     return calls
 
 
-def first(net):
-    """Omega at the start of a run with seed 0: means 0 and variances 1."""
+def first(net, seed=0):
+    """Omega at the start of a run: means 0 and variances 1."""
     statistics = [float("var" in name) for name in net.running for _ in net.constants[name]]
-    return torch.cat([net.init(common.stream(0, "initialisation")), torch.tensor(statistics)])
+    return torch.cat([net.init(common.stream(seed, "initialisation")), torch.tensor(statistics)])
 
 
 def test_groups_are_averaged_over_their_owners_and_nobody_else_changes_them(tmp_path, monkeypatch):
-    """Node i returns 1 + i everywhere. Sizes differ: averages weigh by n_i. Nodes have one or two
-    of the groups {0, 1}, {2, 3}, ..."""
+    """Node i returns 1 + i everywhere; 3 of 5 are sampled. Sizes differ: averages weigh by n_i.
+    Node i has the classes i and i + 1, and one or two of the groups {0, 1}, {2, 3}, ..."""
     calls = spy(monkeypatch, lambda own, S: 0 * own[0] + 1 + torch.tensor(S)[:, None])
-    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--clients", "4", "--norm", "bn"]
+    argv = [*SMALL, "--split", "lognormal", "--rounds", "1", "--fraction", "0.6", "--norm", "bn",
+            "--seed", "1"]
     record, state = run(psinet, argv, tmp_path)
     net, n = psi(norm="bn"), np.array(record["split"]["sizes"])
-    start, classes = first(net), [{0, 1}, {1, 2}, {2, 3}, {3, 4}]
-    own = [{0}, {0, 1}, {1}, {1, 2}]
-    assert all({c // 2 for c in of} == groups for of, groups in zip(classes, own))
-    assert len(set(n)) > 1 and [call.S for call in calls] == [[0, 1, 2, 3]]
-    assert torch.equal(calls[0].own[0], start.expand(4, -1))
-    found = [set(row.nonzero()[:, 0].tolist()) for row in calls[0].own[1]]  # classes of G_i
-    assert found == [{2 * g + j for g in groups for j in (0, 1)} for groups in own]
-    for group, nodes in ((-1, [0, 1, 2, 3]), (0, [0, 1]), (1, [1, 2, 3]), (2, [3])):
-        mean = 1 + np.average(nodes, weights=n[nodes])
+    start, own, (call,) = first(net, 1), [{0}, {0, 1}, {1}, {1, 2}, {2}], calls
+    assert len(set(n)) > 1 and len(call.S) == 3 and call.S != [0, 1, 2]
+    assert torch.equal(call.own[0], start.expand(3, -1))
+    found = [set(row.nonzero()[:, 0].tolist()) for row in call.own[1]]  # classes of G_i
+    assert found == [{2 * g + j for g in own[i] for j in (0, 1)} for i in call.S]
+    stays = []
+    for group in range(-1, 5):
+        nodes = [i for i in call.S if group in {-1, *own[i]}]
+        stays += [group] * (not nodes)
         for part in slice(net.d), slice(net.d, None):  # weights, running statistics
             inside = net.group[part] == group
             assert inside.any()
-            np.testing.assert_allclose(state["Omega"][part][inside], mean, rtol=1e-5)
-    nobodys = net.group > 2
-    assert torch.equal(state["Omega"][nobodys], start[nobodys])
+            want = 1 + np.average(nodes, weights=n[nodes]) if nodes else start[part][inside]
+            found = state["Omega"][part][inside]
+            np.testing.assert_allclose(found, want, rtol=1e-5 if nodes else 0)
+    assert {3, 4} <= set(stays)
     # a group: weights, biases, BatchNorm's scales, shifts, means and variances
     shared, group = 27 * 6 + 6 + 4 * 6, 54 * 2 + 2 + 8 + 2 * 2 + 2 + 8 + 2 * 3 + 3 + 3 * 2 + 2
-    assert record["bytes_up"] == record["bytes_down"] == 4 * (4 * shared + 6 * group)
+    sent = 4 * (3 * shared + sum(len(own[i]) for i in call.S) * group)
+    assert record["bytes_up"] == record["bytes_down"] == sent
 
 
 def test_a_node_leaves_other_groups_alone(tmp_path):
