@@ -77,6 +77,7 @@ class Run:
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
         self.written, self.saved, self.cost = 0, 0.0, 0.0  # rounds on disk; when, and its seconds
         self.unwritten = {}  # name of a file -> why it could not be written
+        self.clock = None  # when the round began
         self.board = None  # TensorBoard's SummaryWriter
 
     def note(self, text):
@@ -106,6 +107,8 @@ class Run:
                 yield len(self.history)
                 self.end_round()
             self.row = self.history[-1]
+            if self.clock is None:  # resumed after the last round
+                self.clock = machine.now(self.federation.device) - self.row["seconds"]
             if not more_follows:
                 self.finish()
 

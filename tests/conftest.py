@@ -172,3 +172,12 @@ def softmax_gradient(w, x, y, classes=3):
 def pixels(fed, index):
     """What --transform scale makes of images, in float64: [n, features]; and their labels."""
     return fed.data.images[index].reshape(len(index), -1) / 255, fed.data.labels[index]
+
+
+def images(n=40, test=20, size=8, classes=4, **changes):
+    """A good data set in a .npz, but for the changes; None: without that array."""
+    rng = np.random.default_rng(0)
+    x, u = (rng.integers(0, 256, (m, size, size, 3), dtype=np.uint8) for m in (n, test))
+    arrays = {"x_train": x, "y_train": np.arange(n) % classes,
+              "x_test": u, "y_test": np.arange(test) % classes, **changes}
+    return {name: array for name, array in arrays.items() if array is not None}

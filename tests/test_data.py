@@ -23,8 +23,7 @@ import fl.formats
 import fl.plots
 import fl.splits
 import fl.transforms
-from conftest import QUICK, federation, refused, run
-from faults import images
+from conftest import QUICK, federation, images, refused, run
 
 CPU = ["--device", "cpu"]
 SHAPES = ["--dataset", "shapes", *CPU]

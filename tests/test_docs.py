@@ -187,7 +187,7 @@ def test_names_in_figures_are_in_print():
     assert figures.words("E=1 C=0.05") == "$E$ = 1 $C$ = 0.05"
 
 
-ALGORITHMS = {"fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"}
+ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"]
 ROOMS = {  # what the modules of a room may import
     "fl": {"fl"}, "common": {"fl"}, **dict.fromkeys(ALGORITHMS, {"common"}),
     "comparing": {"comparing", "common", "fl", *ALGORITHMS},

@@ -20,6 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
+from conftest import images
+
 PAGE = pathlib.Path(__file__).parent / "faults.md"
 sys.path.insert(0, str(PAGE.parent.parent))
 QUICK = ("--dataset shapes --limit 400 --split iid --clients 8 --model mnistnet --fraction 0.5 "
@@ -35,15 +37,6 @@ def spoils(labels, classes, rng, args):
     labels[:] = 0
     return np.array_split(rng.permutation(len(labels)), args.clients)
 """
-
-
-def images(n=40, test=20, size=8, classes=4, **changes):
-    """A good data set in a .npz, but for the changes; None: without that array."""
-    rng = np.random.default_rng(0)
-    x, u = (rng.integers(0, 256, (m, size, size, 3), dtype=np.uint8) for m in (n, test))
-    arrays = {"x_train": x, "y_train": np.arange(n) % classes,
-              "x_test": u, "y_test": np.arange(test) % classes, **changes}
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def typed(function):
