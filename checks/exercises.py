@@ -252,7 +252,7 @@ def psinet_1(five, ten):
 
 
 def psinet_2(psinet_run, fedavg):
-    same = torch.equal(psinet_run.w, fedavg.w) and top1(psinet_run) == top1(fedavg)
+    same = torch.equal(psinet_run.Omega, fedavg.w) and top1(psinet_run) == top1(fedavg)
     return {"same weights, bit for bit": yes(same), "global": f"{top1(fedavg):.4f}"}, same
 
 
@@ -260,7 +260,8 @@ def psinet_3(pruned, whole):
     changed = []
     for run in (pruned, whole):
         net = psinet.GroupedNet(SimpleNamespace(**run.record["args"]), (3, 32, 32), 10)
-        changed.append(len(set(net.group[run.w != w_0(run)].tolist()) - {-1}))
+        moved = run.Omega[: net.d] != w_0(run)
+        changed.append(len(set(net.group[: net.d][moved].tolist()) - {-1}))
     numbers = {"groups that changed, --prune": str(changed[0]), "--no-prune": str(changed[1])}
     return numbers | {"MB up, --prune": megabytes(pruned),
                       "MB up, --no-prune": megabytes(whole)}, changed == [4, 10]
