@@ -48,8 +48,7 @@ def stream(seed, purpose, round=0, client=0, nth=0):
     """Returns a numpy Generator for one purpose, since what a client draws must depend on no other
     draw. Equal arguments give equal streams on every device and for every --parallel.
 
-    purpose: one of STREAMS. nth tells apart several streams of a client in one round.
-    """
+    purpose: one of STREAMS. nth tells apart several streams of a client in one round."""
     return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * nth, round, client])
 
 
@@ -107,8 +106,7 @@ class Federation:
         return max(int(self.args.fraction * self.K + 1e-9), 1)  # .29 * 100 is 28.999999999999996
 
     def sample(self, t, m=None):
-        """Returns S_t [m], the clients of round t in ascending order: m of the K clients (by
-        default self.m), drawn without replacement."""
+        """Returns S_t [m], m random clients of round t (by default self.m) in ascending order."""
         rng = stream(self.args.seed, "sampling", t)
         return np.sort(rng.choice(self.K, self.m if m is None else m, replace=False))
 
@@ -154,9 +152,8 @@ class Federation:
 
         results = None
         for i, found in self.training.each(alone, len(clients)):
-            if odd := [z for z in tree_leaves(found) if not torch.is_tensor(z)]:
-                refuse(f"client_update returns a {type(odd[0]).__name__} where a tensor is wanted"
-                       + "; is `return` forgotten?" * (found is None))
+            if odd := [type(z).__name__ for z in tree_leaves(found) if not torch.is_tensor(z)]:
+                refuse(f"client_update returns a {odd[0]}, not tensors; is `return` forgotten?")
             if results is None:  # filled row by row, since torch.stack would hold all of it twice
                 results = tree_map(lambda z: z.new_empty((len(clients), *z.shape)), found)
             for rows, row in zip(tree_leaves(results), tree_leaves(found)):
@@ -179,7 +176,7 @@ class Federation:
 
     def batch(self, index, uniform, draw, mask=None):
         """Returns the Batch of the images numbered index [B], transformed with the random numbers
-        uniform [B, DRAWS]. Of m clients at once: index [m, B], uniform [m, B, DRAWS]."""
+        uniform [B, DRAWS]; of m clients at once [m, B] and [m, B, DRAWS]."""
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2))
         x = x.unflatten(0, index.shape)
         x = x.bfloat16() if self.args.precision == "bf16" else x
@@ -189,8 +186,8 @@ class Federation:
     # Evaluation
 
     def logits(self, w, index):
-        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented."""
-        # parts have about equal sizes: a part of 1 to 3 images would change the last bits
+        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
+        have about equal sizes, since a part of 1 to 3 images would change the last bits."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
         return self.each_logits(lambda i: self.logits_of_part(w, parts[i]), parts)
 
@@ -252,8 +249,8 @@ class Federation:
         return measures
 
     def losses(self, w, images=None):
-        """Returns each client's mean cross-entropy of the model w [d] on its training images (or on
-        those numbered images[k]): [K]. For methods that choose a model for each client."""
+        """Returns w's mean cross-entropy on each client's training images (or on those numbered
+        images[k]): [K]. w: [d]."""
         images = images or self.split.train
         index = np.concatenate(images)
         client = torch.from_numpy(self.everyone.repeat([*map(len, images)])).to(self.device)
@@ -265,8 +262,7 @@ class Epochs:
     """The local epochs of one client: `for minibatches in epochs: for b in minibatches: ...`, where
     each epoch shuffles the client's images and cuts them into minibatches b, each a Batch.
 
-    epochs.again(epochs=2, order=1) returns two other epochs, which shuffle the images anew.
-    """
+    epochs.again(epochs=2, order=1) returns two other epochs, which shuffle the images anew."""
 
     def __init__(self, fed, client, images, t, epochs, draw, order):
         self.fed, self.client, self.images, self.t = fed, client, images, t

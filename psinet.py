@@ -14,7 +14,8 @@ proportions. docs/psinet.md explains our choices:
 
     D1  Line 3: each group of the first grouped layer sees all channels. The layer is initialised
         like the ungrouped one.
-    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
+    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size
+        (in VGG-16, of its size before rounding).
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
     D5  Lines 9, 10 weight node i by its images. A group that no node of S has keeps its value.
@@ -312,7 +313,7 @@ DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_
 QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
 BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
 OWN_MODEL = True  # for compare.py: not the network of the other methods
-DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # ours (D3; see D9)
+DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # l.1: ours (D3; see D9)
 
 
 def arguments(argv):
