@@ -919,8 +919,9 @@ def fedma(federation, run, args):
 
     D1  Line 6: units are matched one-to-one, so that layers keep their size. In the paper (BBP-MAP)
         a global layer can grow.
-    D2  Line 6: a unit is its weights and bias. Client k is matched to the sum of clients 0 to k-1,
-        then up to four times to that of all others (authors' code: five times, in random order).
+    D2  Line 6: a unit is its weights and bias. The j-th client of S is matched to the sum of
+        those before it, then in up to four sweeps to that of all others (authors' code: five, in
+        random order).
     D3  Line 7 takes the plain mean. The paper's mean is pulled to that of the prior.
     D4  Line 5: for l = L eta is divided by 10, the weight decay is 1e-4, and there are 3*E epochs,
         as in the authors' code. --last-lr 1 --last-decay 0 --last-epochs 1 treats all layers alike.

@@ -19,16 +19,15 @@ proportions. docs/psinet.md explains our choices:
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
     D5  Lines 9, 10 weight node i by its images. A group that no node of S has keeps its value.
-    D6  Line 6: every split is extreme, and a node prunes a group if it has none of its classes (the
-        notes: "only if all local data belong to its task"). The softmax has only G_i's classes.
-    D7  Line 12: eta, B, momentum, decay are FedMA's; T is Fed2's; flips, crops FedSLR's; E = 1 is
-        our guess.
+    D6  Line 6: every split is extreme, and a node prunes a group if it has none of its classes; the
+        notes' wording is ambiguous. The softmax has only G_i's classes.
+    D7  Line 12: eta, B, momentum and decay are those of FedMA's FedAvg runs; T is Fed2's; flips and
+        crops are FedSLR's; E = 1 is our guess.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
     D9  papers/psinet_depth.py suggests a depth: where total variance first passes half its range.
 
-Omega [d] holds the weights w and running statistics r of the whole network. What a node lacks gets
-no gradient there, and lines 9 and 10 leave it out, so that its decay has no effect. net.forward
-returns logits. The listing restates the notes.
+Omega [d] holds the weights w and running statistics r of the whole network. A group that i lacks
+has gradient 0; decay changes i's copy, which line 10 ignores. The listing restates the notes.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin

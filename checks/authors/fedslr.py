@@ -101,7 +101,7 @@ def compare_fedslr(load, line):
              enlarged=quotient)
         line(name + "p of all clients", run, own, state["p"], enlarged=quotient)
         line(name + "numbers in w, by its ranks", run, [float(end.comm_param_num_array[-1])],
-             [float(state["numbers"])])
+             [float(state["size"])])
         line(name + "which of p are 0", run, [p != 0 for p in own], [state["p"] != 0])
 
 
