@@ -19,23 +19,24 @@ TOY = ["--model", "linear", "--momentum", "0", "--lr", "0.5", "--rounds", "1", "
 SKEWED = ["--split", "dirichlet-classes", "--alpha", "5", "--clients", "4"]
 
 
-def test_one_round_by_hand_with_unequal_clients(toy, tmp_path):
-    """Two of four clients with different n_k, two local epochs of full-batch descent, averaged with
-    n_k/n."""
-    argv = ["--dataset", toy, *TOY, *SKEWED, "--fraction", "0.5", "--epochs", "2"]
+def test_two_rounds_by_hand_with_unequal_clients(toy, tmp_path):
+    """Two of four clients with different n_k, others in each round; two local epochs of full-batch
+    descent, averaged with n_k/n."""
+    argv = ["--dataset", toy, *TOY, *SKEWED, "--fraction", "0.5", "--epochs", "2", "--rounds", "2"]
     fed = federation(argv)
-    S = fed.sample(0)
-    w0 = fed.initial_weights().double().numpy()
-    sizes = [len(fed.split.train[k]) for k in S]
-    assert len(S) == 2 and sizes[0] != sizes[1]
-    total = np.zeros_like(w0)
-    for k, n in zip(S, sizes):
-        w = w0
-        for _ in range(2):
-            w = w - 0.5 * softmax_gradient(w, *pixels(fed, fed.split.train[k]))
-        total += n * w
+    w_t, sampled = fed.initial_weights().double().numpy(), [fed.sample(t) for t in range(2)]
+    assert not np.array_equal(*sampled)
+    for S in sampled:
+        sizes, total = [len(fed.split.train[k]) for k in S], np.zeros_like(w_t)
+        assert len(S) == 2 and sizes[0] != sizes[1]
+        for k, n in zip(S, sizes):
+            w = w_t
+            for _ in range(2):
+                w = w - 0.5 * softmax_gradient(w, *pixels(fed, fed.split.train[k]))
+            total += n * w
+        w_t = total / sum(sizes)
     _, state = run(fedavg, argv, tmp_path / "out")
-    np.testing.assert_allclose(state["w"].numpy(), total / sum(sizes), atol=1e-6)
+    np.testing.assert_allclose(state["w"].numpy(), w_t, atol=1e-6)
 
 
 def test_all_clients_with_one_full_batch_are_one_step_of_gradient_descent(toy, tmp_path):
