@@ -17,7 +17,6 @@ from torch import nn
 
 import baselines
 import common
-import fedavg
 import fedslr
 import fl.models
 
@@ -131,7 +130,7 @@ def compare_baselines(load, line):
         first = check.put(check.Small(), run.first[0])
         return theirs(load, run, method, check.Small, first, **settings)
 
-    run = run_of(*DECAY, "--client-test", "0.2", module=fedavg)
+    run = run_of("--method", "fedavg", *DECAY, "--client-test", "0.2")
     end = end_of(run, "train_FedAvg", phases=(0, 0))
     line("FedAvg: w", run, check.vector(end.avg_model), run.states[-1]["w"])
     for pull, because in (("0", None), ("0.1", "ditto D2")):
