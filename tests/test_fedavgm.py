@@ -28,14 +28,15 @@ def test_two_rounds_by_hand(form, toy, tmp_path):
     """One full-batch step per client and round, beta .9: every number from the definitions, in
     float64."""
     argv = ["--dataset", toy, "--model", "linear", "--transform", "scale", "--batch-size", "0",
-            "--lr", "0.5", "--weight-decay", "0", "--rounds", "2", "--split", "dirichlet-hsu",
-            "--alpha", "9", "--clients", "4", "--fraction", "0.5", "--device", "cpu"]
+            "--lr", "0.5", "--weight-decay", "0", "--rounds", "2", "--split", "dirichlet-classes",
+            "--alpha", "5", "--clients", "4", "--fraction", "0.5", "--device", "cpu"]
     fed = federation([*argv, "--client-test", "0"])
     w = fed.initial_weights().double().numpy()
     v = np.zeros_like(w)
     for t in range(2):
         sampled = fed.sample(t)
         n = np.array([len(fed.split.train[k]) for k in sampled])
+        assert len(set(n)) > 1
         gradients = [softmax_gradient(w, *pixels(fed, fed.split.train[k])) for k in sampled]
         updates = [0.5 * gradient for gradient in gradients]  # w - w_k
         dw = sum(n_k * update for n_k, update in zip(n, updates)) / n.sum()
