@@ -1021,7 +1021,7 @@ def inputs_in_order(x, out, order):
     """Returns the layer x of m clients with its inputs permuted, because the units before it were
     put in `order` [m, units before]."""
     weight = x[:, :-out].unflatten(1, (out, order.shape[1], -1))  # [m, out, units before, pixels]
-    weight = in_order(weight.transpose(1, 2), order).transpose(1, 2)  # fedma's l.8
+    weight = in_order(weight.transpose(1, 2), order).transpose(1, 2)  # line 8 of fedma
     return torch.cat([weight.flatten(1), x[:, -out:]], 1)
 
 
@@ -1041,13 +1041,13 @@ def match(U, sweeps=5):
     order = torch.arange(U.shape[1], device=U.device).repeat(len(U), 1)
     total = U[0]  # the sum of the clients' units, each in its order
     for j in range(1, len(U)):  # first sweep: match client j to the sum of those before it
-        order[j] = best_order(U[j], total)  # fedma's l.6
+        order[j] = best_order(U[j], total)  # line 6 of fedma
         total = total + U[j][order[j]]
     for _ in range(1, sweeps):  # other sweeps: match client j to the sum of all others
         before = order.clone()
         for j in range(len(U)):
             others = total - U[j][order[j]]
-            order[j] = best_order(U[j], others)  # fedma's l.6
+            order[j] = best_order(U[j], others)  # line 6 of fedma
             total = others + U[j][order[j]]
         if torch.equal(order, before):
             break
