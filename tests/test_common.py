@@ -196,7 +196,7 @@ SLIPS = {
     "no return": (dict(client_update=forgets), "is `return` forgotten?"),
     "no return in a step": (dict(step=forgets), "returns nothing; is `return` forgotten?"),
     "a float": (dict(client_update=lambda self, w, epochs, eta: 0.5),
-                "client_update returns a float where a tensor is wanted"),
+                "client_update returns a float, not tensors"),
     "in place": (dict(step=lambda self, w, b, eta: w.mul_(0.9)), "changes a tensor in place"),
     "random numbers": (dict(client_update=draws), "client_update draws from torch's"),
     "a list for rows": (dict(keep=lambda self, state, S, w_k: state.v.__setitem__(S, [*w_k])),
