@@ -35,17 +35,20 @@ def test_streams_are_independent():
 
 
 def test_calibration_by_hand():
-    """Six images, 15 bins. p = .50 (right), .52 (wrong): both in (7/15, 8/15]. p = 1 (right, right,
-    wrong): the last bin. p = 2/3 (right) is the upper edge of (9/15, 10/15]."""
-    p = torch.tensor([0.50, 0.52, 1.0, 1.0, 1.0, 2 / 3], dtype=torch.double)
+    """Seven images, 15 bins. p = .50 (right), .52 (wrong): both in (7/15, 8/15]. p = 1 (right,
+    right, wrong): the last bin. p = .65 (wrong) is in (9/15, 10/15], and so is its upper edge, p =
+    2/3 (right)."""
+    p = torch.tensor([0.50, 0.52, 1.0, 1.0, 1.0, 0.65, 2 / 3], dtype=torch.double)
     logits = torch.stack([p.clamp(max=1 - 1e-15).log(), (1 - p).clamp(min=1e-15).log()], 1)
     logits[0] = 0.0
-    y = torch.tensor([0, 1, 0, 0, 1, 0])
-    gaps = [abs(1.02 - 1), abs(3 - 2), abs(2 / 3 - 1)]  # sum of p - number right, per bin
-    one = common.score(logits, y, torch.zeros(6, dtype=torch.long), 1)
-    assert one["ece"].item() == pytest.approx(sum(gaps) / 6, abs=1e-9)
-    assert one["mce"].item() == pytest.approx(max(gaps[0] / 2, gaps[1] / 3, gaps[2]), abs=1e-9)
-    assert one["top1"].item() == pytest.approx(4 / 6)
+    logits[6] = torch.tensor([2.0, 1.0]).double().log()  # whose p * 15 is 10, to the last bit
+    y = torch.tensor([0, 1, 0, 0, 1, 1, 0])
+    # sum of p - number right, per bin
+    gaps = [abs(1.02 - 1), abs(3 - 2), abs(0.65 + 2 / 3 - 1)]
+    one = common.score(logits, y, torch.zeros(7, dtype=torch.long), 1)
+    assert one["ece"].item() == pytest.approx(sum(gaps) / 7, abs=1e-9)
+    assert one["mce"].item() == pytest.approx(max(gaps[0] / 2, gaps[1] / 3, gaps[2] / 2), abs=1e-9)
+    assert one["top1"].item() == pytest.approx(4 / 7)
 
 
 def test_measures_per_group_are_those_of_the_group_alone():
