@@ -16,7 +16,8 @@ from .machine import device_name, refuse
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # the files, beside the algorithm's, on which a result depends
 SHARED = ("common.py", *(f"fl/{name}.py" for name in (
-    "data", "flags", "models", "net", "run", "splits", "state", "training", "transforms")))
+    "data", "files", "flags", "machine", "models", "net", "run", "splits", "state", "training",
+    "transforms")))
 
 
 def sources(file, args):

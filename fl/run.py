@@ -117,7 +117,7 @@ class Run:
         row, now = self.row, vars(self.state)
         row["seconds"] = row["seconds"] or self.elapsed()
         self.check_state()
-        losses = [row[part]["loss"] for part in SHOWN if part in row]
+        losses = [row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())]
         finite = all(map(is_finite, [*losses, *now.values()]))
         training = self.federation.training
         plain = {name: z for name, z in now.items() if type(z) in PLAIN}
