@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
+from .records import EVERY_ROUND
 from .state import PLAIN, Rows, is_finite
 
-ROW = "round", "seconds", "bytes_up", "bytes_down"  # what the record has of every round
-MORE = *ROW, "evaluation_seconds", "top1"  # and what it can have without run.log
+ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
          "personal": ("mean", "std", "worst_decile", "val_mean")}
 
@@ -172,7 +172,7 @@ class Run:
         if "per_client" in (global_ or {}) or personal and "per_client" not in personal:
             refuse("run.log(global, personal) takes what evaluate returns, then what "
                    "evaluate_clients returns; personal measures alone are run.log(personal=...)")
-        if taken := [*more.keys() & {*MORE, *SHOWN, "per_client"}]:
+        if taken := [*more.keys() & {*EVERY_ROUND, *SHOWN, "per_client"}]:
             refuse(f"run.log({taken[0]}=...): the record has its own {taken[0]}; use another name")
         if odd := [name for name in more if "/" in name]:
             refuse(f"run.log: the name {odd[0]} has a /, which separates names in the record")
@@ -310,8 +310,8 @@ class Run:
                 final[part], best[part] = dict(seen[-1]), max(seen, key=lambda row: row[key])
         if "personal" in final:
             final["personal"]["per_client"] = self.per_client
-        last = next((row for row in reversed(history) if row.keys() - MORE), {})
-        final |= {name: last[name] for name in last if name not in (*MORE, *SHOWN)}
+        last = next((row for row in reversed(history) if row.keys() - EVERY_ROUND), {})
+        final |= {name: last[name] for name in last if name not in (*EVERY_ROUND, *SHOWN)}
         history = [*history, *self.failed]
         seconds = [row["seconds"] for row in history]
         training, environment = federation.training, {**self.environment}

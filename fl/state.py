@@ -74,7 +74,7 @@ class Rows:
 
 
 class Sampled:
-    """Rows of the clients S, [m, ...], of which only those that are asked for become tensors."""
+    """Rows S of Rows or of a tensor, [m, ...], each fetched when it is asked for."""
 
     def __init__(self, rows, S):
         self.rows, self.S = rows, np.asarray(S)

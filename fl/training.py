@@ -26,6 +26,7 @@ from .machine import (
     refuse,
     say,
 )
+from .state import Sampled
 
 STEPS = threading.local()  # .vmapped: in a step of all clients; .alone: in one item of `each`
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
@@ -173,7 +174,7 @@ class Training:
             return self.train_fast(fed, client_update, own, clients, shared)
         m, mine = len(clients), self.share(len(clients)) or range(1)
         with set_in_thread(alone=True):
-            found = self.train_fast(fed, client_update, [Some(z, mine) for z in own],
+            found = self.train_fast(fed, client_update, [Sampled(z, mine) for z in own],
                                     clients[mine.start : mine.stop], shared)
         whole = tree_map(lambda z: z.new_empty((m, *z.shape[1:])), found)
         for z, part in zip(tree_leaves(whole), tree_leaves(found)):
@@ -273,19 +274,6 @@ def compare(net, start, wanted, found, precision):
             rounding = 1e-6 * w.norm() + least * w.numel() ** 0.5
             if not (g - w).norm() <= tolerance * c.norm() + rounding:
                 raise ValueError("a minibatch does not give what the plain loop gives")
-
-
-class Some:
-    """The rows z[mine], each fetched when it is asked for."""
-
-    def __init__(self, z, mine):
-        self.z, self.places = z, np.array(mine)
-
-    def __len__(self):
-        return len(self.places)
-
-    def __getitem__(self, i):
-        return self.z[self.places[i]]
 
 
 def plain(z):
