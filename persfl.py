@@ -189,6 +189,7 @@ BY_DATASET = {
     ("cifar10", "dirichlet-classes"): dict(rounds=25),
     ("cifar10", "lognormal"): dict(per_client=2),
     ("mnist", "classes"): dict(rounds=100, limit=6000),  # D9
+    ("mnist", "unequal-classes"): dict(rounds=100, limit=6000),
     ("mnist", "dirichlet-classes"): dict(rounds=25),
     ("mnist", "lognormal"): dict(rounds=100, per_client=2),
     # ours, for a quick look

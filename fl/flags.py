@@ -81,11 +81,12 @@ def parser(doc, **defaults):
               "array client_train of a .npz, the users of LEAF)")
     flag("--alpha", type=nonnegative, default=1.0,
          help="alpha of the Dirichlet splits. dirichlet-classes, fedma: of each class's shares "
-              "over the clients; fedslr: of each client's shares over the classes; dirichlet-hsu: "
-              "alpha * p, where p are the classes' shares; others refuse it")
+              "over the clients; fedslr, unequal-classes: of each client's shares over the "
+              "classes; dirichlet-hsu: alpha * p, where p are the classes' shares; others refuse "
+              "it")
     flag("--per-client", type=positive_int, default=2,
-         help="s, shards (--split shards) or classes (--split classes, lognormal) a client; "
-              "others refuse it")
+         help="s, shards (--split shards) or classes (--split classes, "
+              "unequal-classes, lognormal) a client; others refuse it")
     flag("--clients", type=positive_int, default=100,
          help="K, clients in all (--split semantic and natural find their own)")
     flag("--client-test", type=fraction, default=0.2,

@@ -62,7 +62,7 @@ def validate(data, args):
     """Refuses what no draw can satisfy."""
     if args.split in USED_BY["clients"] and args.clients > data.n_train:
         refuse(f"{args.clients} --clients can't share {data.n_train} training images; use fewer")
-    if args.split in ("classes", "lognormal") and args.per_client > data.classes:
+    if args.split in ("classes", "unequal-classes", "lognormal") and args.per_client > data.classes:
         refuse(f"--per-client {args.per_client}: there are only {data.classes} classes; use fewer")
     if args.client_test * (test_owner(data, args) is None) + args.client_val >= 1:
         refuse("--client-test and --client-val leave nothing to train on; use a sum below 1")
@@ -260,10 +260,10 @@ def split_dirichlet_classes(labels, classes, rng, args, balance=False):
            "images in 1000 draws; use a larger --alpha or fewer --clients")
 
 
-def split_classes(labels, classes, rng, args):
-    """Gives each client s random classes, and all equally many images (Psi-Net's "N x c"; PersFL's
-    DS-1, FedPer's). The next client takes the classes that the fewest clients have; ties are broken
-    at random."""
+def split_classes(labels, classes, rng, args, unequal=False):
+    """Gives each client s random classes, and all equally many images: equally many of each class
+    (Psi-Net's "N x c"; FedPer's), or, with unequal, what `shares` says (PersFL's DS-1). The next
+    client takes the classes that the fewest clients have; ties are broken at random."""
     holders, chosen = np.zeros(classes, int), []
     for _ in range(args.clients):
         chosen.append(np.lexsort((rng.random(classes), holders))[: args.per_client])
@@ -272,11 +272,33 @@ def split_classes(labels, classes, rng, args):
     if not (n := min(len(pool) // h for pool, h in zip(pools, holders) if h)):
         refuse(f"{args.clients} clients with {args.per_client} classes each need more images than "
                "some class has; use fewer of either")
+    has = np.array([np.isin(range(classes), mine) for mine in chosen])  # [K, classes]
+    count = shares(has, n, rng, args) if unequal else has * n
     start, owned = np.zeros(classes, int), []
-    for mine in chosen:
-        owned.append(np.concatenate([pools[c][start[c] : start[c] + n] for c in mine]))
-        start[mine] += n
+    for mine, number in zip(chosen, count):
+        end = start + number
+        owned.append(np.concatenate([pools[c][start[c] : end[c]] for c in mine]))
+        start = end
     return owned
+
+
+def shares(has, n, rng, args, least=10):
+    """Returns how many images of each class each client gets: [K, classes]. has [K, classes] says
+    which classes are its own, n how many images a class has for each of its holders. A client gets
+    `least` of each, and of the rest amounts ~ Gamma(alpha), scaled until all clients have equally
+    many and each class is used up (iterative proportional fitting). One image of n is left out,
+    since amounts are rounded."""
+    if (rest := n - least - 1) < 1:
+        refuse(f"--split unequal-classes gives each client {least} images or more of each of its "
+               "classes; use fewer --clients or more images")
+    share = np.maximum(rng.gamma(max(args.alpha, 1e-300), size=has.shape), 1e-9) * has
+    for _ in range(10_000):
+        share *= rest * has.sum(0) / np.maximum(share.sum(0), 1e-9)
+        share *= (rest * has.sum(1) / share.sum(1))[:, None]
+        if np.abs(share.sum(0) - rest * has.sum(0)).max() < 0.01:
+            return has * least + np.array([whole_numbers(row) for row in share])
+    refuse(f"--split unequal-classes with --alpha {args.alpha:g} finds no amounts that give all "
+           "clients equally many images; use a larger --alpha")
 
 
 def split_lognormal(labels, classes, rng, args):
@@ -347,13 +369,14 @@ SPLITS = {
     "dirichlet-hsu": split_dirichlet_hsu, "classes": split_classes, "lognormal": split_lognormal,
     "semantic": split_semantic, "fedslr": split_fedslr,
     "fedma": functools.partial(split_dirichlet_classes, balance=True),  # FedMA's hetero-dir
+    "unequal-classes": functools.partial(split_classes, unequal=True),
     "natural": None,  # the data set says it
 }
 split_fedslr.overlap = True
 USED_BY = {  # arguments, and the splits that they are for
     "clients": [name for name in SPLITS if name not in ("semantic", "natural")],  # find their own
-    "per_client": ["shards", "classes", "lognormal"],
-    "alpha": ["dirichlet-classes", "dirichlet-hsu", "fedslr", "fedma"],
+    "per_client": ["shards", "classes", "unequal-classes", "lognormal"],
+    "alpha": ["dirichlet-classes", "dirichlet-hsu", "unequal-classes", "fedslr", "fedma"],
 }
 
 

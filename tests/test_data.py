@@ -292,6 +292,22 @@ def test_k_classes_each():
     assert all(set(np.bincount(LABELS[index], minlength=10)) == {0, 150} for index in owned)
 
 
+def test_k_classes_each_in_unequal_amounts():
+    """As above, but a client has 10 or more of each of its classes and 149 * 4 in all (one image
+    of 150 is kept back for rounding). A small alpha makes the amounts less equal."""
+    spreads = []
+    for alpha in (0.3, 100):
+        owned = split("unequal-classes", clients=10, per_client=4, alpha=alpha)
+        counts = np.array([np.bincount(LABELS[index], minlength=10) for index in owned])
+        assert ((counts > 0).sum(1) == 4).all() and counts[counts > 0].min() >= 10
+        assert set(counts.sum(1)) == {149 * 4} and counts.sum(0).max() <= 600
+        assert len(np.unique(np.concatenate(owned))) == 149 * 4 * 10
+        spreads.append(counts[counts > 0].std())
+    assert spreads[0] > 5 * spreads[1] > 0
+    with pytest.raises(SystemExit):
+        split("unequal-classes", clients=500, per_client=4)  # 3 images of a class each
+
+
 def test_lognormal_gives_two_neighbouring_labels_and_very_unequal_sizes():
     owned = split("lognormal", clients=10)
     for k, index in enumerate(owned):
