@@ -266,7 +266,7 @@ def page(rows, some, methods, shared, args):
     if notes:
         parts += ["What is not shared:", "\n".join(notes)]
     if any(row["personal"] for row in rows):  # otherwise nothing is drawn
-        parts += ["![Learning curves](curves.png)", "![Accuracies of the clients](clients.png)"]
+        parts += ["![Learning curves](curves.svg)", "![Accuracies of the clients](clients.svg)"]
     return "\n\n".join(parts) + "\n"
 
 

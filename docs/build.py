@@ -339,7 +339,7 @@ def page(name, title, body):
 
 def figures(name):
     tables, out = HERE / "results" / f"{name}.md", []
-    drawn = (re.findall(r"^!\[(.*)\]\((.*)\.png\)", tables.read_text(encoding="utf-8"), re.M)
+    drawn = (re.findall(r"^!\[(.*)\]\((.*)\.svg\)", tables.read_text(encoding="utf-8"), re.M)
              if tables.exists() else ())
     for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn),
                                     *FIGURES.get(name, ())]:

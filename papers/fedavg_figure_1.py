@@ -1,7 +1,7 @@
 """FedAvg's Figure 1: the loss of the average of two networks, trained apart, from the same and from
 different initial weights.
 
-    python -m papers.fedavg_figure_1        writes results/fedavg-figure-1.json and .png
+    python -m papers.fedavg_figure_1        writes results/fedavg-figure-1.json and .svg
 
 Two 2NN are trained on the 600 images of two clients, 240 minibatches of 50 each. The loss of
 theta*w + (1-theta)*w' is measured on all training images of MNIST. This is one round of FedAvg with

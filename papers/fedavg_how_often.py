@@ -1,6 +1,6 @@
 """FedAvg's rounds until a target, if not every round is measured.
 
-    python -m papers.fedavg_how_often       prints them, and draws results/fedavg-how-often.png
+    python -m papers.fedavg_how_often       prints them, and draws results/fedavg-how-often.svg
 
 The runs in results/fedavg-beyond measured the accuracy after every round, and went on beyond the
 target. So what every k-th round alone would have shown can be counted afterwards.

@@ -1,6 +1,6 @@
 """FedSLR beside other methods, with the small CNN, over 60 and 1,000 rounds.
 
-    python -m papers.fedslr_curves       draws results/fedslr-curves.png from results/fedslr
+    python -m papers.fedslr_curves       draws results/fedslr-curves.svg from results/fedslr
 """
 
 import common

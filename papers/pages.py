@@ -148,8 +148,8 @@ def pages(paper):
 def table_lines(t, found):
     """Returns one table in Markdown. found: (row, column) -> (cell, what it shows or None)."""
     text = ["", f"## {t.name}", "", f"**{t.title}.** {t.note}".strip(), ""]
-    if (runs.RESULTS / f"{t.name}.png").exists():
-        text += [f"![{t.title}]({t.name}.png)", ""]
+    if (runs.RESULTS / f"{t.name}.svg").exists():
+        text += [f"![{t.title}]({t.name}.svg)", ""]
     text += [line("", *t.columns), line(*["---"] * (len(t.columns) + 1))]
     explained = set()
     for row in t.rows:

@@ -699,7 +699,7 @@ def test_the_exit_code_is_1_if_every_run_diverged(go, capsys, monkeypatch):
     go("fedavg,fedprox", "--seeds", "1", "--lr", "1e30", "--momentum", "0")
     assert go.code == 1 and "all runs diverged" in capsys.readouterr().out
     page = (go.out / "compare.md").read_text()
-    assert "| fedavg (1 of 1 diverged) |" in page and "curves.png" not in page
+    assert "| fedavg (1 of 1 diverged) |" in page and "curves.svg" not in page
     assert not (go.out / "curves.png").exists()
 
 
