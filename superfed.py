@@ -125,9 +125,9 @@ def local_training(net, args):
     return client_update
 
 
-def main(argv=None):
-    args = arguments(argv)
-    federation = common.Federation(args)
+def main(argv=None, federation=None):
+    federation = federation or common.Federation(arguments(argv))
+    args = federation.args
     phase_two_from = first_round_of_phase_two(args)  # the first t >= L*R
     run = common.Run(__file__, federation, fixed_rounds="Phase II's start, L*R, depends on R",
                      marks={phase_two_from + 1: "Phase II begins"})  # counted from 1

@@ -18,33 +18,27 @@ import common
 import superfed
 
 
+class Federation(common.Federation):
+    """Samples only clients that are seen."""
+
+    def __init__(self, args, unseen):
+        super().__init__(args)
+        if unseen >= self.K:
+            common.refuse(f"--unseen {unseen} leaves none of the {self.K} clients")
+        order = common.stream(args.split_seed, "split", 2).permutation(self.K)
+        self.unseen, self.seen = np.sort(order[:unseen]), np.sort(order[unseen:])
+
+    def sample(self, t, m=None):
+        rng = common.stream(self.args.seed, "sampling", t)
+        return np.sort(rng.choice(self.seen, min(m, len(self.seen)), replace=False))
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--unseen", type=common.positive_int, default=20)
     own, argv = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    made = []
-
-    class Federation(common.Federation):
-        """Samples only clients that are seen."""
-
-        def __init__(self, args, make_net=None):
-            super().__init__(args, make_net)
-            if own.unseen >= self.K:
-                common.refuse(f"--unseen {own.unseen} leaves none of the {self.K} clients")
-            order = common.stream(args.split_seed, "split", 2).permutation(self.K)
-            self.unseen, self.seen = np.sort(order[: own.unseen]), np.sort(order[own.unseen :])
-            made.append(self)
-
-        def sample(self, t, m=None):
-            rng = common.stream(self.args.seed, "sampling", t)
-            return np.sort(rng.choice(self.seen, min(m, len(self.seen)), replace=False))
-
-    whole, common.Federation = common.Federation, Federation
-    try:
-        superfed.main(argv)
-    finally:
-        common.Federation = whole
-    federation = made[0]
+    federation = Federation(superfed.arguments(argv), own.unseen)
+    superfed.main(federation=federation)
     out = federation.args.out or f"runs/superfed-{federation.data.name}-{federation.args.seed}"
     state = torch.load(f"{out}/state.pt", weights_only=True, map_location=federation.device)
     found = measures(federation, state["state"]["w_f"], state["state"]["w_l"])

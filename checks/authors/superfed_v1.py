@@ -7,10 +7,13 @@ from the paper (docs/superfed.md, D1, D2 and D4). superfed.py follows the paper.
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import common
-import superfed
+from fl.files import execute
+
+superfed = execute(ROOT / "superfed.py")  # a copy, of which `main` replaces some functions
 
 
 def mixed(net):
@@ -19,14 +22,6 @@ def mixed(net):
 
 
 class Federation(common.Federation):
-    def __init__(self, args, make_net=None):
-        super().__init__(args, make_net)
-        superfed.mix = self.mix
-
-    def mix(self, w_f, w_l, lam):
-        lam = lam * mixed(self.net)  # D2
-        return (1 - lam) * w_f + lam * w_l
-
     def eta(self, t):
         return super().eta(t + 1)  # rounds count from 1 (D4)
 
@@ -44,24 +39,18 @@ def first_round_of_phase_two(args):
     return max(int(args.start * args.rounds) - 1, 0)  # D4
 
 
-def arguments(argv):
-    argv = sys.argv[1:] if argv is None else [*map(str, argv)]
-    return superfed_arguments(["--lr-decay", "0.995", *argv])  # D4; a flag given later wins
-
-
-superfed_arguments = superfed.arguments
-
-
 def main(argv=None):
-    """Runs superfed.py with these functions in the place of its own."""
-    before = dict(vars(superfed)), common.Federation
-    superfed.loss_3, superfed.arguments = loss_3, arguments
-    superfed.first_round_of_phase_two, common.Federation = first_round_of_phase_two, Federation
-    try:
-        return superfed.main(argv)
-    finally:
-        vars(superfed).update(before[0])
-        common.Federation = before[1]
+    argv = sys.argv[1:] if argv is None else [*map(str, argv)]
+    # D4; a flag given later wins
+    federation = Federation(superfed.arguments(["--lr-decay", "0.995", *argv]))
+    own = mixed(federation.net)
+
+    def mix(w_f, w_l, lam):
+        return (1 - lam * own) * w_f + lam * own * w_l  # D2
+
+    superfed.mix, superfed.loss_3 = mix, loss_3
+    superfed.first_round_of_phase_two = first_round_of_phase_two
+    return superfed.main(federation=federation)
 
 
 if __name__ == "__main__":
