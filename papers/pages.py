@@ -64,10 +64,14 @@ def shown(cell):
 
 
 def counts(name):
-    """Counts a table's cells: all, those with all rounds, with fewer, without a result."""
-    found = [shown(cell) for cell in cells(name)]
+    """Counts a table's cells: all, of these one user's, and those without a published number; then
+    those with all rounds, with fewer, without a result."""
+    every = [*cells(name)]
+    found = [shown(cell) for cell in every]
+    users = sum(cell.row.startswith("User") for cell in every)
+    lost = sum(cell.published == "?" for cell in every)
     fewer, none = sum(s.short for s in found if s), found.count(None)
-    return len(found), len(found) - fewer - none, fewer, none
+    return len(found), users, lost, len(found) - fewer - none, fewer, none
 
 
 def ours(cell, s):
@@ -98,8 +102,11 @@ OVERVIEW = """# The papers' tables, and ours
 `python -m papers --tables` writes this page, and two pages for each paper, from the records in
 this folder. Don't edit them. `make reproduce` runs what is missing.
 
-A cell is one number of a table. *done*: our run has as many rounds as the paper's (for Psi-Net this
-number is our guess), with one seed or more. *short*: it has fewer. *empty*: not run.
+A cell is one number of a table. *one user's*: one of PersFL's ten users, whose cells say no more
+than their means, since our user k has other images than the paper's. *not published*: the number is
+lost in our copy of the paper, or only drawn there. *done*: our run has as many rounds as the
+paper's (for Psi-Net this number is our guess), with one seed or more. *short*: it has fewer.
+*empty*: not run.
 
 Other runs are in folders of their own, and the papers' pages in [docs](../docs/) quote them:
 `fedslr` (a small CNN; ResNet-18), `fedavg-starts`, `fedavg-beyond`, `fedavgm-seeds`,
@@ -107,6 +114,22 @@ Other runs are in folders of their own, and the papers' pages in [docs](../docs/
 `persfl-normalize`, `persfl-local`, `precision`, and [comparisons of
 methods](../docs/compare.md): `compare`, `compare-plain` and `compare-cifar10`.
 [LOG.md](LOG.md) lists what was tried without success.
+"""
+NOT_HERE = """
+What the papers describe and no cell above has:
+
+| in the paper | here |
+| --- | --- |
+| SuPerFed: unseen clients (abstract) | `python -m papers.superfed_unseen`; no number in the text |
+| Psi-Net: MobileNetV1 | not here: our copy has no numbers of it |
+| Psi-Net: total variance of layers | `python -m papers.psinet_depth`; not run on CIFAR-10 |
+| FedSLR: LPGD, GPGD, S+LR, LR+LR, S+S | not here: discussed without a number |
+| FedSLR: ResNet-18 | 20 of 1,000 rounds on [its page](../docs/fedslr.md); the rest takes a GPU |
+| PersFL: users who join later | not here: no number in the paper |
+| PersFL: Figures 3 to 8, lambda and T | drawn only; our records have all students' accuracies |
+| PersFL: fairness (5.2) | the rows SD of its tables, and [claims.md](../docs/claims.md#persfl) |
+| FedAvgM: E = 5, C = .4 | cells of its figures; not run, since E = 1, C = .05 already takes hours |
+| EMNIST (SuPerFed) | not here: we could not get its images; `--dataset FILE.npz` takes them |
 """
 HOW_TO_READ = """How to read a cell:
 
@@ -189,13 +212,14 @@ def run_line(found):
 
 def overview():
     """Returns the text of README.md, with a line for each table."""
-    titles = "table", "in the paper", "cells", "done", "short", "empty"
-    text = [OVERVIEW, line(*titles), line(*["---"] * 6)]
+    titles = ("table", "in the paper", "cells", "one user's", "not published", "done", "short",
+              "empty")
+    text = [OVERVIEW, line(*titles), line(*["---"] * len(titles))]
     found = {name: counts(name) for name in TABLES}
     for name, t in TABLES.items():
         text.append(line(f"[{name}]({name.split('-')[0]}.md#{name})", t.title, *found[name]))
     text.append(line("all", "", *map(sum, zip(*found.values()))))
-    return "\n".join(text) + "\n"
+    return "\n".join([*text, NOT_HERE])
 
 
 def rebuild():
