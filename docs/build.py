@@ -9,6 +9,7 @@ tests/test_docs.py checks what this script makes.
 import ast
 import functools
 import html
+import json
 import pathlib
 import re
 
@@ -24,6 +25,8 @@ PAPERS = {"fedavg": "FedAvg", "fedavgm": "FedAvgM", "superfed": "SuPerFed", "psi
 TEXTS = {"claims": "Claims", "compare": "Compare", "benchmark": "Benchmark", "extend": "Your own",
          "run": "Runs"}
 MORE = ("authors", "speed", "shapes")  # and such as are not in the bar
+IDEA = "The problem", "The idea", "The network", "Terms", "One step by hand"  # begin a paper's page
+SLIDER = "results/superfed-1/superfed-cifar10-mix-model/0.json"
 TABLES = "python -m papers --tables"  # draws the figures of the papers' tables from the records
 RANKS = "python -m papers.fedslr_ranks results/fedslr/{}-cnn"
 # a page: (the picture in results/, what it shows, the command that draws it), beside those of
@@ -297,22 +300,22 @@ def in_order(D):
     return int(D[1:])
 
 
-def listing(file, doc, lines, told, titles=(), key="", about=""):
-    """The two columns, and below them the choices, whose text told[D] is from the page in
-    Markdown. titles[D]: that of a choice which has no line of the pseudocode, and so is on the page
-    alone."""
-    words = re.search(r"^Choices.*?(?=\n\n)", doc, re.M | re.S)  # but for the first sentence
-    words = re.split(r'(?<=[.:]) (?=[A-Z"])', " ".join(words[0].split()))[1:] if words else []
-    words = paragraph(" ".join(words)) if words else ""
+def listing(file, doc, lines, key="", about=""):
+    """The two columns."""
+    return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n'
+            f'<div class="pseudo">\n{paper_side(doc, key)}\n</div></div>\n'
+            f"{code_side(file, lines, key)}</div>\n")
+
+
+def choice_list(doc, told, titles=(), key=""):
+    """The choices, whose text told[D] is from the page in Markdown. titles[D]: that of a choice
+    which has no line of the pseudocode, and so is on the page alone."""
     lines_of = choices(doc)
     of = {D: lines_of.get(D) or titles[D] for D in sorted({*lines_of, *titles}, key=in_order)}
     full = "\n".join(
         f'<details class="choice" id="{key}{D}"><summary><b>{D}</b> {mathematics(line)}</summary>'
         f"{markdown(told[D])}</details>" for D, line in of.items())
-    return (f'<div class="sides"><div class="paper"><h3>Pseudocode</h3>{about}\n'
-            f'<div class="pseudo">\n{paper_side(doc, key)}\n</div></div>\n'
-            f"{code_side(file, lines, key)}</div>\n"
-            f'<div class="choices"><h3>Choices that change a number</h3>\n{words}{full}\n</div>')
+    return f'<div class="choices"><h3>Choices that change a number</h3>\n{full}\n</div>'
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,63 +346,78 @@ def figures(name):
              if tables.exists() else ())
     for picture, words, command in [*((picture, words, TABLES) for words, picture in drawn),
                                     *FIGURES.get(name, ())]:
-        if (HERE / "results" / f"{picture}.svg").exists():
+        drawn_above = f"(../results/{picture}.svg)" in read("docs", f"{name}.md")
+        if (HERE / "results" / f"{picture}.svg").exists() and not drawn_above:
             out.append(f'<figure><img src="../results/{picture}.svg" alt="{words}">'
                        f"<figcaption>{mathematics(words)}. "
                        f"<code>{html.escape(command)}</code></figcaption></figure>")
     return fold("Figures", "\n".join(out), True) if out else ""
 
 
-def below(name, parts):
-    """What follows the two columns: the sections of docs/NAME.md, the figures and the papers'
-    tables beside ours."""
-    opened = ("The idea", "What was measured", "What the committed records say", "Exercises")
-    out = [(title, fold(title, markdown(text), title in opened)) for title, text in parts]
+def ours_beside(name):
+    """The papers' tables beside ours, if there are any."""
     tables = HERE / "results" / f"{name}.md"
-    if tables.exists():
-        text = re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M)
-        text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", text)
-        (_, about), *rest = sections(text.replace("](../docs/", "]("), 2)
-        rest = "\n".join(fold(title, markdown(body)) for title, body in rest)
-        out.append(("", fold("Ours beside the paper's: all tables",
-                             markdown(about.split("\n", 1)[1]) + rest)))
-    last = [text for title, text in out if title == "Exercises"]
-    return "\n".join([*(text for title, text in out if title != "Exercises"), figures(name), *last])
+    if not tables.exists():
+        return ""
+    text = re.sub(r"^!\[.*\n", "", tables.read_text(encoding="utf-8"), flags=re.M)
+    text = re.sub(r"\]\((?!\w+:|\.\./)", "](../results/", text)
+    (_, about), *rest = sections(text.replace("](../docs/", "]("), 2)
+    rest = "\n".join(fold(title, markdown(body)) for title, body in rest)
+    return fold("Ours beside the paper's: all tables", markdown(about.split("\n", 1)[1]) + rest)
+
+
+def section(title, text):
+    return f'<section id="{slug(title)}"><h2>{mathematics(title)}</h2>\n{markdown(text)}</section>'
+
+
+def slider():
+    """SuPerFed's mixture, and the recorded accuracy of it, for a lambda that the reader moves."""
+    lambdas = json.loads(read(SLIDER))["final"]["lambdas"]
+    curve = json.dumps([round(row["mean"], 3) for row in lambdas])
+    text = read("docs", "superfed-slider.html")
+    return text.replace("[curve]", curve).replace("[record]", SLIDER)
 
 
 def paper_page(name):
+    """In this order: the idea; how to run it; pseudocode beside code; evidence; exercises; choices;
+    the paper's tables."""
     text, page_text = read(f"{name}.py"), read("docs", f"{name}.md")
     tree, doc = ast.parse(text), text.split('"""', 2)[1]
     imports = max(node.end_lineno for node in tree.body
                   if isinstance(node, (ast.Import, ast.ImportFrom)))
     rule = text[: text.index("\n# -----")].rstrip().count("\n") + 1
     start = next(n for n in range(imports, rule) if text.splitlines()[n].strip()) + 1
-    told, titles, parts = {}, {}, []  # told, titles: of a choice
+    told, titles, parts = {}, {}, {}  # told, titles: of a choice
     for title, part in sections(page_text, 2)[1:]:
-        rest = ""
+        parts[title] = ""
         for heading, body in sections(part, 3):
             if match := re.match(r"(D\d+): (.*)", heading):
                 told[match[1]], titles[match[1]] = body, match[2] + "."
             else:
-                rest += (f"### {heading}\n" if heading else "") + body
-        if rest.strip():  # or all of it is choices, which stand above
-            parts.append((title.replace("The choices", "About the choices"), rest))
+                parts[title] += (f"### {heading}\n" if heading else "") + body
+    about, exercises = parts.pop("The choices"), parts.pop("Exercises")
+    idea = [section(title, parts.pop(title)) for title in IDEA if title in parts]
+    if name == "superfed":
+        idea.insert(2, slider())  # below the idea
     cite, *before = doc.split("\n\n")
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
     before = [block for block in before if not choices(block)]
     run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>"
                   if block.startswith("    ") else paragraph(block) for block in before[:-1])
-    rest = fold("Run it, and what to expect", run, True) + below(name, parts)
-    links = [title for title in (parts[0][0], "What was measured", "Figures", "Exercises")
-             if f' id="{slug(title)}"' in rest]
-    links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in links)
-    cite = html.escape(" ".join(cite.split()))
-    body = (f'<header><h1>{PAPERS[name]}</h1><p class="cite">{cite}</p>{HINT}'
-            f'<p class="toc">{links}</p></header>\n'
-            + listing(f"{name}.py", doc, range(start, rule + 1), told, titles,
-                      about=paragraph(before[-1]))
-            + rest)
-    return page(name, f"{PAPERS[name]}: pseudocode beside code", body)
+    evidence = [fold(title, markdown(part), title.startswith("What"))
+                for title, part in parts.items()]
+    links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in (
+        *(title for title in IDEA if f"## {title}\n" in page_text), "Pseudocode and code",
+        *parts, "Exercises", "The choices"))
+    body = [f'<header><h1>{PAPERS[name]}</h1><p class="cite">{html.escape(" ".join(cite.split()))}'
+            f'</p><p class="toc">{links}</p></header>', *idea,
+            f'<section id="{slug("Pseudocode and code")}"><h2>Pseudocode and code</h2>{HINT}'
+            f'{listing(f"{name}.py", doc, range(start, rule + 1), about=paragraph(before[-1]))}'
+            "</section>",
+            fold("Run it, and what to expect", run, True), *evidence, figures(name),
+            fold("Exercises", markdown(exercises), True),
+            section("The choices", about) + choice_list(doc, told, titles), ours_beside(name)]
+    return page(name, f"{PAPERS[name]}: pseudocode beside code", "\n".join(body))
 
 
 def baselines_page():
@@ -428,8 +446,9 @@ def baselines_page():
         cite = html.escape(" ".join(cite.split()))
         out.append(
             f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
-            + listing("baselines.py", own, lines, texts, key=f"{flags[0]}-",
+            + listing("baselines.py", own, lines, key=f"{flags[0]}-",
                       about="".join(map(paragraph, filter(str.strip, remarks))))
+            + choice_list(own, texts, key=f"{flags[0]}-")
             + f"\n{markdown(about[flags[0]])}</section>")
     others = [n for name, node in functions.items() if name not in (*methods, "arguments", "main")
               for n in range(node.lineno, node.end_lineno + 2)]
@@ -440,7 +459,9 @@ def baselines_page():
             f'</p>{HINT}<p class="toc">{links}</p></header>\n'
             + fold("Symbols and models", "".join(map(paragraph, words))) + "\n"
             + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
-            + "\n".join(out) + below("baselines", rest))
+            + "\n".join(out)
+            + "\n".join(fold(title, markdown(part), title.startswith("What"))
+                        for title, part in rest) + figures("baselines"))
     return page("baselines", "Baselines: pseudocode beside code", body)
 
 

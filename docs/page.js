@@ -89,3 +89,22 @@ function unfold() {
 }
 addEventListener("hashchange", unfold);
 unfold();
+
+// SuPerFed's slider: the mixture of two orthogonal models, and the recorded accuracy at this lambda.
+const slider = document.getElementById("slider");
+if (slider) {
+  const curve = JSON.parse(slider.querySelector("script").textContent), input = slider.querySelector("input");
+  const part = id => slider.querySelector("#" + id), place = (circle, x, y) => { circle.setAttribute("cx", x); circle.setAttribute("cy", y); };
+  const height = accuracy => 190 * (1 - (accuracy - .4) / .6), short = x => String(x).replace(/^0\./, ".");
+  part("curve").setAttribute("points", curve.map((accuracy, i) => `${30 * i},${height(accuracy)}`).join(" "));
+  function show() {
+    const i = Number(input.value), x = 19 * (10 - i), y = 190 - 19 * i;
+    place(part("mix"), x, y);
+    part("mix-guide").setAttribute("d", `M${x} 190 V${y} H0`);
+    part("mix-text").textContent = `W = ${short((10 - i) / 10)} w\u1da0 + ${short(i / 10)} w\u02e1`;
+    place(part("point"), 30 * i, height(curve[i]));
+    part("point-text").textContent = `accuracy ${short(curve[i].toFixed(3))} at λ = ${short(i / 10)}`;
+  }
+  input.addEventListener("input", show);
+  show();
+}
