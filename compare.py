@@ -11,13 +11,14 @@ main(argv).
 """
 
 import argparse
+import itertools
 import pathlib
 import sys
 import textwrap
 
 import common
 from comparing import benchmark, report
-from comparing.planning import BY_DATASET, METHODS, SHARED, check_folder, flags, plan, share
+from comparing.planning import BY_DATASET, METHODS, SHARED, flags, plan, share
 from comparing.training import job, train_all
 from comparing.tuning import grid_of, tune
 from fl.machine import when_interrupted
@@ -59,10 +60,23 @@ def arguments(argv):
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and "
                     "figures are drawn")
-    shared, args.ten_times = share(rest)
+    shared = share(rest)
     if args.against and args.seeds * args.split_seeds == 1:
         p.error("--against: one run of each method gives no interval; use --seeds 2 or more")
     return args, shared
+
+
+def jobs(methods, args, shared):
+    """Returns the Jobs of a comparison: every method with every seed on every split."""
+    found = []
+    for split, seed, method in itertools.product(range(args.split_seeds), range(args.seeds),
+                                                 methods):
+        at, folder = shared.split_seed + split, pathlib.Path(args.out, method.name)
+        if split:
+            folder /= f"split{at}"
+        label = f"{method.name}, split {at}" if args.split_seeds > 1 else method.name
+        found.append(job(method, seed, at, folder / str(seed), f"{label}, seed {seed}"))
+    return found
 
 
 def main(argv=None):
@@ -70,18 +84,13 @@ def main(argv=None):
     if argv[:1] == ["--benchmark"]:
         return benchmark.main(argv[1:])
     args, shared = arguments(argv)
-    methods = plan(args, shared)
+    methods = plan(args.methods, args.set, shared)
     names = [method.name for method in methods]
     if unknown := [name for name in args.against if name not in names]:
         common.refuse(f"--against: --methods has no {unknown[0]}; its names are {', '.join(names)}")
-    grid = grid_of(methods, args, shared)
-    check_folder(pathlib.Path(args.out))
-    if grid:
-        tune(grid, args, shared)
-        methods = plan(args, shared)
-    wanted = [job(m, seed, split, args, shared) for split in range(args.split_seeds)
-              for seed in range(args.seeds) for m in methods]
-    found = train_all(wanted, args, shared)
+    if points := grid_of(methods, args, shared):
+        methods = plan(args.methods, args.set + tune(points, args, shared), shared)
+    found = train_all(jobs(methods, args, shared), args.jobs, shared)
     records = {name: found[i::len(names)] for i, name in enumerate(names)}
     return report.report(records, methods, args, shared)
 

@@ -311,7 +311,6 @@ DEFAULTS = dict(model="vgg9", split="classes", clients=10, per_client=4, client_
 # ours, for a quick look
 QUICK = dict(model="cnn", transform="normalize", rounds=12, batch_size=20, lr=0.02, eval_every=2)
 BY_DATASET = {"cifar100": dict(model="vgg16", per_client=50, rounds=200), "shapes": QUICK}
-OWN_MODEL = True  # for compare.py: not the network of the other methods
 DEPTH = {"vgg9": "conv5", "vgg16": "conv3-2", "cnn": "conv3"}  # l.1: ours (D3; see D9)
 
 

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import pathlib
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,39 +32,30 @@ SPLITS = 3  # of each kind
 RESULTS = planning.HERE / "results" / "benchmark"  # what is known of all runs: KIND.json
 TO = "local", "fedavg-ft"  # the methods of the paired differences
 
-
-class Grid(NamedTuple):
-    """Ascending values of a parameter. `below` or `above` is tried, too, if the value next to it is
-    best; None is no value. The choice of the rate uses the middle value."""
-
-    parameter: str
-    values: tuple
-    below: object = None
-    above: object = None
-
-
-RATES = Grid("lr", (0.01, 0.03, 0.1, 0.3), 0.003, 1)
-OWN = {  # each method's own parameter
-    "fedavgm": Grid("beta", (0.7, 0.9, 0.97), 0.5, 0.99),
-    "superfed-mm": Grid("start", (0.2, 0.4, 0.6), None, 0.8),
-    "superfed-lm": Grid("start", (0.2, 0.4, 0.6), None, 0.8),
-    "psinet": Grid("depth", ("conv2", "fc1", "fc2")),
-    "fedslr": Grid("lambda", (1e-5, 1e-4, 1e-3), 1e-6, 1e-2),
-    "persfl": Grid("distill-lr", (0.015, 0.05, 0.15), 0.005, 0.5),
-    "fedavg-ft": Grid("finetune-epochs", (1, 3, 10), None, 30),
-    "fedprox": Grid("mu", (0.01, 0.1, 1), 0.001, 10),
-    "fedprox-ft": Grid("mu", (0.01, 0.1, 1), 0.001, 10),
-    "scaffold": Grid("global-lr", (0.5, 1, 1.5), 0.25, 2),
-    "feddyn": Grid("feddyn-alpha", (0.01, 0.1, 1), 0.001, 10),
-    "apfl": Grid("apfl-alpha", (0.25, 0.5, 0.75), 0.1, 0.9),
-    "fedper": Grid("personal", (1, 2, 3), None, 4),
-    "fedrep": Grid("personal", (1, 2, 3), None, 4),
-    "lg-fedavg": Grid("personal", (1, 2, 3), None, 4),
-    "ditto": Grid("ditto-lambda", (0.01, 0.1, 1), 0.001, 10),
-    "pfedme": Grid("pfedme-lambda", (5, 15, 50), 1.5, 150),
-    "per-fedavg": Grid("per-fedavg-alpha", (0.01, 0.03, 0.1), 0.003, 0.3),
-    "fedspa": Grid("density", (0.25, 0.5, 0.75), 0.1, 0.9),
-    "fedma": Grid("last-lr", (0.1, 0.3, 1), 0.03, 3),
+# Ascending values. The first and the last are tried only if the value beside them is the best of
+# the others; None is no value.
+RATES = 0.003, 0.01, 0.03, 0.1, 0.3, 1
+OWN = {  # each method's own parameter; the rate is chosen with the middle one of its values
+    "fedavgm": ("beta", (0.5, 0.7, 0.9, 0.97, 0.99)),
+    "superfed-mm": ("start", (None, 0.2, 0.4, 0.6, 0.8)),
+    "superfed-lm": ("start", (None, 0.2, 0.4, 0.6, 0.8)),
+    "psinet": ("depth", (None, "conv2", "fc1", "fc2", None)),
+    "fedslr": ("lambda", (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    "persfl": ("distill-lr", (0.005, 0.015, 0.05, 0.15, 0.5)),
+    "fedavg-ft": ("finetune-epochs", (None, 1, 3, 10, 30)),
+    "fedprox": ("mu", (0.001, 0.01, 0.1, 1, 10)),
+    "fedprox-ft": ("mu", (0.001, 0.01, 0.1, 1, 10)),
+    "scaffold": ("global-lr", (0.25, 0.5, 1, 1.5, 2)),
+    "feddyn": ("feddyn-alpha", (0.001, 0.01, 0.1, 1, 10)),
+    "apfl": ("apfl-alpha", (0.1, 0.25, 0.5, 0.75, 0.9)),
+    "fedper": ("personal", (None, 1, 2, 3, 4)),
+    "fedrep": ("personal", (None, 1, 2, 3, 4)),
+    "lg-fedavg": ("personal", (None, 1, 2, 3, 4)),
+    "ditto": ("ditto-lambda", (0.001, 0.01, 0.1, 1, 10)),
+    "pfedme": ("pfedme-lambda", (1.5, 5, 15, 50, 150)),
+    "per-fedavg": ("per-fedavg-alpha", (0.003, 0.01, 0.03, 0.1, 0.3)),
+    "fedspa": ("density", (0.1, 0.25, 0.5, 0.75, 0.9)),
+    "fedma": ("last-lr", (0.03, 0.1, 0.3, 1, 3)),
 }
 
 
@@ -97,7 +87,7 @@ def arguments(argv):
         values = values.split(",")
         if not (parameter and all(values)):
             p.error(f"--tune {args.tune}: say PARAMETER=A,B,...")
-        args.own[args.mine] = Grid(parameter, tuple(values))
+        args.own[args.mine] = parameter, (None, *values, None)
     return args
 
 
@@ -110,14 +100,10 @@ class Kind:
     def __init__(self, title, args):
         self.title, self.args = title, args
         name = title.replace(" ", "-").lower()
-        self.committed = RESULTS / f"{name}.json"
-        flags = [*EQUAL, *KINDS[title], f"--data-dir={args.data_dir}"]
-        if args.device:
-            flags.append(f"--device={args.device}")
-        self.shared, _ = planning.share(flags)
-        self.options = argparse.Namespace(
-            methods="", set=[], tune=[], against=[], seeds=0, split_seeds=SPLITS, jobs=args.jobs,
-            out=f"{args.out}/{name}", ten_times=False)
+        self.committed, self.out = RESULTS / f"{name}.json", f"{args.out}/{name}"
+        self.flags = [*EQUAL, *KINDS[title]]
+        place = [f"--data-dir={args.data_dir}", *([f"--device={args.device}"] * bool(args.device))]
+        self.shared = planning.share([*self.flags, *place])
         there = self.committed.exists()
         committed = json.loads(self.committed.read_text())["methods"] if there else {}
         self.known = {name: committed.get(name, {}) for name in (*planning.METHODS, args.mine)
@@ -125,29 +111,35 @@ class Kind:
 
     def methods(self, settings):
         """Returns the Methods of settings {method: {parameter: value}}."""
-        self.options.methods = ",".join(f"{name}={self.args.file}" if name == self.args.mine
-                                        else name for name in settings)
-        self.options.set = [f"{name}.{word}" for name in settings for word in words(settings[name])]
-        return planning.plan(self.options, self.shared)
+        methods = (f"{name}={self.args.file}" if name == self.args.mine else name
+                   for name in settings)
+        sets = [f"{name}.{word}" for name in settings for word in words(settings[name])]
+        return planning.plan(",".join(methods), sets, self.shared)
 
     def known_run(self, name, settings, split=0, seed=0):
         """Returns what is known of a run, None if nothing."""
         return self.known[name].get(key(settings, split, seed))
+
+    def runs(self, name, seeds):
+        """Returns what is known of a method's runs with its chosen settings, on all splits."""
+        settings, _ = self.choose(name)
+        return [self.known_run(name, settings, split, seed)
+                for split in range(SPLITS) for seed in range(seeds)]
 
     def train(self, wanted):
         """Trains the runs (method, settings, split, seed) of a list."""
         jobs = []
         for name, settings, split, seed in wanted:
             method, = self.methods({name: settings})
-            run = training.job(method, seed, split, self.options, self.shared)
-            folder = pathlib.Path(self.options.out, name, key(settings, split, seed))
-            jobs.append(run._replace(label=f"{self.title}, {name}, {folder.name}", folder=folder))
-        found = training.train_all(jobs, self.options, self.shared)
+            folder = pathlib.Path(self.out, name, key(settings, split, seed))
+            jobs.append(training.job(method, seed, self.shared.split_seed + split, folder,
+                                     f"{self.title}, {name}, {folder.name}"))
+        found = training.train_all(jobs, self.args.jobs, self.shared)
         for (name, *run), r in zip(wanted, found):
             self.known[name][key(*run)] = brief(r)
         if not self.args.file:
             r = found[0]
-            about = {"settings": [*EQUAL, *KINDS[self.title]], "data": r["data"]["name"],
+            about = {"settings": self.flags, "data": r["data"]["name"],
                      "images": r["data"]["fingerprint"], "environment": r["environment"]}
             text = records.in_lines({**about, "methods": self.known})
             self.committed.parent.mkdir(parents=True, exist_ok=True)
@@ -158,39 +150,38 @@ class Kind:
     def choose(self, name):
         """Returns a method's settings chosen so far, and a list of those to be trained before
         the next choice."""
-        grids, settings = [RATES._replace(parameter=baselines.SGD_RATE.get(name, "lr"))], {}
+        grids, settings = [(baselines.SGD_RATE.get(name, "lr"), RATES)], {}
         if own := self.args.own.get(name):
             grids.append(own)
-            settings[own.parameter] = own.values[(len(own.values) - 1) // 2]
-        for grid in grids:
-            best, missing = self.best(name, settings, grid)
+            settings[own[0]] = own[1][(len(own[1]) - 1) // 2]
+        for parameter, values in grids:
+            points = [None if z is None else settings | {parameter: z} for z in values]
+            settings, missing = self.best(name, points)
             if missing:
                 return settings, missing
-            settings = settings | {grid.parameter: best}
         return settings, []
 
-    def best(self, name, settings, grid):
-        """Returns the value of a grid with the best validation accuracy, and a list of the settings
-        to be trained before it is known."""
-        def run(value):
-            return self.known_run(name, settings | {grid.parameter: value})
+    def best(self, name, points):
+        """Returns that of the points with the best validation accuracy, and a list of those to be
+        trained before it is known."""
+        def accuracy(i):
+            run = self.known_run(name, points[i])
+            return -1 if run["diverged"] else run["final"]["personal"]["val_mean"]
 
-        def accuracy(value):
-            return -1 if run(value)["diverged"] else run(value)["final"]["personal"]["val_mean"]
+        def missing(places):
+            return [points[i] for i in places if not self.known_run(name, points[i])]
 
-        values = grid.values
-        if all(map(run, values)):
-            best = max(values, key=accuracy)
-            beyond = {values[0]: grid.below, values[-1]: grid.above}.get(best)
-            values = (best,) if beyond is None else (best, beyond)
-        if missing := [settings | {grid.parameter: z} for z in values if not run(z)]:
-            return None, missing
-        return max(values, key=accuracy), []
+        places, last = range(1, len(points) - 1), len(points) - 1
+        if not missing(places):
+            best = max(places, key=accuracy)
+            beyond = [i for i in (0, last) if abs(best - i) == 1 and points[i] is not None]
+            places = [best, *beyond]
+        if left := missing(places):
+            return None, left
+        return points[max(places, key=accuracy)], []
 
     def finished(self, name, seeds):
-        settings, missing = self.choose(name)
-        return not missing and all(self.known_run(name, settings, split, seed)
-                                   for split in range(SPLITS) for seed in range(seeds))
+        return not self.choose(name)[1] and all(self.runs(name, seeds))
 
     def seeds(self, names):
         """Returns how many seeds all these methods have, up to --seeds."""
@@ -204,11 +195,9 @@ class Kind:
         if not names:
             return []
         seeds = self.seeds(names)
-        settings = {name: self.choose(name)[0] for name in names}
-        runs = {name: [self.known_run(name, settings[name], split, seed)
-                       for split in range(SPLITS) for seed in range(seeds)] for name in names}
-        self.options.against = [name for name in TO if name in names]
-        return report.table(runs, self.methods(settings), self.options, self.shared)
+        return report.table({name: self.runs(name, seeds) for name in names},
+                            self.methods({name: self.choose(name)[0] for name in names}),
+                            [name for name in TO if name in names], self.shared)
 
 
 def words(settings):
@@ -246,18 +235,17 @@ def table(rows, grids=OWN):
                  for title in ("personal", "worst tenth", "global", "MB sent", "minutes")]
         differences = [f"**{text}**" if order in ("ahead", "behind") else text
                        for text, order in map(report.difference, row["against"].values())]
-        own = report.cell("own", row["own"])
-        if grid := grids.get(row["method"]):
-            values = [z for z in (grid.below, *grid.values, grid.above) if z is not None]
-            if {f"--{grid.parameter}={z}" for z in (values[0], values[-1])} & {*row["own"]}:
-                own += "*"
+        parameter, values = grids.get(row["method"], ("", ()))
+        values = [z for z in values if z is not None]
+        at_end = {f"--{parameter}={z}" for z in values[:1] + values[-1:]} & {*row["own"]}
+        own = report.cell("own", row["own"]) + "*" * bool(at_end)
         found.append([report.name(row), means[0], *differences, *means[1:], own])
     return [f"|{'|'.join(line)}|" for line in found]
 
 
 def draw(kinds, path):
     """Draws the methods' differences from Local and their intervals, one panel per kind."""
-    tallest = max(len(rows) for rows in kinds.values())
+    tallest = max(map(len, kinds.values()))
     with common.drawing(path, 1, len(kinds), (4.6 * len(kinds), 1.2 + 0.27 * tallest)) as axes:
         for axis, (title, rows) in zip(np.atleast_1d(axes), kinds.items()):
             shown = [row for row in rows[::-1] if row["against"].get(TO[0])]
@@ -274,8 +262,6 @@ def draw(kinds, path):
 
 def main(argv):
     args = arguments(argv)
-    out = pathlib.Path(args.out)
-    planning.check_folder(out)
     kinds = [Kind(title, args) for title in KINDS]
     names = list(planning.METHODS)
     if args.file:  # no more seeds than the other methods have
@@ -292,7 +278,7 @@ def main(argv):
     rows = {kind.title: found for kind in kinds if (found := kind.rows())}
     text = "\n\n".join("\n".join([f"## {title}", "", *table(found, args.own)])
                        for title, found in rows.items())
-    folder = out if args.file else RESULTS
+    folder = pathlib.Path(args.out) if args.file else RESULTS
     (folder / "benchmark.md").write_text(text + "\n", encoding="utf-8")
     draw(rows, folder / "benchmark.png")
     common.say(f"{text}\n\ntable   {folder}/benchmark.md, benchmark.png")

@@ -3,14 +3,11 @@ wrong in the command line is refused here."""
 
 import argparse
 import contextlib
-import inspect
 import io
 import json
 import pathlib
 import re
 import shlex
-import shutil
-import subprocess
 from typing import NamedTuple
 
 import baselines
@@ -98,31 +95,30 @@ def flag(name):
 
 
 def share(argv):
-    """Returns the settings that all methods share, and whether --eval-every is left to us."""
+    """Returns the settings that all methods share."""
     parser = common.parser("", **SHARED, eval_every=None)
     if unknown := parser.parse_known_args(argv)[1]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; a method's own parameter is "
                      "--set NAME.PARAMETER=VALUE")
     shared = common.parse(parser, BY_DATASET, argv)
-    ours = shared.eval_every is None
-    if ours:
-        shared.eval_every = ten_times(shared.rounds)
-    return shared, ours
+    if shared.eval_every is None:
+        shared.eval_every = tenth(shared.rounds)
+    return shared
 
 
-def ten_times(rounds):
-    """Returns the --eval-every that puts at least ten points on a curve."""
+def tenth(rounds):
+    """Returns the default of --eval-every, which puts at least ten points on a curve."""
     return max(1, rounds // 10)
 
 
-def plan(args, shared, option="--set"):
-    """Returns the Methods of --methods with --set, or with one point of --tune."""
-    sets, found = words_of(args.set, option), {}
-    for name, method in named(args.methods):
+def plan(methods, sets, shared, option="--set"):
+    """Returns the Methods of --methods with the words of --set, or of one point of --tune."""
+    sets, found = words_of(sets, option), {}
+    for name, method in named(methods):
         if name in found or name in METHODS and name != method:
             common.refuse(f"--methods: the name {name} is taken; give {method} another one: "
                           f"NAME={method}")
-        found[name] = made(name, method, sets.get(name, {}), args, shared, option)
+        found[name] = made(name, method, sets.get(name, {}), shared, option)
     if not found:
         common.refuse("--methods is empty")
     for name, words in sets.items():
@@ -158,16 +154,15 @@ def words_of(sets, option):
     return found
 
 
-def made(name, method, mine, args, shared, option):
+def made(name, method, mine, shared, option):
     """Returns a Method. mine: words_of --set, of this name."""
     file, words = file_of(method)
-    arguments = functions(file)
     no_part = (*OURS, *common.unused(shared.split))
     all_share = {key: value for key, value in vars(shared).items() if key not in no_part}
     own, why = OWN.get(method, (lambda _: {}, ""))
     wanted = all_share | own(shared)
-    if args.ten_times:
-        wanted["eval_every"] = ten_times(wanted["rounds"])
+    if shared.eval_every == tenth(shared.rounds):
+        wanted["eval_every"] = tenth(wanted["rounds"])
     what, fixed = f"--methods: {name}", {*OURS, *all_share} - {*RATES}
     for key, word in mine.items():
         if flag(key) in words or key in fixed:
@@ -178,7 +173,7 @@ def made(name, method, mine, args, shared, option):
     if mine:
         what += f", {option} {name}.{', '.join(word[2:] for word in mine.values())}"
     argv = [*words, *flags(wanted), *mine.values()]
-    parsed = parse(arguments, argv, what, file)
+    parsed = parse(file, argv, what)
     for key, value in wanted.items():
         if key in all_share and parsed.get(key) != value:
             common.refuse(f"--methods: {file} makes {parsed.get(key)} of {flag(key)} {value}, "
@@ -201,22 +196,16 @@ def file_of(method):
     return pathlib.Path(method).resolve(), []
 
 
-def functions(file):
-    """Returns the function `arguments` of a method's file."""
-    module = common.load_file(file)
-    found = [getattr(module, name, None) for name in ("arguments", "main")]
-    if not all(inspect.isfunction(f) and inspect.signature(f).parameters for f in found):
+def parse(file, argv, what):
+    """Returns what the arguments(argv) of a method's file makes of its flags, as a record has it;
+    its refusal becomes ours."""
+    module, result, why = common.load_file(file), None, ""
+    if not all(callable(getattr(module, name, None)) for name in ("arguments", "main")):
         common.refuse(f"--methods: {file} must have arguments(argv) and main(argv); see "
                       "docs/extend.md")
-    return found[0]
-
-
-def parse(arguments, argv, what, file):
-    """Returns what a method's arguments(argv) makes of its flags; its refusal becomes ours."""
-    result, why = None, ""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            result = arguments(argv)
+            result = module.arguments(argv)
         except SystemExit as end:
             own = end.code if isinstance(end.code, str) else "its arguments(argv) ends"
             why = said.getvalue().partition("error: ")[2].strip() or own
@@ -227,22 +216,9 @@ def parse(arguments, argv, what, file):
     if why:
         why = why.replace("(see --help)", f"(see {shell([str(file), '--help'])})")
         common.refuse(f"{what}: {why}")
-    return json.loads(json.dumps(vars(result), default=str))  # as a record has them
+    return json.loads(json.dumps(vars(result), default=str))
 
 
 def shell(argv):
     """Returns argv for a shell. A file elsewhere is told where common.py is."""
-    command = f"python {shlex.join(argv)}"
-    if pathlib.Path(argv[0]).resolve().parent == HERE:
-        return command
-    return f"PYTHONPATH={shlex.quote(str(HERE))} {command}"
-
-
-def check_folder(out):
-    """Refuses to write among this repository's own files, except under results/."""
-    inside = [out.resolve(), *out.resolve().parents]
-    if HERE in inside and HERE / "results" not in inside and shutil.which("git"):
-        files = ["git", "-C", HERE, "ls-files", "--", inside[0]]
-        if subprocess.run(files, capture_output=True).stdout:
-            common.refuse(f"--out {out} holds files of this repository; use another folder, or "
-                          "results or one below it")
+    return f"PYTHONPATH={shlex.quote(str(HERE))} python {shlex.join(argv)}"

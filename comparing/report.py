@@ -9,6 +9,7 @@ import itertools
 import json
 import pathlib
 import re
+import statistics
 
 import numpy as np
 
@@ -36,25 +37,25 @@ STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "
 def report(records, methods, args, shared):
     """Writes and prints the tables, and draws the figures. Returns the exit code, 1 if all runs
     diverged."""
-    rows, out = table(records, methods, args, shared), pathlib.Path(args.out)
-    write_table(rows, records, methods, shared, args, out)
+    rows, out = table(records, methods, args.against, shared), pathlib.Path(args.out)
+    text = page(rows, records, methods, args, shared)
+    (out / "compare.md").write_text(text, encoding="utf-8")
+    (out / "compare.tex").write_text(latex(rows, records[methods[0].name][0], args),
+                                     encoding="utf-8")
+    write_csv(rows, records, out)
     if any(row["personal"] for row in rows):
         draw(rows, records, shared, out)
-    common.say("\n".join(lines(*main_table(rows))))
-    if paired_table(rows)[1]:
-        common.say("\n".join(["", *lines(*paired_table(rows)), ""]))
-    common.say(f"split   {about_split(records[rows[0]['method']][0])}")
-    common.say(f"table   {out}/compare.md, compare.tex, compare.csv, runs.csv")
+    common.say(f"{text}\ntable   {out}/compare.md, compare.tex, compare.csv, runs.csv")
     if all(row["diverged"] == row["runs"] for row in rows):
         common.say("all runs diverged: try a smaller --lr")
         return 1
     return 0
 
 
-def table(records, methods, args, shared):
+def table(records, methods, against, shared):
     """Returns a row for each method, the best personal models first: its name, runs, how many
     diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
-    difference to each method of --against. bold: the best one, and those not decided from it."""
+    difference to each method of `against`. bold: the best one, and those not decided from it."""
     rows = []
     for method in methods:
         finished = [r for r in records[method.name] if not r["diverged"]]
@@ -68,7 +69,7 @@ def table(records, methods, args, shared):
         rows.append(row)
     rows.sort(key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
     best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
-    references = dict.fromkeys(args.against or filter(None, (best, local)))
+    references = dict.fromkeys(against or filter(None, (best, local)))
     for row in rows:
         to = {name: None if name in (None, row["method"]) else
               paired(records[row["method"]], records[name]) for name in {*references, best, local}}
@@ -135,9 +136,9 @@ def paired(runs, others):
     return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "not decided"
 
 
-def main_table(rows):
-    """Returns titles and cells, without empty columns."""
-    titles = [title for title in COLUMNS if any(row[title] for row in rows)]
+def main_table(rows, but=()):
+    """Returns titles and cells, without empty columns and those called `but`."""
+    titles = [title for title in COLUMNS if title not in but and any(row[title] for row in rows)]
     return (["method", *("own settings" if title == "own" else title for title in titles)],
             [[name(row), *(cell(title, row[title]) for title in titles)] for row in rows])
 
@@ -198,15 +199,11 @@ def about_split(record):
 
 def about_runs(args):
     """Returns words on the means, on ± and on what --tune chose."""
-    many, between = [], []
-    for n, one, varies in ((args.seeds, "seed", "seeds"), (args.split_seeds, "split",
-                                                           "splits' means")):
-        many.append(count(n, one))
-        if n > 1:
-            between.append(varies)
-    text = f"means over {' on '.join(many)}"
+    text = f"means over {count(args.seeds, 'seed')} on {count(args.split_seeds, 'split')}"
+    between = ["between seeds"] * (args.seeds > 1)
+    between += ["between splits' means"] * (args.split_seeds > 1)
     if between:
-        text += f" ± the standard deviation between {' ± that between '.join(between)}"
+        text += f" ± the standard deviation {' ± that '.join(between)}"
     if args.tune:
         grids = (word.replace("=", " from ", 1).replace(",", ", ") for word in args.tune)
         text += (". Chosen for each method on validation images (first seed and split): "
@@ -223,32 +220,39 @@ def about_differences(rows):
 
 
 def count(n, word):
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+    return f"{n} {word}" + "s" * (n > 1)
 
 
-def write_table(rows, records, methods, shared, args, out):
-    """Writes compare.md, .tex, .csv and runs.csv."""
-    some = records[methods[0].name][0]
-    (out / "compare.md").write_text(page(rows, some, methods, shared, args), encoding="utf-8")
-    (out / "compare.tex").write_text(latex(rows, some, args), encoding="utf-8")
+def sizes(records):
+    """Returns a sentence for each method with another number of parameters than most have."""
+    found = {name: runs[0]["parameters"] for name, runs in records.items()}
+    usual = statistics.mode(found.values())
+    return [f"{name} has {n:,} parameters, most methods have {usual:,}."
+            for name, n in found.items() if n != usual]
+
+
+def write_csv(rows, records, out):
+    """Writes compare.csv and runs.csv."""
     titles = [title.replace(" ", "_") for title in MEASURES]
     kinds = [f"{title}_{kind}" for title in titles for kind in ("mean", "std_seeds", "std_splits")]
-    own = {row["method"]: [row["method"], row["rounds"], " ".join(row["own"])] for row in rows}
-    methods = [[*own[row["method"]], row["runs"], row["diverged"], row[GAIN] and row[GAIN][0],
-                *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))]
-               for row in rows]
-    runs = [[*own[name], r["args"]["split_seed"], r["args"]["seed"], int(r["diverged"]),
-             *(None if r["diverged"] else measure(r) for measure in MEASURES.values())]
-            for name in own for r in records[name]]
-    for name, body, *more in (
-            ("compare.csv", methods, "runs", "diverged", "gain_over_local", *kinds),
-            ("runs.csv", runs, "split_seed", "seed", "diverged", *titles)):
+    means = [["method", "rounds", "own_settings", "runs", "diverged", "gain_over_local", *kinds]]
+    runs = [["method", "rounds", "own_settings", "split_seed", "seed", "diverged", *titles]]
+    for row in rows:
+        own = row["method"], row["rounds"], " ".join(row["own"])
+        means.append([*own, row["runs"], row["diverged"], row[GAIN] and row[GAIN][0],
+                      *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))])
+        for r in records[row["method"]]:
+            found = [None if r["diverged"] else measure(r) for measure in MEASURES.values()]
+            runs.append([*own, r["args"]["split_seed"], r["args"]["seed"], int(r["diverged"]),
+                         *found])
+    for name, body in (("compare.csv", means), ("runs.csv", runs)):
         with open(out / name, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["method", "rounds", "own_settings", *more], *body])
+            csv.writer(file).writerows(body)
 
 
-def page(rows, some, methods, shared, args):
-    """Returns compare.md. some: one of the records."""
+def page(rows, records, methods, args, shared):
+    """Returns compare.md."""
+    some = records[methods[0].name][0]
     no_part = (*FREE, *common.unused(shared.split), "seed", "device")
     settings = {name: value for name, value in vars(shared).items() if name not in no_part}
     parts = [f"# {len(rows)} methods on {some['data']['name']}",
@@ -263,6 +267,7 @@ def page(rows, some, methods, shared, args):
         parts += [about_differences(rows), "\n".join(lines(titles, body))]
     notes = [f"- {m.name} is {m.method}." for m in methods if m.name != m.method]
     notes += [f"- {m.name}: {m.why}." for m in methods if m.why]
+    notes += [f"- {note}" for note in sizes(records)]
     if notes:
         parts += ["What is not shared:", "\n".join(notes)]
     if any(row["personal"] for row in rows):  # otherwise nothing is drawn
@@ -283,24 +288,22 @@ def latex(rows, some, args):
     about = f"{common.setting(some)}."
     if classes := some["split"].get("classes"):
         about = f"{about[:-1]}, {common.spread(classes)} classes per client (least/mean/most)."
-    titles, body = main_table(rows)
-    shown = [title not in ("validation", "s a round") for title in titles]
-    titles, *body = [list(itertools.compress(line, shown)) for line in (titles, *body)]
+    bold = "Bold: the best personal accuracy"
+    if rows[0]["runs"] > 1:
+        bold += ", and those whose paired difference to it is not decided"
+    titles, body = main_table(rows, but=("validation", "s a round"))
     body = [list(map(tex, line)) for line in body]
     for row, line in zip(rows, body):
         if row["bold"]:
             at = titles.index("personal")
             line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
-    bold = "Bold: the best personal accuracy"
-    if rows[0]["runs"] > 1:
-        bold += ", and those whose paired difference to it is not decided"
     caption = f"{about} Accuracies after the last round: {about_runs(args)}. {bold}."
     text = ["% needs \\usepackage{array,booktabs,graphicx}",
             tabular("compare", caption, titles, body)]
     titles, body = paired_table(rows)
     if body:
         text.append(tabular("differences", f"{about_differences(rows)} {about}", titles,
-                            [list(map(tex, line)) for line in body]))
+                            [map(tex, line) for line in body]))
     if any(row["personal"] for row in rows):
         text.append(floating("figure", "fig:curves", "Learning curves: means and standard "
                              f"deviations over all runs. {about}",
@@ -310,9 +313,7 @@ def latex(rows, some, args):
 
 def tabular(label, caption, titles, body):
     """Returns a table in LaTeX, whose first column is a name."""
-    last = "l"
-    if "own settings" in titles:
-        last = r">{\raggedright\arraybackslash}p{0.2\linewidth}"
+    last = r">{\raggedright\arraybackslash}p{0.2\linewidth}" if "own settings" in titles else "l"
     head, *body = [" & ".join(line) + r" \\" for line in (map(tex, titles), *body)]
     return floating("table", f"tab:{label}", caption,
                     r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
@@ -326,44 +327,36 @@ def floating(kind, label, caption, *body):
                       rf"\end{{{kind}*}}", ""])
 
 
-def curve(runs, part, key):
-    """Returns the rounds [n], and the mean and std [n] of a measure over the finished runs; n is 0
-    if it was not measured."""
-    runs = [[row for row in r["rounds"] if part in row] for r in runs if not r["diverged"]]
-    y = np.array([[row[part][key] for row in rows] for rows in runs])
-    return np.array([row["round"] for row in runs[0]]), y.mean(0), y.std(0, ddof=min(1, len(y) - 1))
-
-
 def draw(rows, records, shared, out):
     """Draws curves and clients: .png, .svg and, untitled, .pdf."""
     rows = [row for row in rows if row["personal"]]  # the others diverged, or do not measure it
-    some, names = records[rows[0]["method"]][0], [row["method"] for row in rows]
-    rounds = {row["method"]: row["rounds"] for row in rows}
+    finished = {row["method"]: [r for r in records[row["method"]] if not r["diverged"]]
+                for row in rows}
     styles = dict(zip(records, itertools.cycle(STYLES)))  # by the order of --methods
-    title = f"{common.setting(some)}, {count(rows[0]['runs'], 'run')}"
-    parts = (("global", "top1", "accuracy of the server's model"),
-             ("personal", "mean", "mean accuracy of the clients' models"))
+    title = f"{common.setting(finished[rows[0]['method']][0])}, {count(rows[0]['runs'], 'run')}"
     both = f"{title}: mean and standard deviation over the runs"
     with common.drawing(out / "curves.png", 1, 2, (11, 5.5), both) as axes:
-        for axis, (part, key, label) in zip(axes, parts):
-            for name in names:
-                style = styles[name]
-                x, mean, std = curve(records[name], part, key)
+        for axis, part, key, label in (
+                (axes[0], "global", "top1", "accuracy of the server's model"),
+                (axes[1], "personal", "mean", "mean accuracy of the clients' models")):
+            for row in rows:
+                style = styles[row["method"]]
+                x, mean, std = curve(finished[row["method"]], part, key)
                 # fewer rounds, each with more work; a line through one point can't be seen
-                x = x * shared.rounds / rounds[name]
-                axis.plot(x, mean, label=name, marker="o" if len(x) == 1 else None, **style)
+                x = x * shared.rounds / row["rounds"]
+                point = "o" if len(x) == 1 else None
+                axis.plot(x, mean, label=row["method"], marker=point, **style)
                 band = (mean - std).clip(0), (mean + std).clip(max=1)
                 axis.fill_between(x, *band, alpha=0.15, color=style["color"], linewidth=0)
             axis.set(xlabel="round", ylabel=label, ylim=(0, 1))
-    with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(names)), title) as axis:
-        finished = [[r for r in records[name] if not r["diverged"]] for name in names[::-1]]
+    with common.drawing(out / "clients.png", 1, 1, (7, 1.6 + 0.3 * len(rows)), title) as axis:
         clients = [np.concatenate([r["final"]["personal"]["per_client"] for r in runs])
-                   for runs in finished]
-        axis.boxplot(clients, orientation="horizontal", patch_artist=True,
+                   for runs in finished.values()]
+        axis.boxplot(clients[::-1], orientation="horizontal", patch_artist=True,
                      flierprops={"markersize": 2}, boxprops={"facecolor": "C5"},
                      medianprops={"color": "black"})
-        axis.set_yticks(range(1, len(names) + 1), names[::-1])
-        seen = [(row["global"][0], len(names) - i) for i, row in enumerate(rows) if row["global"]]
+        axis.set_yticks(range(1, len(rows) + 1), [*finished][::-1])
+        seen = [(row["global"][0], len(rows) - i) for i, row in enumerate(rows) if row["global"]]
         axis.plot([x for x, _ in seen], [y for _, y in seen], "D", color="C1",
                   label="the server's model, on the central test images")
         axis.set(xlabel="accuracy on the client's own test images; boxes: clients, all runs")
@@ -373,3 +366,12 @@ def draw(rows, records, shared, out):
         figure.suptitle("")  # a paper has captions for titles, and wants no Type 3 fonts
         with rc_context({"pdf.fonttype": 42}):
             figure.savefig(out / name, metadata={"CreationDate": None})
+
+
+def curve(runs, part, key):
+    """Returns the rounds [n], and the mean and std [n] of a measure over runs; n is 0 if it was not
+    measured."""
+    measured = [[row for row in r["rounds"] if part in row] for r in runs]
+    y = np.array([[row[part][key] for row in rows] for rows in measured])
+    return (np.array([row["round"] for row in measured[0]]), y.mean(0),
+            y.std(0, ddof=min(1, len(y) - 1)))

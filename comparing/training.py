@@ -10,12 +10,10 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 import common
 from fl import records
 
-from .planning import HERE, METHODS, Method, flag, shell
+from .planning import HERE, METHODS, Method, flag, flags, shell
 
 DONE = "finished", "diverged"  # the status of a record that counts
 
@@ -26,22 +24,16 @@ class Job(NamedTuple):
     folder: pathlib.Path
 
 
-def job(method, seed, split, args, shared):
-    """Returns the Job of method, seed and split."""
-    at, label = shared.split_seed + split, method.name
-    folder = pathlib.Path(args.out, method.name)
-    if split:
-        folder /= f"split{at}"
-    if args.split_seeds > 1:
-        label += f", split {at}"
-    method = method._replace(argv=[*method.argv, f"--split-seed={at}", f"--seed={seed}"],
-                             args=method.args | {"split_seed": at, "seed": seed})
-    return Job(f"{label}, seed {seed}", method, folder / str(seed))
+def job(method, seed, split_seed, folder, label):
+    """Returns the Job of a method with a seed on a split."""
+    more = {"split_seed": split_seed, "seed": seed}
+    return Job(label, method._replace(argv=[*method.argv, *flags(more)], args=method.args | more),
+               folder)
 
 
-def train_all(wanted, args, shared):
-    """Trains those of the Jobs that are missing, --jobs at a time. Returns a record for each."""
-    prints, todo, sizes = {}, [], {}
+def train_all(wanted, jobs, shared):
+    """Trains those of the Jobs that are missing, `jobs` at a time. Returns a record for each."""
+    prints, todo = {}, []
     for run in wanted:
         if (at := run.method.args["split_seed"]) not in prints:
             # downloads, or refuses, once, before several runs do
@@ -50,24 +42,19 @@ def train_all(wanted, args, shared):
             prints[at] = data.fingerprint(), split.fingerprint()
         if argv := missing(run, prints[at]):
             todo.append((run, argv))
-        else:
-            check_size(run, record(run), sizes)
-    one_thread = args.jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
+    one_thread = jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
     children = []  # [(Child, its Job, argv)]
     try:
-        with tqdm(total=len(todo), unit="run", disable=None) as bar:
-            while todo or children:
-                while todo and len(children) < args.jobs:
-                    run, argv = todo.pop(0)
-                    children.append((Child(argv, one_thread), run, argv))
-                time.sleep(0.02)
-                for child, run, argv in [z for z in children if z[0].ended()]:
-                    children.remove((child, run, argv))
-                    found = trained(run, argv, child, prints[run.method.args["split_seed"]])
-                    check_size(run, found, sizes)
-                    bar.update()
-                    common.say(f"{run.label}: {'diverged' if found['diverged'] else 'done'}, "
-                               f"{len(todo) + len(children)} to go")
+        while todo or children:
+            while todo and len(children) < jobs:
+                run, argv = todo.pop(0)
+                children.append((Child(argv, one_thread), run, argv))
+            time.sleep(0.02)
+            for child, run, argv in [z for z in children if z[0].ended()]:
+                children.remove((child, run, argv))
+                found = trained(run, argv, child, prints[run.method.args["split_seed"]])
+                common.say(f"{run.label}: {'diverged' if found['diverged'] else 'done'}, "
+                           f"{len(todo) + len(children)} to go")
     finally:
         for child, *_ in children:
             child.stop()
@@ -154,17 +141,17 @@ def changed(method, record, done):
            for name in (method.args["model"], method.args["split"]) if ".py:" in name]
     if method.method not in METHODS:
         own.append(method.file)
-    beside = {path.resolve().parent for path in own}  # whence they import
+    folders = {path.resolve().parent for path in own}  # whence they import
+    if not done:
+        folders.add(HERE)
     if method.args.get("init"):
         own.append(pathlib.Path(method.args["init"]))
     found = []
     for name, digest in record["environment"]["sources"].items():
-        paths = [path for path in own if path.name == name]
-        paths = paths or [path for folder in beside if (path := folder / name).exists()]
-        if not paths and not done:
-            paths = [HERE / name]
-        now = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.exists()]
-        if paths and digest not in now:
+        files = [path for path in own if path.name == name]
+        files = files or [folder / name for folder in folders if (folder / name).exists()]
+        if files and digest not in [hashlib.sha256(file.read_bytes()).hexdigest()
+                                   for file in files]:
             found.append(name)
     return found
 
@@ -188,14 +175,3 @@ def trained(run, argv, child, prints):
 def prints_of(record):
     """Returns the fingerprints of a record's images and split."""
     return record["data"]["fingerprint"], record["split"]["fingerprint"]
-
-
-def check_size(run, found, sizes):
-    """Refuses methods with different numbers of parameters. A file with OWN_MODEL = True has a
-    model of its own. sizes: {number: a run's label}, to which it adds this run."""
-    if not getattr(common.load_file(run.method.file), "OWN_MODEL", False):
-        sizes.setdefault(found["parameters"], run.label)
-        if len(sizes) > 1:
-            (a, one), (b, other) = sizes.items()
-            common.refuse(f"{one}, has {a:,} parameters, but {other}, has {b:,}: only a method "
-                          "whose file says OWN_MODEL = True may have a model of its own")

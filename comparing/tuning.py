@@ -1,6 +1,5 @@
 """--tune: trains each method with each point of its grid, and chooses by validation images."""
 
-import argparse
 import itertools
 import pathlib
 import re
@@ -25,42 +24,41 @@ def grid_of(methods, args, shared):
                           f"names are {', '.join(grids)}")
         name, parameter, values = given.groups()
         for method in methods:
+            own = parameter
             if name is None and parameter == "lr":  # that of each method's SGD
                 own = baselines.SGD_RATE.get(method.method, "lr")
+            if name in (None, method.name):
                 grids[method.name][own] = values.split(",")
-            elif name in (None, method.name):
-                grids[method.name][parameter] = values.split(",")
-    for method, grid in zip(methods, grids.values()):
+    for method in methods:
+        grid = grids[method.name]
         for values in itertools.product(*grid.values()) if grid else ():
             chosen = [f"{key}={value}" for key, value in zip(grid, values)]
             words = [f"{method.name}.{word}" for word in chosen]
             mine = [word for word in args.set if word.partition(".")[0] == method.name]
-            alone = {"methods": f"{method.name}={method.method}", "set": mine + words}
-            tried, = planning.plan(argparse.Namespace(**vars(args) | alone), shared, "--tune")
+            tried, = planning.plan(f"{method.name}={method.method}", mine + words, shared, "--tune")
             folder = pathlib.Path(args.out, "tune", method.name, ",".join(chosen), "0")
-            run = training.job(tried, 0, 0, args, shared)
-            points.append((words, run._replace(label=" ".join(words), folder=folder)))
+            run = training.job(tried, 0, shared.split_seed, folder, " ".join(words))
+            points.append((words, run))
     return points
 
 
-def tune(grid, args, shared):
-    """Trains the grid, writes tune.md, and adds each method's best point to --set."""
-    best, rows, out = {}, [], pathlib.Path(args.out)
-    found = training.train_all([run for _, run in grid], args, shared)
-    for (words, run), r in zip(grid, found):
+def tune(points, args, shared):
+    """Trains the points, writes tune.md, and returns the --set words of each method's best one."""
+    chosen, rows, out = {}, [], pathlib.Path(args.out)
+    found = training.train_all([run for _, run in points], args.jobs, shared)
+    for (words, run), r in zip(points, found):
         name, value = run.method.name, r["final"].get("personal", {}).get("val_mean")
         if value is None and not r["diverged"]:
             common.refuse(f"--tune: {name} measures no accuracy on validation images")
         rows.append([name, " ".join(word.partition(".")[2] for word in words),
                      "diverged" if r["diverged"] else f"{value:.4f}", ""])
-        best.setdefault(name, (-1, words, run, None))
-        if not r["diverged"] and value > best[name][0]:
-            best[name] = value, words, run, rows[-1]
-    for name, (_, words, run, row) in best.items():
-        if not row:
+        value = -1 if r["diverged"] else value
+        if name not in chosen or value > chosen[name][0]:
+            chosen[name] = value, words, run, rows[-1]
+    for name, (value, _, run, row) in chosen.items():
+        if value < 0:
             common.refuse(f"--tune: all runs of {name} diverged; try other values")
         row[3] = "chosen"
-        args.set += words
         if not (out / name / "0").exists():  # it is the first run of the comparison, too
             part = out / name / "0.part"
             shutil.rmtree(part, ignore_errors=True)
@@ -72,3 +70,4 @@ def tune(grid, args, shared):
     page = lines(["method", "setting", "validation", "choice"], rows)
     (out / "tune.md").write_text("\n".join([text, *page, ""]), encoding="utf-8")
     common.say("\n".join([*page, ""]))
+    return [word for _, words, *_ in chosen.values() for word in words]
