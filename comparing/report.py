@@ -5,6 +5,7 @@ records: for each method the list of its records, in the same order of splits an
 """
 
 import csv
+import functools
 import itertools
 import json
 import pathlib
@@ -123,17 +124,25 @@ def paired(runs, others):
     if not by_split:
         return None
     splits = [np.array(D) for D in by_split.values()]  # [runs, K] each
-    n, rng, sampled = sum(map(len, splits)), np.random.default_rng(0), []
     mean = float(np.concatenate([D.mean(1) for D in splits]).mean())
-    if n == 1:
+    if sum(map(len, splits)) == 1:
         return mean, None, ""
-    for _ in range(10):  # a thousand at a time: less memory
-        means = [rng.multinomial(K, [1 / K] * K, 1000) / K @ D.T
-                 for D in splits for K in [D.shape[1]]]
-        weights = rng.multinomial(n, [1 / n] * n, 1000) / n
+    sampled = []
+    for counts, weights in draws(tuple(D.shape for D in splits)):
+        means = [drawn / D.shape[1] @ D.T for drawn, D in zip(counts, splits)]
         sampled.append((weights * np.concatenate(means, 1)).sum(1))
     low, high = map(float, np.percentile(sampled, [2.5, 97.5]))
     return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "not decided"
+
+
+@functools.lru_cache(1)
+def draws(shapes):
+    """Returns the samples of the bootstrap, a thousand at a time, since all at once need more
+    memory: how often each split draws its clients, and the runs' weights. shapes: the numbers of
+    runs and clients of each split."""
+    n, rng = sum(runs for runs, _ in shapes), np.random.default_rng(0)
+    return [([rng.multinomial(K, [1 / K] * K, 1000).astype(np.int16) for _, K in shapes],
+             rng.multinomial(n, [1 / n] * n, 1000) / n) for _ in range(10)]
 
 
 def main_table(rows, but=()):

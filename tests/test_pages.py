@@ -128,7 +128,8 @@ def test_commands_in_the_text_parse(name, argv, monkeypatch):
         assert benchmark.arguments(shlex.split(argv)[1:])
     elif name == "compare":
         monkeypatch.chdir(HERE)
-        assert compare.plan(*compare.arguments(shlex.split(argv)))
+        args, shared = compare.arguments(shlex.split(argv))
+        assert compare.plan(args.methods, args.set, shared)
     else:
         assert runs.arguments(f"{name}.py {argv}")
 
