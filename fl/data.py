@@ -279,9 +279,13 @@ def remarks(data):
         return [*notes, "warning all images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
+    tops = [float(data.images[part].max()) for part in (slice(data.n_train), data.central)]
+    if max(tops) > 10 * min(tops) >= 0:
+        notes.append("warning the brightest pixel of the training images is {:g}, of the test "
+                     "images {:g}: are both scaled alike?".format(*tops))
     if data.images.dtype == np.float32 and (top := data.images.max()) > 50:
-        notes.append(f"note    images are floats up to {top:g}, and only --transform normalize "
-                     "scales floats; divide them by 255, or use it")
+        notes.append(f"note    images are floats up to {top:g}, which --transform scale, centre "
+                     "and half do not scale; divide them by 255, or use --transform normalize")
     white = 255 if data.images.dtype == np.uint8 else 1
     if data.images.min() >= 0 and (top := data.images.max() / white) < 1 / 8:
         notes.append(f"note    the brightest pixel has {top:.3g} of white, as 12-bit pixels in 16 "

@@ -98,12 +98,15 @@ def read_folder(root, resize=None):
 
     homes = {part: root / part for part in ("train", "test", "val") if (root / part).is_dir()}
     homes = homes if "train" in homes else {"train": root}
-    names, files, there = folders(homes["train"]), {}, 0
+    names, files, others = folders(homes["train"]), {}, []
     for part, home in homes.items():
-        files[part] = [(path, c) for c, name in enumerate(names)
-                       for path in sorted((home / name).glob("[!.]*"))
-                       if path.suffix.lower() in SUFFIXES]
-        there += sum(1 for name in names for _ in (home / name).glob("[!.]*"))
+        files[part] = []
+        for c, path in ((c, path) for c, name in enumerate(names)
+                        for path in sorted((home / name).glob("[!.]*"))):
+            if path.suffix.lower() in SUFFIXES and path.is_file():  # a link may lead nowhere
+                files[part].append((path, c))
+            else:
+                others.append(path)
         if strange := [name for name in folders(home) if name not in names]:
             refuse(f"{home / strange[0]}: {homes['train']} has no class of this name; name the "
                    "folders alike")
@@ -113,13 +116,15 @@ def read_folder(root, resize=None):
                    f"images ({', '.join(SUFFIXES)}){leaf}")
     full = {c for _, c in files["train"]}
     if empty := [name for c, name in enumerate(names) if c not in full]:
-        refuse(f"{homes['train'] / empty[0]} has no images; remove the folder, or fill it")
+        refuse(f"{homes['train'] / empty[0]} has no images (those in further folders are not "
+               "read); remove the folder, or fill it")
     arrays = kept(root / f"images-{resize or 'whole'}.npz",
                   [path for rows in files.values() for path, _ in rows],
                   lambda: decode(files, resize))
-    if others := there - sum(map(len, files.values())):
-        arrays["notes"] = [*arrays.get("notes", []), f"note    {others} files or folders in {root} "
-                           f"are not read: they are no {', '.join(SUFFIXES)}"]
+    if others:
+        arrays["notes"] = [*arrays.get("notes", []), f"note    {len(others)} files or folders in "
+                           f"{root} are not read, such as {others[0].relative_to(root)}: they are "
+                           f"no files ending in {', '.join(SUFFIXES)}"]
     return {**arrays, "classes": np.array(names)}
 
 

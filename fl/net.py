@@ -40,6 +40,7 @@ class Net:
         self.name, self.shape, self.classes, self.device = name, shape, classes, device
         self.batchnorm, self.copies, self.notes = batchnorm, threading.local(), []
         self.checked, self.settled = build is None and name not in MODELS, False
+        self.contiguous = False  # whether it needs images whose channels come first in memory
         try:
             self.build = build or builder(name, shape, classes, batchnorm, no_dropout)
             with warnings.catch_warnings():  # about a layer without weights, which is refused below
@@ -146,13 +147,15 @@ class Net:
                    if name in dict(self.module.named_parameters()) and z.is_floating_point()}
         leaves = {name: z.clone().requires_grad_() for name, z in leaves.items()}
         with torch.enable_grad():
-            return functional_call(self.module, self.constants | leaves, self.sample()), leaves
+            return self.call(self.constants | leaves, self.sample()), leaves
 
     def sample(self):
-        """Returns eight random images [8, C, H, W], brighter and brighter."""
+        """Returns eight random images [8, C, H, W], brighter and brighter; like a transform's they
+        are channels-last in memory."""
         scale = np.arange(1, 9)[:, None, None, None]
-        x = np.random.default_rng(0).normal(0, scale, (8, *self.shape))
-        return torch.from_numpy(x.astype(np.float32)).to(self.device)
+        x = np.random.default_rng(0).normal(0, scale, (8, *self.shape)).astype(np.float32)
+        like = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+        return torch.from_numpy(x).to(self.device, memory_format=like)
 
     def per_weight(self, values):
         """Repeats each tensor's value for each of its weights: [d]."""
@@ -165,14 +168,21 @@ class Net:
 
     def apply(self, tensors, x):
         """Returns the module's output for `tensors`, one for each parameter, flat or not."""
+        return self.call(self.values(tensors), x)
+
+    def values(self, tensors):
+        """Returns {name: tensor} of all that the module gets, parameters and constants."""
         values = {name: z.view(shape) for name, z, shape in zip(self.names, tensors, self.shapes)}
-        values |= {name: z.to(tensors[0].dtype) if z.is_floating_point() else z
-                   for name, z in self.constants.items()}
+        return values | {name: z.to(tensors[0].dtype) if z.is_floating_point() else z
+                         for name, z in self.constants.items()}
+
+    def call(self, values, x):
+        """Returns the module's output for x with these values."""
         if not hasattr(self.copies, "module"):
             # functional_call puts tensors into the module, so each thread needs its own
             memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
             self.copies.module = copy.deepcopy(self.module, memo)
-        return functional_call(self.copies.module, values, x)
+        return functional_call(self.copies.module, values, x.contiguous() if self.contiguous else x)
 
     @property
     def start(self):
@@ -304,6 +314,10 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
         module = make()
         if not isinstance(module, nn.Module):
             raise TypeError(f"it gives a {type(module).__name__}, not an nn.Module")
+        if odd := [type(z).__name__ for z in module.modules()
+                   if isinstance(z, WRAPPED) or hasattr(z, "_orig_mod")]:
+            raise TypeError(f"it holds a {odd[0]}; give the plain nn.Module, without "
+                            "torch.compile, torch.jit and nn.DataParallel")
         if batchnorm == "group":
             module = group_norms(module)
         batchnorms = [z for z in module.modules() if isinstance(z, BATCHNORM) and z.training]
@@ -356,6 +370,7 @@ class GroupNormInstead(nn.GroupNorm):
         super().__init__(groups, norm.num_features, norm.eps, norm.affine)
 
 
+WRAPPED = torch.jit.ScriptModule, nn.DataParallel
 BATCHNORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 BATCHNORM_BECAME = {"group": (GroupNormInstead, "became GroupNorm"),
                     "frozen": (BATCHNORM, "keep the statistics of --init or of w_0")}
@@ -368,6 +383,9 @@ def group_norms(module):
     for name, child in module.named_children():
         setattr(module, name, group_norms(child))
     return module
+
+
+OF_X = "tensors that its forward makes or converts need dtype=x.dtype"
 
 
 def check(net, precision):
@@ -389,25 +407,49 @@ def check(net, precision):
     scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])
     noise = torch.from_numpy(rng.standard_normal(net.d).astype(np.float32)).to(net.device)
     w = w_0 + 0.1 * scale * noise  # since layers that begin with 0 would hide what is behind them
-    logits, x, notes = pure(net, w), net.sample(), []
+    try:
+        logits = pure(net, w)
+    except RuntimeError as problem:
+        if "type" in (why := first_line(problem)):
+            raise ValueError(f"{why}; weights and images are float32: {OF_X}") from problem
+        if "view size" not in why:
+            raise
+        net.contiguous = True  # a convolution's output is like its input, and only .view minds
+        logits = pure(net, w)
+    x, notes = net.sample(), []
     if precision == "bf16":
         try:
             half = net(w, x.bfloat16())
         except RuntimeError as problem:
-            raise ValueError(f"with --precision bf16 it fails ({first_line(problem)}); tensors "
-                             "that its forward makes need dtype=x.dtype") from problem
+            raise ValueError(f"with --precision bf16 it fails ({first_line(problem)}); "
+                             f"{OF_X}") from problem
         if not (half - logits).norm() <= logits.norm() / 4:
             notes.append("note    in bf16 logits differ by more than a quarter (its buffers are "
                          "bf16, too)")
     if (logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-4:
         notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
+    if net.module.training:
+        module = copy.deepcopy(net.module).eval()
+        other = functional_call(module, net.values(w.split(net.sizes)), x.contiguous())
+        if not torch.is_tensor(other) or other.shape != logits.shape or differ(logits, other):
+            notes.append("note    the model's logits differ in eval(); it stays in train(), in "
+                         "evaluation, too")
     if torch.equal(w_0, w_1):
         notes.append("note    the model's initial weights are the same for every --seed")
-    logits, leaves = net.graph(w)
-    try:
-        torch.autograd.grad(logits.square().sum(), [*leaves.values()], allow_unused=True)
-    except RuntimeError as problem:
-        raise ValueError(f"its gradient can't be computed: {first_line(problem)}") from problem
+    gradients = []
+    for _ in range(2):
+        logits, leaves = net.graph(w)
+        try:
+            found = torch.autograd.grad(logits.square().sum(), [*leaves.values()],
+                                        materialize_grads=True)
+        except RuntimeError as problem:
+            raise ValueError(f"its gradient can't be computed: {first_line(problem)}") from problem
+        gradients.append(torch.cat([z.flatten() for z in found]))
+        for z in net.module.parameters():
+            z.data += 1  # its own weights, which must have no influence
+    if not torch.allclose(*gradients, rtol=1e-3, equal_nan=True):
+        raise ValueError("its gradient depends on weights that it is not given; "
+                         "torch.utils.checkpoint, for instance, can't be used here")
     used = uses(logits, leaves)
     if idle := [name for name in net.names if not used[name]]:
         n = sum(z for name, z in zip(net.names, net.sizes) if name in idle)
@@ -416,51 +458,60 @@ def check(net, precision):
     return notes
 
 
+def differ(a, b):
+    return not (a - b).norm() <= 1e-4 * a.norm()
+
+
 def pure(net, w):
     """Returns the logits [8, classes] of eight images. Raises ValueError unless they are a function
     of w and of each image alone."""
-    x, state = net.sample(), generators(net.device)
-    before = {name: z.clone() for name, z in net.constants.items()}
+    x, state, values = net.sample(), generators(net.device), net.values(w.clone().split(net.sizes))
+    before = {name: z.clone() for name, z in values.items()}
     with torch.enable_grad():
-        first, again = (net.apply(w.split(net.sizes), x) for _ in range(2))
-        draws = state != generators(net.device)
-        two = net.apply(w.clone().requires_grad_().split(net.sizes), x[:2])
-    found = tuple(first.shape) if torch.is_tensor(first) else f"a {type(first).__name__}"
-    if found != (8, net.classes):
-        raise ValueError(f"for 8 images it gives {found}, not logits of the shape "
-                         f"{(8, net.classes)}; if it does so only in train(), use --no-dropout")
+        first, again = (net.call(values, x) for _ in range(2))
+    draws = state != generators(net.device)
+    layers = dict(net.module.named_modules())
+
+    def expect_shape(logits, n):
+        found = tuple(logits.shape) if torch.is_tensor(logits) else f"a {type(logits).__name__}"
+        if found != (n, net.classes):
+            raise ValueError(f"for {n} image{'s' * (n > 1)} it gives {found}, not logits of the "
+                             f"shape {(n, net.classes)}; if it does so only in train(), use "
+                             "--no-dropout")
+
+    expect_shape(first, 8)
     if first.requires_grad:
         raise ValueError("it trains tensors that are not its parameters: register them, as modules "
                          "in an nn.ModuleList, not in a list")
-    if not two.requires_grad:
-        raise ValueError("its logits carry no gradient of its weights (.detach(), torch.no_grad, "
-                         "numpy?)")
     if not first.isfinite().all():
         raise ValueError("its logits are not finite, with weights and pixels drawn at random")
-    layers = dict(net.module.named_modules())
-    norms = any(isinstance(z, BATCHNORM) and z.training for z in layers.values())
     if draws:
+        norms = any(isinstance(z, BATCHNORM) and z.training for z in layers.values())
         raise ValueError("it draws random numbers"
                          + "; for dropout use --no-dropout, which makes it inactive"
                          * net.module.training
                          + ", and for BatchNorm --batchnorm group" * norms)
-    changed = [name for name, z in before.items() if not torch.equal(z, net.constants[name])]
+    changed = [name for name, z in before.items() if not torch.equal(z, values[name])]
+    if odd := [name for name in changed if name in net.names]:
+        raise ValueError(f"forward changes its weights {odd[0]}, which the method alone may do; "
+                         "compute with a changed copy, as torch.nn.utils.parametrize does")
     if odd := [name for name in changed if not isinstance(layers[owner(name)], BATCHNORM)]:
         raise ValueError(f"it changes its buffer {odd[0]} in training, which all clients share; "
                          "keep it constant (InstanceNorm: track_running_stats=False)")
-
-    def differ(a, b):
-        return not (a - b).norm() <= 1e-4 * a.norm()
-
     if differ(first, again):
         raise ValueError("two calls on one batch differ: it changes x in place, or keeps something "
                          "from call to call")
+    with torch.enable_grad():
+        two = net.apply(w.clone().requires_grad_().split(net.sizes), x[:2])
+    if not two.requires_grad:
+        raise ValueError("its logits carry no gradient of its weights (.detach(), torch.no_grad, "
+                         "numpy?)")
     if changed or differ(first[:2], two):
         raise ValueError("an image's logits depend on the others of its minibatch; for BatchNorm "
                          "use --batchnorm group (GroupNorm instead)"
                          + ", or --batchnorm frozen (constant running statistics, for a pretrained "
                          "--init)" * (net.batchnorm != "frozen"))
-    net.apply(w.split(net.sizes), x[:1])  # must not fail, since a minibatch may have one image
+    expect_shape(net.apply(w.split(net.sizes), x[:1]), 1)  # a minibatch may have one image
     return first
 
 

@@ -738,7 +738,8 @@ def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
     data = fl.data.load_data(str(root))
     assert (data.name, data.n_train, data.names) == ("pets", 3, ("ant", "zebra"))
     assert data.labels.tolist() == [0, 1, 1, 0, 1] and np.array_equal(data.images, [c, a, b, e, d])
-    assert f"note    1 files or folders in {root} are not read" in data.notes[0]  # notes.txt
+    words = f"note    1 files or folders in {root} are not read, such as train/ant/notes.txt"
+    assert words in data.notes[0]
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda path: 1 / 0)
         assert fl.data.load_data(str(root)).fingerprint() == data.fingerprint()
@@ -1086,6 +1087,10 @@ def test_floats_far_above_1_are_noted(top, noted):
     x[0] = 0
     notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
     assert any("images are floats up to 255" in note for note in notes) == noted
+    x[2:] /= 255  # the test images
+    notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
+    assert notes[0] == (f"warning the brightest pixel of the training images is {top:g}, of the "
+                        f"test images {top / 255:g}: are both scaled alike?")
 
 
 @pytest.mark.parametrize("dtype, top, share", [

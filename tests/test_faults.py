@@ -102,6 +102,7 @@ FILES = {
                           x_test=np.full((20, 8, 8, 3), 9, np.uint8)),
     "w-deep.npz": typed(lambda x: x.astype(np.uint16) * 257),
     "w-float.npz": typed(lambda x: x / 255),
+    "w-unlike.npz": typed(lambda x: x / (1 if len(x) == 40 else 255)),
     "w-int.npz": typed(lambda x: x.astype(np.int64)),
     "w-nan.npz": spoilt(np.nan),
     "w-inf.npz": spoilt(np.inf),
@@ -127,7 +128,7 @@ def prepare(folder):
     (folder / "damaged.npz").write_bytes(whole[:3000] + middle + whole[3100:])
     (folder / "file.txt").write_text("a file")
     (folder / "own.py").write_text(SPLITS)
-    for name in ("pets", "unequal", "hollow", "strange", "cut"):
+    for name in ("pets", "unequal", "hollow", "strange", "cut", "link"):
         for part, n in (("train", 40), ("test", 20)):
             for i, x in enumerate(images(n)["x_train"]):
                 place = folder / name / part / "abcd"[i % 4]
@@ -135,6 +136,7 @@ def prepare(folder):
                 x = x.repeat(2, 0) if name == "unequal" and i == 5 else x
                 Image.fromarray(x).save(place / f"{i:02}.png")
     (folder / "hollow" / "train" / "e").mkdir()
+    (folder / "link" / "train" / "a" / "link.png").symlink_to("nowhere.png")
     (folder / "strange" / "test" / "e").mkdir()
     half = folder / "cut" / "train" / "a" / "00.png"
     half.write_bytes(half.read_bytes()[:50])

@@ -297,6 +297,34 @@ class Overwrites(Base):
 class Reentrant(Base):
     def forward(self, x):
         return self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))
+class Recomputed(Base):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+class Bounded(Base):  # its weights have a norm of at most 1/10
+    def forward(self, x):
+        self.fc.weight.data = self.fc.weight.data / (10 * self.fc.weight.norm()).clamp(min=1)
+        return super().forward(x)
+class Clamped(Base):
+    def forward(self, x):
+        with torch.no_grad(): self.fc.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+class Squeezed(Base):
+    def forward(self, x): return super().forward(x).squeeze()
+class Doubled(Base):
+    def forward(self, x): return super().forward(x.double())
+class Views(Base):
+    def forward(self, x): return self.fc(F.relu(self.conv(x)).view(x.size(0), -1))
+class Keeps(Base):
+    def forward(self, x):
+        self.last = F.relu(self.conv(x)).flatten(1)
+        return self.fc(self.last)
+class Probable(Base):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.training else y.softmax(1)
+def scripted(classes): return torch.jit.trace(Base(classes), torch.zeros(2, 1, 4, 4))
+def compiled(classes): return nn.Sequential(torch.compile(Base(classes)))
+def parallel(classes): return nn.DataParallel(Base(classes))
 class Spectral(Base):
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -409,6 +437,15 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     ("InPlace", "two calls on one batch differ: it changes x in place"),
     ("Overwrites", "its gradient can't be computed: one of the variables needed for gradient"),
     ("Reentrant", "its gradient can't be computed: When use_reentrant=True"),
+    ("Recomputed", "its gradient depends on weights that it is not given; torch.utils.checkpoint"),
+    ("Bounded", "forward changes its weights fc.weight, which the method alone may do"),
+    ("Clamped", "forward changes its weights fc.weight"),
+    ("Squeezed", "for 1 image it gives (3,), not logits of the shape (1, 3)"),
+    ("Doubled", "(double) and bias type (float) should be the same; weights and images are "
+     "float32: tensors that its forward makes or converts need dtype=x.dtype"),
+    ("scripted", "it holds a TopLevelTracedModule; give the plain nn.Module, without torch.compile,"
+     " torch.jit and nn.DataParallel"),
+    ("compiled", "it holds a OptimizedModule; give"), ("parallel", "it holds a DataParallel; give"),
     ("Lazy", "1.weight has no shape yet; give the layer its number of inputs"),
     ("Spectral", "its spectral_norm has buffers that must follow the weights; use "
      "parametrizations.weight_norm"),
@@ -489,6 +526,19 @@ def test_weights_and_buffers_come_from_one_build(tmp_path):
         assert not net(w, torch.rand(5, *IMAGES[0])).any()
 
 
+def test_views_and_kept_activations(tmp_path):
+    """A transform's images are channels-last in memory, and so is what a convolution makes of them:
+    .view(n, -1) then fails, unless they are copied. A forward may keep what it computes."""
+    x = torch.rand(5, 4, 4, 3).permute(0, 3, 1, 2)
+    for name in ("Views", "Keeps"):
+        net = common.Net(path(tmp_path, name), (3, 4, 4), 3)
+        assert net.contiguous == (name == "Views")
+        module, w = module_of(tmp_path, name)(3, 3), torch.randn(net.d)
+        module.load_state_dict(net.state_dict(w), strict=True)
+        torch.testing.assert_close(net(w, x), module(x.contiguous()).detach())
+        assert torch.equal(flat(module), w)
+
+
 def test_one_name_of_each_pair_is_filled(tmp_path):
     """Conv2d(1, 64, 3) and Linear(64, 3): `channels` is a width, and `classes` something else."""
     assert common.Net(path(tmp_path, "Widths"), *IMAGES).d == 64 * 9 + 64 + 64 * 3 + 3
@@ -506,6 +556,10 @@ def test_softmax_and_frozen_parameters_are_noted(tmp_path):
     net = common.Net(path(tmp_path, "Softmax"), *IMAGES)
     assert net.notes == ["note    the model ends in softmax; cross-entropy wants the logits before "
                          "it"]
+    net = common.Net(path(tmp_path, "Probable"), *IMAGES)
+    assert net.notes == ["note    the model's logits differ in eval(); it stays in train(), in "
+                         "evaluation, too"]
+    assert not common.Net(path(tmp_path, "Probable"), *IMAGES, no_dropout=True).notes[1:]
     net = common.Net(path(tmp_path, "Frozen"), *IMAGES)
     assert net.d == 99 and net.names == ["fc.weight", "fc.bias"]
     assert net.notes == ["model   20 weights with requires_grad = False stay as they are"]
