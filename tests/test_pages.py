@@ -79,15 +79,15 @@ def test_one_screen_for_the_paper(name):
     assert "def main(" in code[: code.index("\n# -----")]
 
 
-WORDS = {"README": 1200, "baselines": 4500, **dict.fromkeys(ALGORITHMS, 2570), "fedavgm": 1800}
+WORDS = {"README": 1000, "baselines": 4500, **dict.fromkeys(ALGORITHMS, 2570), "fedavgm": 1800}
 
 
 def test_no_page_is_too_long():
-    """Words of each page, of all of docs/, and of README."""
+    """Words of each page, of all of docs/, and of README. A table's bars are no words."""
     texts = (HERE / "README.md", *(HERE / "docs").glob("*.md"))
-    found = {path.stem: len(path.read_text().split()) for path in texts}
+    found = {path.stem: len(re.findall(r"\S*\w\S*", path.read_text())) for path in texts}
     assert {name: n for name, n in found.items() if n > WORDS.get(name, 1950)} == {}
-    assert sum(found.values()) - found["README"] <= 31_000
+    assert sum(found.values()) - found["README"] <= 28_500
     for path in (HERE / "results").glob("*.md"):
         assert path.stat().st_size <= 60_000, path
 
