@@ -94,7 +94,8 @@ def show(found, every):
     titles = "cells", "done", "short", "empty", "runs", "left"
     common.say(f"{'table':<20}{''.join(f'{word:>6}' for word in titles)}  title")
     for name, some in here.items():
-        row = *pages.counts(name), len(some), sum(not r.ended for r in some)
+        cells, _, _, *states = pages.counts(name)
+        row = cells, *states, len(some), sum(not r.ended for r in some)
         common.say(f"{name:<20}{''.join(f'{n:>6}' for n in row)}  {TABLES[name].title}")
     left = sum(not r.ended for r in found)
     common.say(f"\n{len(found)} different runs, {left} left")

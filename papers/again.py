@@ -13,50 +13,25 @@ from fl import records
 
 from . import runs
 
-GONE = {  # flags of old commands
-    "--as": "the authors' code of SuPerFed's v1 is run by checks/authors/superfed.py",
-    "--runs": "PersFL's runs are seeds now; give one --seed and --split-seed",
-}
 TOLD = "torch", "device", "commit", "processes", "way"  # of `environment`, where they differ
 
 
 def words_of(record, path):
-    """Returns the words of the record's command, without --out: its own, or of its arguments.
-    Refuses a command that today's files read differently."""
-    if record.get("command"):
-        words = shlex.split(record["command"])
-        while "--out" in words:
-            i = words.index("--out")
-            del words[i : i + 2]
-        words = [word for word in words if not word.startswith("--out=")]
-    else:
-        words = rebuilt(record)
-    for word in words:
-        if word.partition("=")[0] in GONE:
-            common.refuse(f"{path}: {word} is no flag any more: {GONE[word.partition('=')[0]]}")
+    """Returns the words of the record's command, without --out. Refuses a record without one, and a
+    command that today's files read differently."""
+    if not record.get("command"):
+        common.refuse(f"{path} has no `command`, so it can't be run again")
+    words = shlex.split(record["command"])
+    while "--out" in words:
+        i = words.index("--out")
+        del words[i : i + 2]
+    words = [word for word in words if not word.startswith("--out=")]
     if (runs.HERE / words[0]).exists():
         now = runs.parsed(words)
         if other := records.unlike(record, now, but=("precision",)):
             name = other[0]
             common.refuse(f"{path} was made with {name} {record['args'].get(name)}; its command "
                           f"now means {now[name]}: python {shlex.join(words)}")
-    return words
-
-
-def rebuilt(record):
-    """Returns the words of a command that gives the record's arguments, if there is one."""
-    then, file = record["args"], next(iter(record["environment"]["sources"]))
-    if not (runs.HERE / file).exists():
-        common.refuse(f"a record of {file} without `command` can't be run again")
-    words = [file, "--dataset", then["dataset"], "--split", then["split"]]
-    words += ["--method", record["algorithm"]] * (file == "baselines.py")
-    for _ in range(2):  # some defaults depend on other flags
-        for name in records.unlike(record, runs.parsed(words), but=("precision",)):
-            flag, z = name.strip("_").replace("_", "-"), then.get(name)
-            if isinstance(z, bool):
-                words.append(f"--{flag}" if z else f"--no-{flag}")
-            else:
-                words += [f"--{flag}", *map(str, z if isinstance(z, list) else [z])]
     return words
 
 
@@ -101,17 +76,14 @@ def compare(then, now):
     if {then["status"], now["status"]} <= {"finished", "diverged"}:
         for part in ("final", "best", "rounds_to"):
             side_by_side(part, records.flat(then.get(part, {})), records.flat(now.get(part, {})))
-    unequal = [(t, name) for t in both for name in a[t] if name in both[t]
-               and a[t][name] != b[t][name]]
+    unequal = [f"the first difference is round {t}'s {name}" for t in both for name in a[t]
+               if name in both[t] and a[t][name] != b[t][name]]
     common.say(f"\n{len(both)} rounds are in both records, {len(measured)} of them measured: "
-               + ("all equal to the digit" if not unequal else
-                  "the first difference is round {}'s {}".format(*unequal[0])))
-    for name in ("data", "split"):
-        old, new = then[name]["fingerprint"], now[name]["fingerprint"]
-        if old != new:
-            common.say(f"{name}: fingerprint {old} then, {new} now: other images or another order")
-    for name in TOLD:
-        old, new = then["environment"].get(name), now["environment"].get(name)
+               + [*unequal, "all equal to the digit"][0])
+    told = [(f"fingerprint of the {name}", then[name]["fingerprint"], now[name]["fingerprint"])
+            for name in ("data", "split")]
+    told += [(name, then["environment"].get(name), now["environment"].get(name)) for name in TOLD]
+    for name, old, new in told:
         if old != new:
             common.say(f"{name}: {old} then, {new} now")
 

@@ -6,6 +6,7 @@
 import common
 from fl import records
 
+from . import reading
 from .runs import RESULTS
 
 DATA = {  # FedSLR's record, and what the others' names begin with
@@ -22,8 +23,7 @@ def draw(axis, name, part, **style):
     test images."""
     path = records.at(RESULTS / "fedslr" / name)
     if path.exists():
-        rows = [row for row in records.read(path)["rounds"] if part in row]
-        axis.plot([row["round"] for row in rows], [row[part]["mean"] for row in rows], **style)
+        axis.plot(*reading.curve(records.read(path), part, "mean"), **style)
 
 
 def main():

@@ -11,7 +11,6 @@ final["latency"].
 import copy
 import pathlib
 import statistics
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -76,12 +75,7 @@ def main(argv=None):
     parser.add_argument("folder", type=pathlib.Path, help="--out of a finished run of fedslr.py")
     parser.add_argument("--device", help="where to measure (default: the run's)")
     given = parser.parse_args(argv)
-    record, weights = reading.trained(given.folder, "fedslr")
-    args = SimpleNamespace(**record["args"] | {"init": None})
-    args.device = given.device or args.device
-    federation = common.Federation(args)
-    dense = federation.net.build().to(federation.device)
-    dense.load_state_dict(weights)
+    record, federation, dense = reading.trained(given.folder, "fedslr", given.device)
     thin = factorised(dense, record["final"]["ranks"])
     x = federation.transform(federation.images[federation.data.n_train :][:20])
     times = {"dense_ms": milliseconds(dense, x), "factorised_ms": milliseconds(thin, x)}

@@ -77,8 +77,7 @@ def rounds(path, title, found):
             known = {}  # FedProx and FedProx-LU have one global model
             for cell, shown, note in found:
                 record = shown.results[0].record
-                x, y = zip(*[(row["round"], row["global"][key]) for row in record["rounds"]
-                             if "global" in row])
+                x, y = reading.curve(record, "global", key)
                 column = "" if "top-1" in cell.column else f" {words(cell.column)}"
                 method = words(cell.row.replace("-", " "))
                 if y in known:

@@ -10,7 +10,6 @@ Draws tv.png in the folder. docs/psinet.md explains the choices.
 
 import pathlib
 import sys
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -53,28 +52,15 @@ def total_variance(P):
     return (P_q - P_q.mean(0)).norm(dim=1).mean()
 
 
-def trained(out):
-    """Returns the network of the run in the folder `out`, an nn.Module; its data, transform and
-    name. Refuses a folder without such a run."""
-    record, weights = reading.trained(out, "psinet")
-    args = SimpleNamespace(**record["args"])
-    if args.groups:
-        common.refuse(f"{out} has a network with groups; use psinet.py --groups 0")
-    data = common.images_for(args, common.stream(args.split_seed, "split", 1))
-    transform = common.TRANSFORMS[args.transform](data)
-    shape = transform(torch.from_numpy(data.images[:1])).shape[1:]
-    net = psinet.GroupedNet(args, tuple(shape), data.classes)
-    module = net.build()
-    module.load_state_dict(weights)
-    return module, data, transform, net.name
-
-
 def main(folder):
     out = pathlib.Path(folder)
     torch.set_num_threads(1)
-    module, data, transform, name = trained(out)
-    images, labels = (torch.from_numpy(z[: data.n_train]) for z in (data.images, data.labels))
-    P = preferences(module, transform, images, labels, data.classes)
+    record, federation, module = reading.trained(out, "psinet", "cpu", psinet.GroupedNet)
+    if record["args"]["groups"]:
+        common.refuse(f"{out} has a network with groups; use psinet.py --groups 0")
+    data, n = federation.data, federation.data.n_train
+    P = preferences(module, federation.transform, federation.images[:n], federation.labels[:n],
+                    data.classes)
     tv = {layer: float(total_variance(p)) for layer, p in P.items()}
     middle = (min(tv.values()) + max(tv.values())) / 2
     depth = next(layer for layer, value in tv.items() if value >= middle)
@@ -85,7 +71,7 @@ def main(folder):
         axis.bar(list(tv), list(tv.values()))
         axis.axhline(middle, color="black", linestyle="--", linewidth=1)
         axis.tick_params(axis="x", rotation=90)
-        axis.set(ylabel="TV", title=f"{name}, {data.name}: suggests {depth}")
+        axis.set(ylabel="TV", title=f"{federation.net.name}, {data.name}: suggests {depth}")
     return tv, depth
 
 

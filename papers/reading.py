@@ -1,8 +1,10 @@
 """Numbers from records, in the papers' units. A measure is a path in the record, like global/top1
 or users/PersFL/Avg."""
 
+import functools
 import pickle
 import statistics
+from types import SimpleNamespace
 
 import torch
 
@@ -79,14 +81,27 @@ def combine(values, measure):
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def trained(folder, algorithm):
-    """Returns the record and model.pt's state dict of a finished run of <algorithm>.py. Refuses
-    any other folder."""
+def curve(record, part, name):
+    """Returns the rounds in which a measure was taken, and its values."""
+    rows = [row for row in record["rounds"] if part in row]
+    return tuple(row["round"] for row in rows), tuple(row[part][name] for row in rows)
+
+
+def trained(folder, algorithm, device=None, network=None):
+    """Returns the record of a finished run of <algorithm>.py, its Federation, and its global model,
+    an nn.Module. Refuses any other folder. network: in place of --model's, network(args, *images).
+    """
     wanted = f"name the --out folder of a finished run of {algorithm}.py"
     record = records.read(folder / "result.json")
     if (record["algorithm"], record["status"]) != (algorithm, "finished"):
         common.refuse(f"{folder}: {record['algorithm']}.py, {record['status']}; {wanted}")
     try:
-        return record, torch.load(folder / "model.pt", map_location="cpu", weights_only=True)
+        weights = torch.load(folder / "model.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as problem:
         common.refuse(f"{folder}/model.pt can't be read ({type(problem).__name__}); {wanted}")
+    args = SimpleNamespace(**record["args"] | {"init": None})
+    args.device = device or args.device
+    federation = common.Federation(args, network and functools.partial(network, args))
+    module = federation.net.build().to(federation.device)
+    module.load_state_dict(weights)
+    return record, federation, module
