@@ -13,14 +13,12 @@ import urllib.error
 import numpy as np
 import pytest
 import torch
-import torchvision
 from PIL import Image
 
 import common
 import fedavg
 import fl.data
 import fl.formats
-import fl.plots
 import fl.splits
 import fl.transforms
 from conftest import QUICK, federation, images, refused, run
@@ -36,8 +34,8 @@ def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
     x, y, u, v = fl.data.shapes()
     assert x.shape == (10_000, 32, 32, 3) and u.shape == (2_000, 32, 32, 3) and x.dtype == np.uint8
     assert set(np.bincount(y)) == {1000} and set(np.bincount(v)) == {200}
-    again = fl.data.shapes.__wrapped__()  # past the cache
-    assert all(np.array_equal(a, b) for a, b in zip((x, y, u, v), again))
+    one, again = (fl.data.shapes.__wrapped__(500, 10) for _ in range(2))  # past the cache
+    assert all(np.array_equal(a, b) for a, b in zip(one, again))
     # the mean colour of an image, the best that a classifier blind to form could use, says next to
     # nothing about its class
     mean, other = x.mean((1, 2)), u.mean((1, 2))
@@ -57,13 +55,6 @@ def test_npz_by_path_and_by_name(tmp_path, monkeypatch):
         assert np.array_equal(data.images[:40], given["x_train"])
         assert np.array_equal(data.labels[40:], given["y_test"])
     assert fl.data.load_data(str(tmp_path / "mine.npz")).name == "mine"
-
-
-def test_grey_images_get_a_channel(tmp_path):
-    given = images()
-    grey = {name: given[name][..., 0] for name in ("x_train", "x_test")}
-    np.savez(tmp_path / "grey.npz", **{**given, **grey})
-    assert fl.data.load_data(str(tmp_path / "grey.npz")).images.shape == (60, 8, 8, 1)
 
 
 def write_idx(path, array):
@@ -172,19 +163,6 @@ def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
-def test_broken_files_are_refused(tmp_path, capsys):
-    np.savez(tmp_path / "whole.npz", **images())
-    np.savez_compressed(tmp_path / "small.npz", **images())
-    damaged = bytearray((tmp_path / "small.npz").read_bytes())
-    for place in range(300, 400):
-        damaged[place] ^= 0xFF
-    file = tmp_path / "part.npz"
-    for content in ((tmp_path / "whole.npz").read_bytes()[:-30], damaged):
-        file.write_bytes(content)
-        argv = ["--dataset", str(file), *CPU]
-        refused(capsys, "can't be read as a .npz", fedavg.main, argv)
-
-
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "emnist", "tinyimagenet"])
 def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypatch):
     def offline(*args, **more):
@@ -195,9 +173,8 @@ def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypat
     refused(capsys, f"{tmp_path}/{name}.npz", fedavg.main, argv)
 
 
-@pytest.mark.parametrize("alpha", ["0.001", "0"])
-def test_a_small_alpha_is_refused(alpha, capsys):
-    argv = [*SHAPES, "--split", "dirichlet-classes", "--alpha", alpha]
+def test_a_small_alpha_is_refused(capsys):
+    argv = [*SHAPES, "--split", "dirichlet-classes", "--alpha", "0.001"]
     refused(capsys, "use a larger --alpha or fewer --clients", fedavg.main, argv)
 
 
@@ -217,21 +194,15 @@ def kinds(owned, labels=LABELS):
     return [len(np.unique(labels[index])) for index in owned]
 
 
-@pytest.mark.parametrize("scheme", ONCE)
-def test_no_image_is_given_twice(scheme):
-    owned = np.concatenate(split(scheme))
-    assert len(np.unique(owned)) == len(owned) and owned.min() >= 0 and owned.max() < 6000
-
-
-@pytest.mark.parametrize("scheme", [
-    "iid", "shards", "dirichlet-hsu", "dirichlet-classes", "classes", "fedslr"])
-def test_all_images_are_given(scheme):
-    assert sum(map(len, split(scheme))) == 6000
-
-
-@pytest.mark.parametrize("scheme", ["iid", "shards", "dirichlet-hsu", "classes", "fedslr"])
-def test_balanced_schemes_give_equal_sizes(scheme):
-    assert set(map(len, split(scheme))) == {300}
+@pytest.mark.parametrize("scheme", [*ONCE, "fedslr"])
+def test_which_images_a_scheme_gives(scheme):
+    owned = split(scheme)
+    every = np.concatenate(owned)
+    assert every.min() >= 0 and every.max() < 6000
+    assert scheme == "fedslr" or len(np.unique(every)) == len(every)
+    assert scheme in ("lognormal", "semantic", "fedma", "unequal-classes") or len(every) == 6000
+    if scheme in ("iid", "shards", "dirichlet-hsu", "classes", "fedslr"):
+        assert set(map(len, owned)) == {300}
 
 
 def test_shards():
@@ -243,17 +214,6 @@ def test_shards():
     others = {tuple(np.unique(LABELS[index])) for index in split("shards", seed=1)}
     assert len(pairs) > 10 and pairs != others
     assert all(set(np.bincount(LABELS[index])) <= {0, 150, 300} for index in owned)
-
-
-def test_hsus_dirichlet_has_the_papers_concentration():
-    """q ~ Dir(alpha p), p = 1/10: variance p(1-p)/(alpha+1). With alpha per class it would be
-    p(1-p)/(10 alpha+1)."""
-    labels = np.repeat(np.arange(10), 100_000)
-    for alpha in (1.0, 10.0):
-        owned = split("dirichlet-hsu", labels=labels, clients=2000, alpha=alpha)
-        early = owned[:600]  # before any class runs out
-        q = [np.bincount(labels[index], minlength=10) / 500 for index in early]
-        assert np.var(q, axis=0).mean() == pytest.approx(0.09 / (alpha + 1), rel=0.1)
 
 
 def test_alpha_zero_is_one_class_per_client_and_large_alpha_is_all():
@@ -414,21 +374,6 @@ def test_clients_hold_out_what_they_are_asked_to(scheme):
     assert fed.n.tolist() == [len(index) for index in fed.split.train]
 
 
-def test_five_hundred_images_are_split_400_to_100():
-    fed = federation([*SHAPES, "--clients", "20"])
-    sizes = {tuple(map(len, parts)) for parts in zip(*fed.split)}
-    assert sizes == {(400, 0, 100)}
-
-
-def test_fedslrs_clients_are_tested_on_central_images_alone():
-    """It deals images twice: test images held out from a client's own could be among its training
-    images."""
-    argv = [*SHAPES, "--split", "fedslr", "--clients", "20", "--alpha", "0.1"]
-    fed = federation([*argv, "--client-test", "0"])
-    assert all(len(train) == 500 for train in fed.split.train)
-    assert all(test.min() >= fed.data.n_train for test in fed.split.test)
-
-
 def test_without_own_test_images_clients_get_central_ones_in_their_class_proportions():
     argv = [*SHAPES, "--clients", "10", "--client-test", "0", "--split", "classes"]
     fed = federation([*argv, "--per-client", "4"])
@@ -437,13 +382,6 @@ def test_without_own_test_images_clients_get_central_ones_in_their_class_proport
         of_test, of_train = (np.bincount(fed.data.labels[index], minlength=10)
                              for index in (test, train))
         assert np.array_equal(of_test * 10, of_train)
-
-
-def test_the_fingerprint_tells_splits_apart():
-    argv = [*SHAPES, "--limit", "400", "--clients", "5"]
-    a, b, c = (federation([*argv, "--split-seed", seed, "--lr", lr]).split.fingerprint()
-               for seed, lr in (("0", "1"), ("0", "2"), ("1", "1")))
-    assert a == b != c
 
 
 def test_a_split_is_drawn_from_its_stream_alone():
@@ -456,18 +394,6 @@ def test_a_split_is_drawn_from_its_stream_alone():
 
 
 # Transforms
-
-
-def test_scale_and_centre():
-    """A byte from 0 to 255 becomes a number from 0 to 1, or from -1/2 to 1/2; channels come first.
-    """
-    # one image of 1x2 pixels with 2 channels
-    images = torch.tensor([[[[0, 255], [51, 102]]]], dtype=torch.uint8)
-    want = torch.tensor([[[[0.0, 0.2]], [[1.0, 0.4]]]])
-    data = fl.data.Data("x", images.numpy(), np.zeros(1), 1, 2)
-    torch.testing.assert_close(common.TRANSFORMS["scale"](data)(images), want)
-    centred = common.TRANSFORMS["centre"](data)(images, torch.zeros(1, 0))
-    torch.testing.assert_close(centred, want - 0.5)
 
 
 def test_tensorflow_transform():
@@ -600,19 +526,6 @@ def test_the_two_conventions_differ_as_the_literature_says(tmp_path, capsys):
     assert words.replace(".0/", "/") in capsys.readouterr().out
 
 
-def test_the_picture_of_the_split_says_classes_per_client(tmp_path, monkeypatch):
-    titles, drawing = [], fl.plots.drawing
-
-    def noting(*args, **named):
-        titles.append(named.get("title"))
-        return drawing(*args, **named)
-
-    monkeypatch.setattr(fl.plots, "drawing", noting)
-    argv = [*QUICK, "--model", "mnistnet", "--split", "classes", "--per-client", "3", "--plot"]
-    run(fedavg, argv, tmp_path)
-    assert titles[-1].endswith("\nclasses per client: 3/3/3 (least/mean/most)")
-
-
 def test_hsus_p_is_the_classes_shares_of_all_images():
     """HAM10000's seven classes, 67 % to 1 %. alpha = 10,000 is i.i.d., for the last clients, too;
     alpha = 1 has the variance p(1-p)/2 for the first clients."""
@@ -644,8 +557,8 @@ def test_alpha_zero_takes_classes_by_their_shares():
 
 def test_fractions_go_up_as_often_as_they_say():
     rng, values = np.random.default_rng(0), np.array([0.2, 3.7, 0.0, 1.6, 2.5])
-    seen = np.array([fl.splits.whole_numbers(values, rng) for _ in range(20_000)])
-    assert (seen.sum(1) == 8).all() and np.allclose(seen.mean(0), values, atol=0.02)
+    seen = np.array([fl.splits.whole_numbers(values, rng) for _ in range(4000)])
+    assert (seen.sum(1) == 8).all() and np.allclose(seen.mean(0), values, atol=0.04)
     assert (np.abs(seen - values) < 1).all() and (seen[:, 2] == 0).all()
 
 
@@ -674,11 +587,6 @@ def sorts(labels, classes, rng, args):
 def zeros(labels, classes, rng, args):
     labels[:] = 0
     return np.array_split(np.arange(len(labels)), args.clients)
-def shares(labels, classes, rng, args):
-    return [np.arange(50), np.arange(49, 100)]
-def admits(labels, classes, rng, args):
-    return [np.arange(50), np.arange(49, 100)]
-admits.overlap = True
 """
 
 
@@ -697,19 +605,6 @@ def test_a_split_gives_arrays_of_different_numbers(array, tmp_path, capsys):
     refused(capsys, words + "to 399", federation, [*QUICK, "--split", f"{tmp_path}/own.py:deal"])
 
 
-def test_an_image_of_two_clients_is_refused_unless_the_split_says_overlap(tmp_path, capsys):
-    (tmp_path / "own.py").write_text(OWN)
-    argv = [*QUICK, "--client-test", "0", "--split", f"{tmp_path}/own.py:"]
-    words = "gives image 49 to clients 0 and 1; if that is meant, write shares.overlap = True below"
-    refused(capsys, words, fedavg.main, [*argv[:-1], argv[-1] + "shares"])
-    fed = federation([*argv[:-1], argv[-1] + "admits"])
-    assert [len(index) for index in fed.split.train] == [50, 51]
-    assert np.intersect1d(*fed.split.train).tolist() == [49]
-    for flag in ("--client-test", "--client-val"):
-        words = "may give an image twice, for training and for testing; use --client-test 0"
-        refused(capsys, words, fedavg.main, [*argv[:-1], argv[-1] + "admits", flag, "0.2"])
-
-
 # A folder of images
 
 
@@ -724,6 +619,11 @@ def folder_of(root, images, mode=None):
 def tiles(n=1, size=(6, 6), seed=0, channels=(3,)):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, (*size, *channels), dtype=np.uint8) for _ in range(n)]
+
+
+def pets(folder):
+    return folder_of(folder / "pets", {f"{part}/{name}/1.png": tiles()[0]
+                                       for part in ("train", "test") for name in "ab"})
 
 
 def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
@@ -760,19 +660,17 @@ def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cant_be_written_to(tmp_path, monkeypatch):
-    root = folder_of(tmp_path / "pets", {f"{part}/{name}/1.png": tiles()[0] for part in (
-        "train", "test") for name in "ab"})
+    root = pets(tmp_path)
 
     def full(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(np, "savez", full)
-    data = fl.data.load_data(str(root))
-    assert len(data.images) == 4 and not [*root.glob("images-*")]
-    note, = data.notes
-    assert "can't be written (Read-only file system): each run reads the images anew" in note
-    argv = ["--dataset", str(root), "--clients", "1", "--split", "iid", "--client-test", "0"]
-    assert note in federation([*argv, "--model", "mnistnet", *CPU]).notes
+    fed = federation(["--dataset", str(root), "--clients", "1", "--split", "iid", "--client-test",
+                      "0", "--model", "mnistnet", *CPU])
+    assert len(fed.images) == 4 and not [*root.glob("images-*")]
+    words = "can't be written (Read-only file system): each run reads the images anew"
+    assert any(words in note for note in fed.notes)
 
 
 def test_a_folder_without_test_images_holds_out_a_share_of_each_class(tmp_path, capsys):
@@ -914,8 +812,7 @@ def test_further_pages_are_noted(tmp_path):
 
 
 def test_what_a_killed_program_was_writing_is_removed(tmp_path):
-    root = folder_of(tmp_path / "pets", {f"{part}/{name}/1.png": tiles()[0] for part in (
-        "train", "test") for name in "ab"})
+    root = pets(tmp_path)
     for name, age in (("old", 100), ("new", 0)):  # a program may still write the new one
         part = root / f"images-whole.npz.{name}.part"
         part.write_bytes(b"half of it")
@@ -959,9 +856,6 @@ def test_medmnists_file_is_read_as_it_is(tmp_path, capsys):
     right = (logits.argmax(1) == fed.labels[90:]).double()
     means = [right[val - 90].mean().item() for val in fed.split.val]
     assert record["final"]["personal"]["val_mean"] == pytest.approx(np.mean(means))
-    assert fed.evaluate(state["w"])["top1"] == pytest.approx(
-        (fed.net(state["w"], fed.transform(fed.images[60:90])).argmax(1) == fed.labels[60:90])
-        .double().mean().item())
     fed = federation([*argv, "--client-val", "0.2"])
     assert max(map(max, fed.split.val)) < 60
     assert "note    --client-val holds out clients' own images: x_val is not used" in fed.notes
@@ -1011,7 +905,7 @@ def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path, capsy
     assert (root / "data" / "images-leaf.npz").exists()
 
 
-def test_leafs_other_layouts(tmp_path, capsys):
+def test_leafs_other_layouts(tmp_path):
     users = {"f1": [0, 1], "f2": [1, 0]}
     root = leaf(tmp_path / "others", users, {"f5": [0, 1]})  # LEAF's -t user: new writers
     data = fl.data.load_data(f"leaf:{root}")
@@ -1021,19 +915,10 @@ def test_leafs_other_layouts(tmp_path, capsys):
     data = fl.data.load_data(f"leaf:{root}")  # from the .npz
     assert "0 both" in " ".join(data.notes)
     root = leaf(tmp_path / "bytes", users, users, 8)
-    content = json.loads((root / "train" / "data_0.json").read_text())
     for name in ("train", "test"):
         for path in (root / name).glob("*.json"):
             path.write_text(path.read_text().replace(".0", ""))
     assert fl.data.load_data(f"leaf:{root}").images.dtype == np.uint8
-    content["user_data"]["f1"]["x"] = ["a.jpg", "b.jpg"]
-    (root / "train" / "data_0.json").write_text(json.dumps(content))
-    refused(capsys, "data_0.json can't be read as images in LEAF's JSON", fl.data.load_data,
-            f"leaf:{root}")
-    (root / "test" / "data_1.json").write_text("{")
-    refused(capsys, "can't be read as images in LEAF's JSON", fl.data.load_data, f"leaf:{root}")
-    refused(capsys, "has no .json files; leaf:FOLDER wants FOLDER/train/*.json",
-            fl.data.load_data, f"leaf:{tmp_path}")
 
 
 @pytest.mark.parametrize("classes", [np.array(6), np.array([*"abcdef"])])
@@ -1045,7 +930,6 @@ def test_a_npz_can_say_how_many_classes_there_are(classes, tmp_path, capsys):
     fed = federation(["--dataset", file, "--clients", "2", "--model", "mnistnet", *CPU])
     missing = "c, e, f" if classes.ndim else "2, 4, 5"
     assert f"note    no training image is of class {missing}" in fed.notes
-    assert fed.net(fed.initial_weights(), fed.transform(fed.images)).shape == (60, 6)
     assert fl.data.load_data(file, classes=7).classes == 7
     refused(capsys, "there is the label 3, but there are only 3 classes", fl.data.load_data, file,
             classes=3)
@@ -1081,44 +965,20 @@ def test_pixels_of_all_types(dtype, top, tmp_path):
     assert once.data.images.dtype == kept
 
 
-@pytest.mark.parametrize("top, noted", [(255.0, True), (1.0, False), (9.0, False)])
-def test_floats_far_above_1_are_noted(top, noted):
-    x = np.full((4, 2, 2, 1), top, np.float32)
-    x[0] = 0
+@pytest.mark.parametrize("dtype, top, test, note", [
+    (np.float32, 255, 255, "note    images are floats up to 255, which --transform scale"),
+    (np.float32, 9, 1, None), (np.float32, 0.2, 0.2, None), (np.uint8, 32, 32, None),
+    (np.float32, 9, 0.5, "warning the brightest pixel of the training images is 9, of the test "
+     "images 0.5: are both scaled alike?"),
+    (np.uint8, 1, 255, "warning the brightest pixel of the training images is 1, of the test"),
+    # 31 of 255, and 12 bits in 16, are less than an eighth of white
+    (np.uint8, 1, 1, "note    the brightest pixel has 0.00392 of white, as 12-bit"),
+    (np.uint8, 31, 31, "note    the brightest pixel has 0.122 of white"),
+    (np.float32, 4095 / 65535, 0.05, "note    the brightest pixel has 0.0625 of white")])
+def test_what_is_noted_of_pixels(dtype, top, test, note):
+    x = np.array([0, top, 0, test], dtype).reshape(4, 1, 1, 1)
     notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
-    assert any("images are floats up to 255" in note for note in notes) == noted
-    x[2:] /= 255  # the test images
-    notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
-    assert notes[0] == (f"warning the brightest pixel of the training images is {top:g}, of the "
-                        f"test images {top / 255:g}: are both scaled alike?")
-
-
-@pytest.mark.parametrize("dtype, top, share", [
-    (np.uint8, 1, "0.00392"), (np.uint8, 31, "0.122"), (np.uint8, 32, ""),
-    (np.float32, 4095 / 65535, "0.0625"), (np.float32, 0.2, "")])
-def test_dark_images_are_noted(dtype, top, share):
-    """31 of 255, and 12 bits in 16, are less than an eighth of white."""
-    x = np.full((4, 2, 2, 1), top, dtype)
-    x[0] = 0
-    notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
-    assert [f"brightest pixel has {share} of white" in note for note in notes] == [True] * bool(
-        share)
-
-
-def test_normalize_has_the_bits_that_it_always_had():
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, (50, 9, 9, 3), dtype=np.uint8)
-    data = fl.data.Data("x", x, np.zeros(50, int), 40, 2)
-    counts = np.stack([np.bincount(x[:40, :, :, c].ravel(), minlength=256) for c in range(3)], 1)
-    values, share = np.arange(256)[:, None] / 255, counts / counts.sum(0)
-    mean = (share * values).sum(0)
-    std = np.sqrt((share * (values - mean) ** 2).sum(0)).clip(1e-6)
-    m, s = torch.tensor(np.stack([mean, std]), dtype=torch.float32)
-    z = ((torch.from_numpy(x).float() / 255 - m) / s).permute(0, 3, 1, 2)
-    assert torch.equal(common.TRANSFORMS["normalize"](data)(torch.from_numpy(x)), z)
-    pixels = torch.from_numpy(x).permute(0, 3, 1, 2) / 255
-    half = torchvision.transforms.functional.normalize(pixels, [0.5] * 3, [0.5] * 3)
-    assert torch.equal(common.TRANSFORMS["half"](data)(torch.from_numpy(x)), half)
+    assert [words[: len(note)] for words in notes] == [note] if note else not notes
 
 
 def test_normalize_only_shifts_a_channel_that_is_constant_in_training():
@@ -1136,15 +996,6 @@ def test_the_tensorflow_transform_counts_pixels_from_0_to_255():
         a = fl.transforms.tensorflow(torch.from_numpy(x), u)
         b = fl.transforms.tensorflow(torch.from_numpy((x / 255).astype(np.float32)), u)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_pixels_that_are_no_numbers_are_refused(bad, tmp_path, capsys):
-    x = np.zeros((40, 8, 8, 3), np.float32)
-    x[7, 1, 1, 1] = x[9, 0, 0, 0] = bad
-    np.savez(tmp_path / "bad.npz", **images(x_train=x, x_test=np.zeros((20, 8, 8, 3), np.float32)))
-    words = "2 of 40 images of x_train have NaN or infinite pixels, the first is image 7; mend"
-    refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
 # Bounds
@@ -1170,15 +1021,6 @@ def test_a_bound_on_test_images(tmp_path, capsys):
     assert all((fed.data.test_owner[test - 40] == k).all() for k, test in enumerate(fed.split.test))
     refused(capsys, "--limit-test leaves a client of --split natural without images", fedavg.main,
             [*argv, "3"])
-    refused(capsys, "--limit-test 21: owned has only 20 test images", fedavg.main, [*argv, "21"])
-
-
-def test_a_model_that_cant_take_24x24_is_told_who_cut_them(capsys, monkeypatch):
-    monkeypatch.setattr(fl.formats, "read_torchvision", lambda *_: dict(zip(
-        fl.data.ARRAYS, fl.data.shapes(200, 100))))
-    argv = ["--dataset", "cifar10", "--data-dir", "nowhere", "--model", "cnn", *CPU]
-    refused(capsys, "--transform tensorflow cuts the 32x32 images of cifar10: --transform "
-            "normalize leaves them whole", fedavg.main, argv)
 
 
 def test_a_test_share_may_not_take_all_images_of_a_client(tmp_path, capsys):
@@ -1199,8 +1041,7 @@ def test_a_test_share_may_not_take_all_images_of_a_client(tmp_path, capsys):
 
 
 def test_ctrl_c_while_decoding_is_one_line(tmp_path):
-    root = folder_of(tmp_path / "pets", {f"{part}/{name}/1.png": tiles()[0] for part in (
-        "train", "test") for name in "ab"})
+    root = pets(tmp_path)
     code = ("import os, signal, sys\nimport fedavg, fl.formats\n"
             "fl.formats.pixels = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
             "fedavg.main(['--dataset', sys.argv[1], '--device', 'cpu'])")

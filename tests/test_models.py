@@ -18,7 +18,6 @@ import common
 import fedavg
 import fl.models
 from conftest import QUICK, federation, refused, run
-from fl.provenance import SHARED
 
 CPU = ["--device", "cpu"]
 TINY = [*QUICK, "--limit", "80", "--clients", "4", "--client-test", "0.2", "--rounds", "1"]
@@ -156,25 +155,11 @@ def test_threads_share_no_module():
     net = common.Net("mine", (3,), 2, build=lambda: Meeting(3, 2))
     x, W = torch.randn(5, 3), torch.randn(2, 8)
 
-    def right():
+    for _ in range(2):
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(net, W, [x, x]))
-        return [torch.equal(y, F.linear(x, w[:6].view(2, 3), w[6:])) for y, w in zip(found, W)]
-
-    assert all(right() + right())
-    net.copies = SimpleNamespace(module=net.build())  # one for all threads, which must not be
-    assert not all(right())
-
-
-def test_the_number_of_threads_changes_no_bit(tmp_path):
-    states = []
-    for threads in ("1", "2", "4"):
-        argv = [*QUICK, "--model", path(tmp_path, "Base"), "--parallel", threads]
-        record, state = run(fedavg, argv, tmp_path / threads)
-        assert record["status"] == "finished"
-        states.append(state["w"])
-    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
-    assert not torch.equal(states[0], federation(argv).initial_weights())
+        for y, w in zip(found, W):
+            assert torch.equal(y, F.linear(x, w[:6].view(2, 3), w[6:]))
 
 
 # Networks from elsewhere
@@ -197,10 +182,13 @@ class Base(nn.Module):
         return self.fc(F.relu(self.conv(x)).flatten(1))
 
 class Sized(Base):
-    def __init__(self, channels, classes, size):
-        super().__init__(classes, channels, size)
+    def __init__(self, channels, classes, size): super().__init__(classes, channels, size)
 class More(Base):
     def __init__(self, num_classes=1000, width=2, *args, in_channels, **more):
+        super().__init__(num_classes, in_channels)
+class Widths(Base):  # `channels` is a width, and `classes` something else
+    def __init__(self, in_channels=3, channels=64, num_classes=10, classes="many"):
+        assert (channels, classes) == (64, "many")
         super().__init__(num_classes, in_channels)
 def function(num_classes): return Base(num_classes)
 def without(): return Base(3)
@@ -219,153 +207,20 @@ class Residual(nn.Module):
         x = F.relu(x + self.bn2(self.conv(x)))
         return self.fc(F.dropout(self.head(x.mean((2, 3))), 0.1, self.training))
 
-class With(Base):  # what `extra` gives stands before the network
-    extra = nn.Identity
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.before = self.extra()
-    def forward(self, x): return super().forward(self.before(x))
-class Thick(nn.BatchNorm2d):
-    def forward(self, x): return super().forward(x).relu()
-class Layer(With): extra = nn.Dropout2d
-class Norm(With): extra = functools.partial(nn.BatchNorm2d, 1)
-class Faint(With): extra = functools.partial(nn.BatchNorm2d, 1, eps=1e12, affine=False)
-class Momentless(With): extra = functools.partial(nn.BatchNorm2d, 1, track_running_stats=False)
-class Subclass(With): extra = functools.partial(Thick, 1)
-class Running(With): extra = functools.partial(nn.InstanceNorm2d, 1, track_running_stats=True)
-class Start(Base):  # a layer of this name says nothing of initial weights
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.start = nn.Conv2d(1, 1, 1)
-    def forward(self, x): return super().forward(self.start(x))
-class Token(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.start = nn.Parameter(torch.zeros(2))
-    def forward(self, x): return super().forward(x + self.start.sum())
-class Complex(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.fc = nn.Linear(32, num_classes, dtype=torch.cfloat)
-class Listed(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.more = [nn.Linear(3, 3)]
-    def forward(self, x): return self.more[0](super().forward(x))
-class Frozen(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.conv.requires_grad_(False)
-class Dropout(Base):
-    def forward(self, x): return F.dropout(super().forward(x), 0.5, self.training)
-class Noise(Base):
-    def forward(self, x): return super().forward(x + 0.1 * torch.randn_like(x))
-class Functional(Base):
-    def forward(self, x): return super().forward(F.batch_norm(x, None, None, training=True))
-class Loose(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.fc.scale = torch.ones(3)
-class Two(Base):
-    def forward(self, x):
-        assert len(x) > 1
-        return super().forward(x)
-class Nothing(Base):
-    def forward(self, x): super().forward(x)
-class Pair(Base):
-    def forward(self, x): return super().forward(x), x
-class Map(Base):
-    def forward(self, x): return self.conv(x)
-class Nan(Base):
-    def forward(self, x): return super().forward(x) / 0
-class Detached(Base):
-    def forward(self, x): return super().forward(x).detach()
-class Numpy(Base):
-    def forward(self, x): return torch.from_numpy(np.tanh(super().forward(x).numpy()))
-class Array(Base):
-    def forward(self, x): return super().forward(x).detach().numpy()
-class Whisper(Base):  # too low to be heard in the logits of eight images
-    def forward(self, x): return super().forward(x + 1e-9 * F.dropout(x, 0.01, self.training))
-class NumpyNoise(Base):
-    def forward(self, x): return super().forward(x + 1e-9 * np.random.rand())
-class Overwrites(Base):
-    def forward(self, x):
-        y = self.conv(x).sigmoid()
-        z = y * y
-        y.add_(1)
-        return self.fc(z.flatten(1))
-class Reentrant(Base):
-    def forward(self, x):
-        return self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))
-class Recomputed(Base):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-class Bounded(Base):  # its weights have a norm of at most 1/10
-    def forward(self, x):
-        self.fc.weight.data = self.fc.weight.data / (10 * self.fc.weight.norm()).clamp(min=1)
-        return super().forward(x)
-class Clamped(Base):
-    def forward(self, x):
-        with torch.no_grad(): self.fc.weight.clamp_(-0.01, 0.01)
-        return super().forward(x)
-class Squeezed(Base):
-    def forward(self, x): return super().forward(x).squeeze()
-class Doubled(Base):
-    def forward(self, x): return super().forward(x.double())
-class Views(Base):
-    def forward(self, x): return self.fc(F.relu(self.conv(x)).view(x.size(0), -1))
-class Keeps(Base):
-    def forward(self, x):
-        self.last = F.relu(self.conv(x)).flatten(1)
-        return self.fc(self.last)
-class Probable(Base):
-    def forward(self, x):
-        y = super().forward(x)
-        return y if self.training else y.softmax(1)
-def scripted(classes): return torch.jit.trace(Base(classes), torch.zeros(2, 1, 4, 4))
-def compiled(classes): return nn.Sequential(torch.compile(Base(classes)))
-def parallel(classes): return nn.DataParallel(Base(classes))
-class Spectral(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.fc = parametrizations.spectral_norm(self.fc)
-class OldNorm(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.fc = nn.utils.weight_norm(self.fc)
-class Lazy(nn.Sequential):
-    def __init__(self, classes): super().__init__(nn.Flatten(), nn.LazyLinear(classes))
-class Copies(Base):  # begins with logits of 0, whatever the seed is
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        nn.init.zeros_(self.fc.bias)
-        self.register_buffer("begin", self.fc.weight.detach().clone())
-    def forward(self, x):
-        return F.linear(F.relu(self.conv(x)).flatten(1), self.fc.weight - self.begin, self.fc.bias)
-class Idle(Base):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.more = nn.Linear(5, 7)
-class Widths(nn.Module):
-    def __init__(self, in_channels=3, channels=64, num_classes=10, classes="many"):
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(in_channels, channels, 3), nn.Linear(channels, num_classes)
-    def forward(self, x): return self.fc(self.conv(x).mean((2, 3)))
-class InPlace(Base):
-    def forward(self, x): return super().forward(x.mul_(2))
 class Raises(Base):
     def __init__(self, num_classes): raise KeyError("weights")
 class Asks(Base):
     def __init__(self, num_classes, depth, width): pass
-class Gauss(Base):
-    def start(self, name, shape): return "gauss", 0.1
-class Empty(nn.Module):
-    def forward(self, x): return x.flatten(1)[:, :3]
-class Softmax(Base):
-    def forward(self, x): return super().forward(x).softmax(1)
+class Thick(nn.BatchNorm2d):
+    def forward(self, x): return super().forward(x).relu()
+def empty(): return nn.Flatten()
+def lazy(classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 def five(): return Base(5)
 def old(m, x, classes): return m.linear("fc", x.flatten(1), classes)
 def number(): return 3
+def traced(classes): return torch.jit.trace(Base(classes), torch.zeros(2, 1, 4, 4))
+def compiled(classes): return nn.Sequential(torch.compile(Base(classes)))
+def parallel(classes): return nn.DataParallel(Base(classes))
 names = ["fc"]
 """
 IMAGES = (1, 4, 4), 3  # for which most of them are made
@@ -379,13 +234,35 @@ def path(folder, name):
     return f"{file}:{name}"
 
 
+def changed(folder, forward="super().forward(x)", more=""):
+    """--model for a Base that does `more` at the end of its constructor, and this in forward."""
+    body = forward if "return" in forward else f"return {forward}"
+    (folder / "changed.py").write_text(f"""{OTHERS}
+class Net(Base):
+    def __init__(self, num_classes, in_channels=1, size=(4, 4)):
+        super().__init__(num_classes, in_channels, size)
+        {more or 'pass'}
+    def forward(self, x):
+        {body}
+""")
+    return f"{folder / 'changed.py'}:Net"
+
+
+BEFORE = "super().forward(self.more(x))"  # `more` makes a layer of this name
+
+
+def module_of(folder, name):
+    """The class of that name in OTHERS."""
+    return getattr(common.load_file(path(folder, name).rpartition(":")[0]), name)
+
+
 @pytest.mark.parametrize("name", [
-    "Base", "Sized", "More", "function", "without", "partial", "instance", "Start"])
+    "Base", "Sized", "More", "Widths", "function", "without", "partial", "instance"])
 def test_whatever_makes_a_module_is_a_model(name, tmp_path):
     """A class, a function or an instance; it gets what its signature asks for. Conv2d(1, 2, 3) has
     20 weights, Linear(32, 3) has 99."""
     net = common.Net(path(tmp_path, name), *IMAGES)
-    assert net.d == 119 + 2 * (name == "Start") and net.names[:2] == ["conv.weight", "conv.bias"]
+    assert net.d == 119 and net.names[:2] == ["conv.weight", "conv.bias"]
     assert net.tensors[2] == ("fc.weight", slice(20, 116), (3, 32))
     w, x, module = torch.randn(net.d), torch.rand(5, *IMAGES[0]), net.build()
     nn.utils.vector_to_parameters(w, module.parameters())
@@ -397,129 +274,161 @@ def test_whatever_makes_a_module_is_a_model(name, tmp_path):
     assert net.notes == ["note    the model's initial weights are the same for every --seed"] * same
 
 
-def test_a_tensor_may_be_called_start(tmp_path):
-    net = common.Net(path(tmp_path, "Token"), *IMAGES)
+def test_a_layer_or_tensor_may_be_called_start(tmp_path):
+    """It says nothing of initial weights then."""
+    net = common.Net(changed(tmp_path, "super().forward(x + self.start.sum())",
+                             "self.start = nn.Parameter(torch.zeros(2))"), *IMAGES)
     w = net.init(common.stream(0, "initialisation"))
     assert net.names[0] == "start" and not w[:2].any() and w[2:].all()
+    net = common.Net(changed(tmp_path, "super().forward(self.start(x))",
+                             "self.start = nn.Conv2d(1, 1, 1)"), *IMAGES)
+    assert net.d == 121
 
 
 def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
-    argv = [*TINY, "--model", path(tmp_path, "Residual"), "--out", str(tmp_path / "out")]
+    model, shape = path(tmp_path, "Residual"), (3, 8, 8)
     for flags, words in (
-            ([], "it draws random numbers; for dropout use --no-dropout, which makes it inactive, "
+            ({}, "it draws random numbers; for dropout use --no-dropout, which makes it inactive, "
              "and for BatchNorm --batchnorm group"),
-            (["--no-dropout"], "an image's logits depend on the others of its minibatch; for "
+            ({"no_dropout": True}, "an image's logits depend on the others of its minibatch; for "
              "BatchNorm use --batchnorm group (GroupNorm instead), or --batchnorm frozen"),
-            (["--batchnorm", "group"], "for dropout use --no-dropout")):
-        refused(capsys, words, fedavg.main, [*argv, *flags])
+            ({"batchnorm": "group"}, "for dropout use --no-dropout")):
+        refused(capsys, words, common.Net, model, shape, 10, **flags)
     for kind, said in (("group", "became GroupNorm"),
                        ("frozen", "keep the statistics of --init or of w_0")):
-        more = [*argv, "--batchnorm", kind, "--no-dropout"]
-        record, state = run(fedavg, more, tmp_path / kind)
-        assert f"model   BatchNorm layers that {said}: 3\n" in capsys.readouterr().out
-        assert record["batchnorm_layers"] == 3 and record["status"] == "finished"
-        fed, module = federation(more), module_of(tmp_path, "Residual")(3, 10)
+        net = common.Net(model, shape, 10, batchnorm=kind, no_dropout=True)
+        assert net.notes == [f"model   BatchNorm layers that {said}: 3"] and net.batchnorms == 3
+        module = module_of(tmp_path, "Residual")(3, 10)
         if kind == "group":
             module.bn1, module.bn2 = nn.GroupNorm(2, 8), nn.GroupNorm(2, 8)
             module.head[2] = nn.GroupNorm(1, 5)  # an odd number of channels is one group
-        nn.utils.vector_to_parameters(state["w"], module.parameters())
-        x = torch.rand(4, 3, 32, 32)
-        torch.testing.assert_close(fed.net(state["w"], x), module.eval()(x).detach())
-        assert not torch.equal(state["w"], fed.initial_weights())
-    record, _ = run(fedavg, [*TINY, "--model", path(tmp_path, "Base")], tmp_path / "plain")
-    assert "batchnorm_layers" not in record
+        w, x = torch.randn(net.d), torch.rand(4, *shape)
+        nn.utils.vector_to_parameters(w, module.parameters())
+        torch.testing.assert_close(net(w, x), module.eval()(x).detach())
+
+
+OTHERS_OF = "an image's logits depend on the others of its minibatch; for BatchNorm use --batchnorm"
+RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it inactive"
+
+
+@pytest.mark.parametrize("forward, more, words", [
+    ("F.dropout(super().forward(x), 0.5, self.training)", "", RANDOM),
+    (BEFORE, "self.more = nn.Dropout2d()", RANDOM),
+    ("super().forward(x + 0.1 * torch.randn_like(x))", "", "it draws random numbers"),
+    # too low to be heard in the logits of eight images
+    ("super().forward(x + 1e-9 * F.dropout(x, 0.01, self.training))", "", RANDOM),
+    ("super().forward(x + 1e-9 * np.random.rand())", "", "it draws random numbers"),
+    ("super().forward(x.mul_(2))", "", "two calls on one batch differ: it changes x in place"),
+    ("y = self.conv(x).sigmoid(); z = y * y; y.add_(1); return self.fc(z.flatten(1))", "",
+     "its gradient can't be computed: one of the variables needed for gradient"),
+    ("self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))", "",
+     "its gradient can't be computed: When use_reentrant=True"),
+    ("checkpoint(super().forward, x, use_reentrant=False)", "", "its gradient depends on weights "
+     "that it is not given; torch.utils.checkpoint, for instance"),
+    ("self.fc.weight.data = self.fc.weight.data / 2; return super().forward(x)", "",
+     "forward changes its weights fc.weight, which the method alone may do"),
+    ("torch.no_grad()(self.fc.weight.clamp_)(-0.01, 0.01); return super().forward(x)", "",
+     "forward changes its weights fc.weight"),
+    (BEFORE, "self.more = nn.BatchNorm2d(1)", OTHERS_OF + " group (GroupNorm instead), or "
+     "--batchnorm frozen (constant running statistics, for a pretrained --init)"),
+    (BEFORE, "self.more = nn.BatchNorm2d(1, eps=1e12, affine=False)", OTHERS_OF),
+    (BEFORE, "self.more = nn.BatchNorm2d(1, track_running_stats=False)", OTHERS_OF),
+    (BEFORE, "self.more = Thick(1)", OTHERS_OF),
+    ("super().forward(F.batch_norm(x, None, None, training=True))", "", "depend on the others"),
+    (BEFORE, "self.more = nn.InstanceNorm2d(1, track_running_stats=True)", "it changes its buffer "
+     "more.running_mean in training, which all clients share; keep it constant (InstanceNorm: "
+     "track_running_stats=False)"),
+    ("super().forward(x)", "self.fc = parametrizations.spectral_norm(self.fc)", "its spectral_norm "
+     "has buffers that must follow the weights; use parametrizations.weight_norm"),
+    ("super().forward(x)", "self.fc = nn.utils.weight_norm(self.fc)",
+     "and torch.nn.utils.parametrizations in place of old weight_norm or pruning"),
+    ("super().forward(x)", "self.fc = nn.Linear(32, num_classes, dtype=torch.cfloat)",
+     "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
+    ("self.more[0](super().forward(x))", "self.more = [nn.Linear(3, 3)]", "it trains tensors that "
+     "are not its parameters: register them, as modules in an nn.ModuleList, not in a list"),
+    ("super().forward(x)", "self.fc.scale = torch.ones(3)", "fc.scale is a tensor that is neither "
+     "parameter nor buffer; use nn.Parameter or register_buffer"),
+    ("super().forward(x)", "self.start = lambda name, shape: ('gauss', 0.1)",
+     "its `start` gives 'gauss', which is none of"),
+    ("assert len(x) > 1; return super().forward(x)", "", "AssertionError"),
+    ("super().forward(x).squeeze()", "",
+     "for 1 image it gives (3,), not logits of the shape (1, 3)"),
+    ("super().forward(x); return", "", "for 8 images it gives a NoneType, not logits"),
+    ("super().forward(x), x", "", "it gives a tuple, not"),
+    ("super().forward(x).detach().numpy()", "", "it gives a ndarray, not"),
+    ("self.conv(x)", "", "it gives (8, 2, 4, 4), not logits"),
+    ("super().forward(x) / 0", "", "its logits are not finite, with weights and pixels drawn at "
+     "random"),
+    ("super().forward(x).detach()", "", "its logits carry no gradient of its weights"),
+    ("torch.from_numpy(np.tanh(super().forward(x).numpy()))", "",
+     "numpy() on Tensor that requires grad"),
+    ("super().forward(x.double())", "", "(double) and bias type (float) should be the same; "
+     "weights and images are float32: tensors that its forward makes or converts need dtype="),
+])
+def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, more, words,
+                                                                     tmp_path, capsys):
+    refused(capsys, words, common.Net, changed(tmp_path, forward, more), *IMAGES)
+
+
+@pytest.mark.parametrize("forward, more, flags", [
+    (BEFORE, "self.more = nn.Dropout2d()", {"no_dropout": True}),
+    ("F.dropout(super().forward(x), 0.5, self.training)", "", {"no_dropout": True}),
+    (BEFORE, "self.more = nn.BatchNorm2d(1)", {"batchnorm": "group"}),
+    (BEFORE, "self.more = nn.BatchNorm2d(1)", {"batchnorm": "frozen"}),
+    (BEFORE, "self.more = Thick(1)", {"batchnorm": "frozen"})])
+def test_what_the_flags_help_is_taken(forward, more, flags, tmp_path):
+    net = common.Net(changed(tmp_path, forward, more), *IMAGES, **flags)
+    assert net.batchnorms == ("batchnorm" in flags)
+
+
+@pytest.mark.parametrize("forward, more, flags, words", [
+    (BEFORE, "self.more = nn.BatchNorm2d(1, track_running_stats=False)", {"batchnorm": "frozen"},
+     "an image's logits depend on the others of its minibatch; for BatchNorm use --batchnorm group "
+     "(GroupNorm instead)\n"),
+    (BEFORE, "self.more = Thick(1)", {"batchnorm": "group"}, "a Thick does more than BatchNorm; "
+     "--batchnorm group can't replace it"),
+    (BEFORE, "self.more = nn.BatchNorm2d(1)", {"no_dropout": True}, "use --batchnorm group"),
+    ("super().forward(x + torch.randn_like(x))", "", {"no_dropout": True},
+     "it draws random numbers\n"),
+    ("super().forward(x)", "self.fc = parametrizations.spectral_norm(self.fc)",
+     {"no_dropout": True}, "its spectral_norm has buffers that must follow")])
+def test_what_the_flags_do_not_help_is_refused(forward, more, flags, words, tmp_path, capsys):
+    refused(capsys, words, common.Net, changed(tmp_path, forward, more), *IMAGES, **flags)
 
 
 @pytest.mark.parametrize("name, words", [
-    ("Dropout", "it draws random numbers; for dropout use --no-dropout, which makes it inactive"),
-    ("Layer", "use --no-dropout"), ("Noise", "it draws random numbers"),
-    ("Whisper", "it draws random numbers"), ("NumpyNoise", "it draws random numbers"),
-    ("InPlace", "two calls on one batch differ: it changes x in place"),
-    ("Overwrites", "its gradient can't be computed: one of the variables needed for gradient"),
-    ("Reentrant", "its gradient can't be computed: When use_reentrant=True"),
-    ("Recomputed", "its gradient depends on weights that it is not given; torch.utils.checkpoint"),
-    ("Bounded", "forward changes its weights fc.weight, which the method alone may do"),
-    ("Clamped", "forward changes its weights fc.weight"),
-    ("Squeezed", "for 1 image it gives (3,), not logits of the shape (1, 3)"),
-    ("Doubled", "(double) and bias type (float) should be the same; weights and images are "
-     "float32: tensors that its forward makes or converts need dtype=x.dtype"),
-    ("scripted", "it holds a TopLevelTracedModule; give the plain nn.Module, without torch.compile,"
-     " torch.jit and nn.DataParallel"),
-    ("compiled", "it holds a OptimizedModule; give"), ("parallel", "it holds a DataParallel; give"),
-    ("Lazy", "1.weight has no shape yet; give the layer its number of inputs"),
-    ("Spectral", "its spectral_norm has buffers that must follow the weights; use "
-     "parametrizations.weight_norm"),
-    ("OldNorm", "and torch.nn.utils.parametrizations in place of old weight_norm or pruning"),
-    ("Norm", "an image's logits depend on the others of its minibatch; for BatchNorm use "
-     "--batchnorm group (GroupNorm instead), or --batchnorm frozen (constant running statistics, "
-     "for a pretrained --init)"),
-    ("Faint", "use --batchnorm group"), ("Momentless", "use --batchnorm group"),
-    ("Functional", "depend on the others"),
-    ("Running", "it changes its buffer before.running_mean in training, which all clients share; "
-     "keep it constant (InstanceNorm: track_running_stats=False)"),
-    ("Complex", "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
-    ("Listed", "it trains tensors that are not its parameters: register them, as modules in an "
-     "nn.ModuleList, not in a list"),
-    ("Loose", "fc.scale is a tensor that is neither parameter nor buffer; use nn.Parameter or "
-     "register_buffer"),
+    ("lazy", "1.weight has no shape yet; give the layer its number of inputs"),
     ("five", "for 8 images it gives (8, 5), not logits of the shape (8, 3)"),
-    ("Two", "AssertionError"),
-    ("Nothing", "for 8 images it gives a NoneType, not logits"), ("Pair", "it gives a tuple, not"),
-    ("Array", "it gives a ndarray, not"), ("Map", "it gives (8, 2, 4, 4), not logits"),
-    ("Nan", "its logits are not finite, with weights and pixels drawn at random"),
-    ("Detached", "its logits carry no gradient of its weights"),
-    ("Numpy", "numpy() on Tensor that requires grad"), ("Empty", "it has no parameters to train"),
-    ("Raises", "KeyError: 'weights'"), ("Gauss", "its `start` gives 'gauss', which is none of"),
+    ("empty", "it has no parameters to train"), ("Raises", "KeyError: 'weights'"),
+    ("traced", "it holds a TopLevelTracedModule; give the plain nn.Module, without torch.compile, "
+     "torch.jit and nn.DataParallel"),
+    ("compiled", "it holds a OptimizedModule; give"), ("parallel", "it holds a DataParallel; give"),
     ("Asks", ": missing a required argument: 'depth'; it must be a function or class that gives an "
      "nn.Module and asks for nothing else than in_channels (or channels), num_classes (or "
      "classes) and size"),
     ("old", ": missing a required argument: 'm'; it must be"),
     ("number", "it gives a int, not an nn.Module"),
     ("names", "['fc'] is not a callable object; it must be a function or class that gives"),
-    ("nosuch", "has no nosuch"),
-])
-def test_what_is_no_function_of_its_weights_and_one_image_is_refused(name, words, tmp_path, capsys):
+    ("nosuch", "has no nosuch")])
+def test_what_makes_no_network_is_refused(name, words, tmp_path, capsys):
     refused(capsys, words, common.Net, path(tmp_path, name), *IMAGES)
-
-
-@pytest.mark.parametrize("name, flags, words", [
-    ("Momentless", {"batchnorm": "frozen"}, "an image's logits depend on the others"),
-    ("Subclass", {"batchnorm": "group"}, "a Thick does more than BatchNorm; --batchnorm group "
-     "can't replace it"),
-    ("Norm", {"no_dropout": True}, "use --batchnorm group"),
-    ("Noise", {"no_dropout": True}, "it draws random numbers"),
-    ("Spectral", {"no_dropout": True}, "its spectral_norm has buffers that must follow")])
-def test_what_the_flags_do_not_help_is_refused(name, flags, words, tmp_path, capsys):
-    refused(capsys, words, common.Net, path(tmp_path, name), *IMAGES, **flags)
-
-
-@pytest.mark.parametrize("name, flags", [
-    ("Layer", {"no_dropout": True}), ("Dropout", {"no_dropout": True}),
-    ("Norm", {"batchnorm": "group"}), ("Norm", {"batchnorm": "frozen"}),
-    ("Subclass", {"batchnorm": "frozen"})])
-def test_what_the_flags_help_is_taken(name, flags, tmp_path):
-    net = common.Net(path(tmp_path, name), *IMAGES, **flags)
-    assert net.batchnorms == ("batchnorm" in flags)
 
 
 @pytest.mark.parametrize("model, words", [
     ("nosuch.py:f", "there is no file nosuch.py"), ("cnn:f", "no file cnn that ends in .py"),
-    ("mine.py", "--model mine.py names nothing in the file; use mine.py:NAME"),
-    ("lstm", "--model lstm is unknown; use one of cnn, tfcnn"),
     ("torchvision:resnet19", "--model torchvision:resnet19: torchvision has no such network for "
-     "classification; it has alexnet"), ("torchvision:fcn_resnet50", "no such network for"),
-    ("OTHERS:five", "can't be built for images of 32x32 with 3 channels: Given groups=1, weight of "
-     "size [2, 1, 3, 3]")])
-def test_a_command_with_such_a_model_is_refused(model, words, tmp_path, capsys):
-    model = path(tmp_path, "five") if model == "OTHERS:five" else model
-    argv = [*QUICK, "--out", str(tmp_path), "--model", model]
-    refused(capsys, words, fedavg.main, argv)
+     "classification; it has alexnet"), ("torchvision:fcn_resnet50", "no such network for")])
+def test_a_command_with_such_a_model_is_refused(model, words, capsys):
+    refused(capsys, words, fedavg.main, [*QUICK, "--model", model])
 
 
 def test_weights_and_buffers_come_from_one_build(tmp_path):
     """A buffer that copies the initial weights makes all logits 0 at the start, with every seed."""
+    model = changed(
+        tmp_path, "F.linear(F.relu(self.conv(x)).flatten(1), self.fc.weight - self.begin)",
+        "self.register_buffer('begin', self.fc.weight.detach().clone())")
     for seed in (0, 1):
-        net = common.Net(path(tmp_path, "Copies"), *IMAGES)
+        net = common.Net(model, *IMAGES)
         w = net.init(common.stream(seed, "initialisation"))
         assert not net(w, torch.rand(5, *IMAGES[0])).any() and w[20:116].abs().min() > 0
         net.init(common.stream(7, "initialisation"))  # a client's own start, as in FedMA
@@ -529,43 +438,43 @@ def test_weights_and_buffers_come_from_one_build(tmp_path):
 def test_views_and_kept_activations(tmp_path):
     """A transform's images are channels-last in memory, and so is what a convolution makes of them:
     .view(n, -1) then fails, unless they are copied. A forward may keep what it computes."""
-    x = torch.rand(5, 4, 4, 3).permute(0, 3, 1, 2)
-    for name in ("Views", "Keeps"):
-        net = common.Net(path(tmp_path, name), (3, 4, 4), 3)
-        assert net.contiguous == (name == "Views")
-        module, w = module_of(tmp_path, name)(3, 3), torch.randn(net.d)
-        module.load_state_dict(net.state_dict(w), strict=True)
-        torch.testing.assert_close(net(w, x), module(x.contiguous()).detach())
-        assert torch.equal(flat(module), w)
+    x, w = torch.rand(5, 4, 4, 3).permute(0, 3, 1, 2), torch.randn(155)
+    z = F.conv2d(x.contiguous(), w[:54].view(2, 3, 3, 3), w[54:56], padding=1).relu()
+    want = F.linear(z.flatten(1), w[56:152].view(3, 32), w[152:])
+    for forward in ("self.fc(F.relu(self.conv(x)).view(x.size(0), -1))",
+                    "self.last = F.relu(self.conv(x)).flatten(1); return self.fc(self.last)"):
+        net = common.Net(changed(tmp_path, forward), (3, 4, 4), 3)
+        assert net.contiguous == ("view" in forward)
+        torch.testing.assert_close(net(w, x), want)
+        assert torch.equal(net.state_dict(w)["fc.bias"], w[152:])
 
 
-def test_one_name_of_each_pair_is_filled(tmp_path):
-    """Conv2d(1, 64, 3) and Linear(64, 3): `channels` is a width, and `classes` something else."""
-    assert common.Net(path(tmp_path, "Widths"), *IMAGES).d == 64 * 9 + 64 + 64 * 3 + 3
+def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
+    """8 * (3 * 16 * 16 + 1) weights cut 32x32 pixels into 4 patches, which have positions, as has
+    the class token; a layer, a normalisation and the head."""
+    def small(name, weights, **more):
+        return torchvision.models.VisionTransformer(patch_size=16, num_layers=1, num_heads=2,
+                                                    hidden_dim=8, mlp_dim=16, **more)
 
-
-def test_torchvisions_vision_transformer_takes_small_images():
-    """768 * (3 * 16 * 16 + 1) weights cut 32x32 pixels into 4 patches, which have positions, as has
-    the class token; 12 layers, a normalisation and the head."""
-    layer = 4 * 768 * 769 + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
-    d = 768 * 769 + 768 * (1 + 4 + 1) + 12 * layer + 2 * 768 + 769 * 10
+    monkeypatch.setattr(torchvision.models, "get_model", small)
+    layer = 4 * 8 * 9 + 2 * 8 * 16 + 16 + 8 + 4 * 8
+    d = 8 * 769 + 8 * (1 + 4 + 1) + layer + 2 * 8 + 9 * 10
     assert common.Net("torchvision:vit_b_16", (3, 32, 32), 10).d == d
 
 
-def test_softmax_and_frozen_parameters_are_noted(tmp_path):
-    net = common.Net(path(tmp_path, "Softmax"), *IMAGES)
-    assert net.notes == ["note    the model ends in softmax; cross-entropy wants the logits before "
-                         "it"]
-    net = common.Net(path(tmp_path, "Probable"), *IMAGES)
-    assert net.notes == ["note    the model's logits differ in eval(); it stays in train(), in "
-                         "evaluation, too"]
-    assert not common.Net(path(tmp_path, "Probable"), *IMAGES, no_dropout=True).notes[1:]
-    net = common.Net(path(tmp_path, "Frozen"), *IMAGES)
-    assert net.d == 99 and net.names == ["fc.weight", "fc.bias"]
-    assert net.notes == ["model   20 weights with requires_grad = False stay as they are"]
-    net = common.Net(path(tmp_path, "Idle"), *IMAGES)  # Linear(5, 7) beside 119 weights
-    assert net.notes == ["note    42 of 161 weights are sent without being trained, since nothing "
-                         "depends on them, such as more.weight; set requires_grad = False there"]
+@pytest.mark.parametrize("forward, more, d, note", [
+    ("super().forward(x).softmax(1)", "", 119,
+     "note    the model ends in softmax; cross-entropy wants the logits before it"),
+    ("y = super().forward(x); return y if self.training else y.softmax(1)", "", 119,
+     "note    the model's logits differ in eval(); it stays in train(), in evaluation, too"),
+    ("super().forward(x)", "self.conv.requires_grad_(False)", 99,
+     "model   20 weights with requires_grad = False stay as they are"),
+    ("super().forward(x)", "self.more = nn.Linear(5, 7)", 161, "note    42 of 161 weights are sent "
+     "without being trained, since nothing depends on them, such as more.weight; set requires_grad "
+     "= False there")])
+def test_what_is_noted(forward, more, d, note, tmp_path):
+    net = common.Net(changed(tmp_path, forward, more), *IMAGES)
+    assert net.notes == [note] and net.d == d
 
 
 def test_frozen_parameters_stay_as_they_are(toy, tmp_path):
@@ -725,51 +634,35 @@ def test_layers_are_divided_where_an_image_passes_from_one_to_the_next(name, fir
             assert divide(1) == slice(*want)
 
 
-def test_single_numbers_among_the_parameters_and_an_extra_state(toy, tmp_path):
-    """A learned scale is in model.pt, as is what get_extra_state returns."""
+def test_what_else_a_state_dict_may_hold(tmp_path):
+    """A learned scale, what get_extra_state returns, and other names of the tensors."""
     file = tmp_path / "mine.py"
     file.write_text("""
 import torch
 from torch import nn
 class Mine(nn.Sequential):
     def __init__(self, classes):
-        super().__init__(nn.Flatten(), nn.Linear(4, classes))
+        super().__init__(nn.Flatten(), nn.Linear(16, classes))
         self.scale, self.version = nn.Parameter(torch.ones([])), 3
     def forward(self, x): return self.scale * super().forward(x)
     def get_extra_state(self): return {"version": self.version}
     def set_extra_state(self, state): self.version = state["version"]
-""")
-    argv = ["--dataset", toy, "--model", f"{file}:Mine", "--split", "iid", "--clients", "4",
-            "--rounds", "1", *CPU]
-    _, state = run(fedavg, argv, tmp_path / "out")
-    saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
-    module = common.load_file(file).Mine(3)
-    module.load_state_dict(saved, strict=True)
-    assert module.version == 3 and module.scale.shape == ()
-    assert torch.equal(flat(module), state["w"])
-    saved["_extra_state"]["version"] = 5
-    torch.save(saved, tmp_path / "init.pt")
-    run(fedavg, [*argv, "--init", str(tmp_path / "init.pt")], tmp_path / "more")
-    module.load_state_dict(torch.load(tmp_path / "more" / "model.pt", weights_only=True))
-    assert module.version == 5
-
-
-def test_a_state_dict_of_ones_own(tmp_path):
-    """It may give its tensors other names."""
-    file = tmp_path / "mine.py"
-    file.write_text("""
-from torch import nn
-class Detached(nn.Sequential):
+class Renamed(nn.Sequential):
     def __init__(self, classes): super().__init__(nn.Flatten(), nn.Linear(16, classes))
     def state_dict(self, **more):
-        return {self.old(name): z.detach() for name, z in super().state_dict(**more).items()}
-    def old(self, name): return name
-class Renamed(Detached):
-    def old(self, name): return f"old.{name}"
+        return {f"old.{name}": z.detach() for name, z in super().state_dict(**more).items()}
 """)
-    for name, bias in (("Detached", "1.bias"), ("Renamed", "old.1.bias")):
-        net = common.Net(f"{file}:{name}", *IMAGES)
-        assert net.state_dict(torch.full((net.d,), 7.0))[bias].tolist() == [7, 7, 7]
+    net = common.Net(f"{file}:Mine", *IMAGES)
+    w = torch.randn(net.d)
+    saved, module = net.state_dict(w), common.load_file(file).Mine(3)
+    module.load_state_dict(saved, strict=True)
+    assert module.version == 3 and module.scale.shape == () and torch.equal(flat(module), w)
+    saved["_extra_state"]["version"] = 5
+    torch.save(saved, tmp_path / "init.pt")
+    assert torch.equal(net.load(str(tmp_path / "init.pt")), w)
+    assert net.state_dict(w)["_extra_state"] == {"version": 5}
+    net = common.Net(f"{file}:Renamed", *IMAGES)
+    assert net.state_dict(torch.full((net.d,), 7.0))["old.1.bias"].tolist() == [7, 7, 7]
 
 
 def test_a_constructor_that_draws_with_numpy_or_random(tmp_path):
@@ -829,27 +722,17 @@ def test_files_beside_a_file_are_its_own(tmp_path, capsys):
 
 def test_bf16_is_tried_at_the_start(tmp_path, capsys):
     """What fails is refused; a buffer that bf16 rounds is noted."""
-    file = tmp_path / "mine.py"
-    file.write_text("""
-import torch
-from torch import nn
-class Plain(nn.Sequential):
-    def __init__(self, classes): super().__init__(nn.Flatten(), nn.Linear(16, classes))
-class Failing(Plain):
-    def forward(self, x): return super().forward(x - torch.full((1, 1, 4, 4), 0.5))
-class Rounded(Plain):
-    def __init__(self, classes):
-        super().__init__(classes)
-        self.register_buffer("i", torch.tensor([1000.0, 1001.0]))
-    def forward(self, x): return super().forward(x * (self.i[1] - self.i[0]))
-""")
-    for name in ("Plain", "Failing", "Rounded"):
-        assert not common.Net(f"{file}:{name}", *IMAGES).notes
-    assert not common.Net(f"{file}:Plain", *IMAGES, precision="bf16").notes
-    assert common.Net(f"{file}:Rounded", *IMAGES, precision="bf16").notes == [
+    assert not common.Net(path(tmp_path, "Base"), *IMAGES, precision="bf16").notes
+    model = changed(tmp_path, "super().forward(x * (self.i[1] - self.i[0]))",
+                    "self.register_buffer('i', torch.tensor([1000.0, 1001.0]))")
+    assert not common.Net(model, *IMAGES).notes
+    assert common.Net(model, *IMAGES, precision="bf16").notes == [
         "note    in bf16 logits differ by more than a quarter (its buffers are bf16, too)"]
-    refused(capsys, "with --precision bf16 it fails (mat1 and mat2 must have the same dtype",
-            common.Net, f"{file}:Failing", *IMAGES, precision="bf16")
+    model = changed(tmp_path, "super().forward(x - torch.full((1, 1, 4, 4), 0.5))")
+    assert not common.Net(model, *IMAGES).notes
+    refused(capsys, "with --precision bf16 it fails (Input type (float) and bias type (c10::"
+            "BFloat16) should be the same); tensors that its forward makes or converts need",
+            common.Net, model, *IMAGES, precision="bf16")
 
 
 def test_initial_weights_draw_from_no_generator_of_torch(tmp_path):
@@ -869,49 +752,29 @@ def test_initial_weights_draw_from_no_generator_of_torch(tmp_path):
     assert 0.15 < conv.std() < 0.25 and conv.abs().max() <= 1 / 3
 
 
-def test_torchvisions_mobilenet_takes_a_step(tmp_path, capsys):
-    argv = [*QUICK, "--limit", "40", "--clients", "2", "--rounds", "1", "--client-test", "0.5",
-            "--model", "torchvision:mobilenet_v3_small", "--batchnorm", "group", "--no-dropout"]
-    record, _ = run(fedavg, argv, tmp_path)
-    assert "model   BatchNorm layers that became GroupNorm: 34\n" in capsys.readouterr().out
-    assert record["batchnorm_layers"] == 34 and record["parameters"] == 1_528_106
-    assert set(record["environment"]["sources"]) == {"fedavg.py", *SHARED}
+def test_torchvisions_mobilenet():
+    net = common.Net("torchvision:mobilenet_v3_small", (3, 32, 32), 10, "cpu", "group", True)
+    assert net.notes == ["model   BatchNorm layers that became GroupNorm: 34"]
+    assert (net.batchnorms, net.d) == (34, 1_528_106)
 
 
 # State dicts: --init, model.pt, clients.pt
 
 
-def saved(folder, contents):
-    """--init with a file in which `contents` are."""
-    torch.save(contents, folder / "init.pt")
-    return ["--init", str(folder / "init.pt")]
-
-
-def module_of(folder, name):
-    """The class of that name in OTHERS."""
-    return getattr(common.load_file(path(folder, name).rpartition(":")[0]), name)
-
-
-def test_a_state_dict_is_w_0(tmp_path):
-    """For every method; the record has the file's SHA-256, and another file does not go on."""
-    model = path(tmp_path, "Base")
+def test_a_state_dict_is_w_0(tmp_path, capsys):
+    """With each seed; the record has the file's SHA-256, and another file does not go on."""
     module = module_of(tmp_path, "Base")(10, 3, (32, 32))
-    argv = [*TINY, "--model", model, *saved(tmp_path, module.state_dict())]
-    assert torch.equal(federation(argv).initial_weights(), flat(module))
+    torch.save(module.state_dict(), tmp_path / "init.pt")
+    argv = [*TINY, "--model", path(tmp_path, "Base"), "--init", str(tmp_path / "init.pt"),
+            "--lr", "1e-30"]  # as good as none
     assert torch.equal(federation([*argv, "--seed", "5"]).initial_weights(), flat(module))
-    record, state = run(fedavg, [*argv, "--lr", "1e-30"], tmp_path / "out")  # as good as none
+    record, state = run(fedavg, argv, tmp_path / "out")
     assert torch.equal(state["w"], flat(module))
     digest = hashlib.sha256((tmp_path / "init.pt").read_bytes()).hexdigest()
     assert record["environment"]["sources"]["init.pt"] == digest
-
-
-def test_another_state_dict_is_refused_by_resume(tmp_path, capsys):
-    module = module_of(tmp_path, "Base")(10, 3, (32, 32))
-    argv = [*TINY, "--model", path(tmp_path, "Base"), *saved(tmp_path, module.state_dict()),
-            "--out", str(tmp_path / "out")]
-    fedavg.main(argv)
-    saved(tmp_path, {name: z + 1 for name, z in module.state_dict().items()})
-    refused(capsys, "was made by another version of init.pt", fedavg.main, [*argv, "--resume"])
+    torch.save({name: z + 1 for name, z in module.state_dict().items()}, tmp_path / "init.pt")
+    refused(capsys, "was made by another version of init.pt", run, fedavg, [*argv, "--resume"],
+            tmp_path / "out")
 
 
 def base(**changes):
@@ -947,20 +810,10 @@ def test_other_files_are_refused(contents, words, tmp_path, capsys):
 
 
 def test_noise_that_comes_with_the_state_dict_is_refused(tmp_path, capsys):
-    file = tmp_path / "mine.py"
-    file.write_text("""
-import torch
-from torch import nn
-class Mine(nn.Sequential):
-    def __init__(self, classes):
-        super().__init__(nn.Flatten(), nn.Linear(16, classes))
-        self.register_buffer("rate", torch.tensor(0.0))
-    def forward(self, x):
-        return super().forward(nn.functional.dropout(x, float(self.rate), bool(self.rate > 0)))
-""")
-    net, more = common.Net(f"{file}:Mine", *IMAGES), {"1.weight": torch.ones(3, 16)}
-    more |= {"1.bias": torch.ones(3), "rate": torch.tensor(0.001)}
-    torch.save(more, tmp_path / "init.pt")
+    net = common.Net(changed(
+        tmp_path, "super().forward(F.dropout(x, float(self.rate), bool(self.rate > 0)))",
+        "self.register_buffer('rate', torch.tensor(0.0))"), *IMAGES)
+    torch.save(base(rate=torch.tensor(0.001)), tmp_path / "init.pt")
     refused(capsys, "init.pt: it draws random numbers", net.load, str(tmp_path / "init.pt"))
 
 
@@ -973,7 +826,8 @@ def test_frozen_batchnorm_keeps_the_statistics_of_the_state_dict(tmp_path):
             module(2 + 3 * torch.randn(16, 3, 8, 8))  # moves the running statistics
     before = {name: z.clone() for name, z in module.state_dict().items()}
     argv = [*TINY, "--model", path(tmp_path, "Residual"), "--batchnorm", "frozen", "--no-dropout",
-            "--lr", "0.1", *saved(tmp_path, module.state_dict())]
+            "--lr", "0.1", "--init", str(tmp_path / "init.pt")]
+    torch.save(module.state_dict(), tmp_path / "init.pt")
     fed, x = federation(argv), torch.randn(6, 3, 32, 32)
     w_0 = fed.initial_weights()
     torch.testing.assert_close(fed.net(w_0, x), module.eval()(x).detach())
@@ -998,14 +852,14 @@ def accuracy(fed, module, index=None):
 def test_model_pt_is_the_modules_own_state_dict(tmp_path):
     """In the bare module it gives the accuracy of the record."""
     argv = [*QUICK, "--model", path(tmp_path, "Base"), "--lr", "0.03",
-            "--split", "iid", "--limit", "1000", "--epochs", "3", "--transform", "normalize"]
+            "--split", "iid", "--transform", "normalize"]
     record, state = run(fedavg, argv, tmp_path / "out")
     module = module_of(tmp_path, "Base")(10, 3, (32, 32))
     found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
     module.load_state_dict(found, strict=True)
     assert torch.equal(flat(module), state["w"])
     right = accuracy(federation(argv), module)
-    assert right == pytest.approx(record["final"]["global"]["top1"]) and right > 0.15
+    assert right == pytest.approx(record["final"]["global"]["top1"])
     start = [*argv, "--init", str(tmp_path / "out" / "model.pt")]  # goes on from there
     assert torch.equal(federation(start).initial_weights(), state["w"])
 
@@ -1028,8 +882,5 @@ def test_clients_pt_has_a_model_for_each_client(method, tmp_path):
     assert accuracies == pytest.approx(record["final"]["personal"]["per_client"])
     assert (found["fc.bias"][0] != found["fc.bias"][1]).any()
     assert (tmp_path / "out" / "model.pt").exists() == (method == "ditto")  # fedper has no such
-
-
-def test_without_the_flag_there_is_no_clients_pt(tmp_path):
-    run(baselines, ["--method", "local", *TINY, "--model", path(tmp_path, "Base")], tmp_path)
-    assert not (tmp_path / "clients.pt").exists()
+    run(baselines, [*argv, "--rounds", "1"], tmp_path / "without")
+    assert not (tmp_path / "without" / "clients.pt").exists()
