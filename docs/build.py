@@ -116,7 +116,8 @@ SIGNS = [
     (" -&gt; ", " → "),
     (r"\.\.\.", "…"),
     (r"\|\|", "‖"),
-    (r"\*", "·"),
+    (r"(?!^\*$)(?<!\()(?<!; )\*", "·"),  # a product, and no footnote
+    (r"[+-]\d?\.\d+ \[[^\]]+\]", r'<span class="word">\g<0></span>'),  # an interval
     (" - ", " − "),
     (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
     (" ~ ", " ∼ "),
@@ -129,7 +130,7 @@ SIGNS = [
 def scripts(text):
     """_k and ^f as sub- and superscript, one above the other where there are both."""
     tag = {"^": "sup", "_": "sub"}
-    whole = "".join(f"<{tag[kind]}>{symbols(a or b).replace('·', '∗')}</{tag[kind]}>"
+    whole = "".join(f"<{tag[kind]}>{symbols(a or b).replace('*', '∗')}</{tag[kind]}>"
                     for kind, a, b in sorted(SCRIPT.findall(text)))
     return f'<span class="ss">{whole}</span>' if "^" in text and "_" in text else whole
 
