@@ -1,5 +1,4 @@
-"""What the files say of themselves: pseudocode tags, deviations, commands, numbers, lengths. And
-what a reader does with SuPerFed's page in a browser."""
+"""What the files say of themselves: pseudocode tags, deviations, commands, numbers, lengths."""
 
 import functools
 import inspect
@@ -7,7 +6,6 @@ import itertools
 import pathlib
 import re
 import shlex
-import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import common
 import compare
 import fedavg
 from comparing import benchmark, planning
-from docs import build
 from docs.build import choices, pseudocode, tags
 from fl import records
 from papers import __main__ as reproduce
@@ -313,61 +310,3 @@ def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
         quoted = ["".join(words) for words in quoted]
         folder = f"{common_folder.group(1)}/{folder}" if common_folder else folder
         assert quoted and set(quoted) <= {number.lstrip("0") for number in quotable(folder)}, folder
-
-
-@pytest.fixture
-def browser():
-    """Chromium without a window, where it, its driver and selenium are installed."""
-    why = "needs pip install selenium and apt-get install chromium chromium-driver"
-    webdriver = pytest.importorskip("selenium.webdriver", reason=why)
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip(why)
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "headless", "no-sandbox", "disable-gpu", "disable-background-networking", "no-first-run",
-        "force-prefers-reduced-motion",  # or a click would come while the page still scrolls
-        "window-size=1280,900",
-    ):
-        options.add_argument(f"--{flag}")
-    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
-        yield browser
-
-
-def test_a_click_marks_the_code_and_keys_move_on_and_open_a_choice(browser, tmp_path):
-    from selenium.webdriver import Keys
-
-    for name, text in build.pages().items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    for name in ("page.css", "page.js"):
-        shutil.copy(HERE / "docs" / name, tmp_path)
-    browser.get((tmp_path / "superfed.html").as_uri())
-
-    def rows(which):
-        return browser.find_elements("css selector", which)
-
-    def marked():
-        """The marked rows' texts: numbers in the pseudocode, statements in the code."""
-        assert all(row.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
-                   for row in rows(".row.on"))
-        numbers, code = rows(".paper .row.on .n"), rows(".code .row.on code")
-        return [row.text for row in numbers], [row.text.split("  #")[0] for row in code]
-
-    def press(key):
-        browser.switch_to.active_element.send_keys(key)
-
-    assert marked() == ([], [])
-    rows("#lC8 .t i")[0].click()  # a symbol of the line
-    assert marked() == (["C8"], ["return CE + nu * cos**2 + mu * squared_distance"])
-    press(Keys.ARROW_UP)
-    assert marked() == (["C7"], ["W = mix(w_f, w_l, lam)"])
-    press(Keys.ARROW_UP)
-    assert marked() == (["C6"], ["lam, nu = phase_two * b.draw[layer], phase_two * args.nu"])
-    press(Keys.TAB)  # to the line's D4
-    assert rows(".note") == []
-    press(Keys.ENTER)
-    (note,) = rows("#lC6 .note")
-    assert note.is_displayed() and "D4 Line C6: Phase II" in note.text
-    press(Keys.ESCAPE)
-    assert rows(".note") == [] and marked() == ([], [])
