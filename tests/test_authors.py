@@ -1,5 +1,5 @@
-"""What checks/authors has recorded, and the README and docs/authors.md beside it. The scripts
-themselves run by hand, beside the authors' programs."""
+"""What checks/authors has recorded, and the README and docs/authors.md beside it. The scripts run
+by hand, beside the authors' programs, but for the one that compares with PyTorch."""
 
 import json
 import pathlib
@@ -43,6 +43,14 @@ def test_the_page_is_made_from_the_record():
 
 
 def test_every_script_is_in_the_record():
-    for name in check.REPOSITORIES:
-        assert list(check.script(name).COMMITS) == RECORD["scripts"][name]["commits"]
-    assert set(check.REPOSITORIES) == set(RECORD["scripts"])
+    for name in check.SCRIPTS:
+        script, part = check.script(name), RECORD["scripts"][name]
+        assert [script.REPOSITORY, list(script.COMMITS)] == [part["repository"], part["commits"]]
+    assert set(check.SCRIPTS) == set(RECORD["scripts"])
+
+
+def test_the_script_that_needs_no_clone_finds_what_is_recorded():
+    lines, recorded = (check.compared(check.script("torch_sgd"), None),
+                       RECORD["scripts"]["torch_sgd"]["lines"])
+    assert [line["what"] for line in lines] == [line["what"] for line in recorded]
+    assert all(map(check.sound, lines))

@@ -19,7 +19,7 @@ import fedavg
 import fedslr
 import fl.data
 import fl.records
-from byhand import FLAGS, World, close, evaluated, squares
+from byhand import BARE, FLAGS, World, close, evaluated, squares
 from conftest import QUICK, refused, run, softmax_gradient
 from papers import runs
 from papers import superfed as superfed_tables
@@ -76,171 +76,14 @@ def test_the_index_names_every_method_and_the_page_has_a_heading_for_it():
     assert names == list(baselines.METHODS)
 
 
-@pytest.mark.parametrize("function", sorted({*baselines.METHODS.values()},
-                                            key=lambda method: method.__name__))
-def test_every_choice_has_a_few_lines_in_the_docstring_and_a_heading_on_the_page(function):
-    name = function.__name__.replace("_", "-")
-    choices = re.findall(r"^    (D\d+)  (.*(?:\n {8}.*)*)", function.__doc__, re.M)
-    assert choices and all(text.count("\n") <= 2 for _, text in choices)
-    headings = re.findall(rf"^### {name} (D\d+): ", PAGE.read_text(), re.M)
-    assert headings == [number for number, _ in choices]
-
-
-def test_numbers_in_the_page_s_tables_are_those_of_the_records():
-    """Every row that links to a record; a method without a global model has an empty cell."""
-    rows, titles = 0, None
-    for line in PAGE.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        link = re.search(r"\((\.\./results/[^)]*\.json)\)", line)
-        if line.startswith("|") and "---" not in line and not link:
-            titles = cells
-        elif line.startswith("|") and link:
-            record = fl.records.read(PAGE.parent / link.group(1))
-            row, final = dict(zip(titles, cells, strict=True)), record["final"]
-            assert row["rounds"] == str(len(record["rounds"]))
-            assert row["personal, last"] == f"{final['personal']['mean']:.4f}"
-            assert row["method"].strip("[").split("]")[0].split(",")[0] == record["algorithm"]
-            assert ("seed 1" in row["method"]) == (record["args"]["seed"] == 1)
-            in_the_end = f"{final['global']['top1']:.4f}" if "global" in final else ""
-            assert row["global, last"] == in_the_end
-            rows += 1
-    assert rows > 8
-
-
-# What holds for every method
-
-
-@pytest.mark.parametrize("method", baselines.METHODS)
-def test_every_method_sees_the_same_and_learns(method, tmp_path, monkeypatch, models):
-    """Split, sampled clients and initial weights are the federation's; the record names the method,
-    its measures and its bytes, in which d = 20,310 of two layers, of 19,300 and 1,010 weights."""
-    argv, sampled, sample = [*SMALL, "--per-client", "2"], [], common.Federation.sample
-    fed = federation(method, argv)
-    start = fed.initial_weights()
-    before = fed.evaluate_clients(start)["loss"]
-    monkeypatch.setattr(common.Federation, "sample", lambda fed, t: sampled.append(t)
-                        or sample(fed, t))
-    own = {"pfedme": ["--theta-lr", "0.02"], "ditto": ["--personal-epochs", "2"]}.get(method, [])
-    record, state = go(method, [*argv, *own], tmp_path / method)
-    assert record["status"] == "finished" and len(record["rounds"]) == 3
-    assert record["args"]["method"] == record["algorithm"] == method
-    assert record["split"]["fingerprint"] == fed.split_fingerprint
-    assert sampled == ([] if method == "centralised" else [0, 1, 2])
-    assert len(start) == record["parameters"] == 20_310
-    no_global = "local", "fedper", "fedrep", "lg-fedavg"
-    assert ("global" in record["final"]) == (method not in no_global)
-    assert all(z.isfinite().all() for z in state.values())
-    assert models[-1].shape[-1] == 20_310 and not torch.equal(models[-3], models[-1])
-    assert record["final"]["personal"]["loss"] < before - 0.02
-    sent = {"local": 0, "centralised": 0, "scaffold": 2 * 20_310, "fedper": 19_300,
-            "fedrep": 19_300, "lg-fedavg": 1010, "fedspa": 20_310 / 2}.get(method, 20_310)
-    back = 3 * sent  # in all rounds; fedma's first has no w to send
-    if method == "fedma":
-        back = 3 * (19_300 + 100) + 2 * 20_310
-    # rounds, clients, bytes, weights
-    assert record["bytes_up"] == 3 * 4 * 4 * sent and record["bytes_down"] == 4 * 4 * back
-
-
-@pytest.mark.parametrize("dataset, rounds, fraction, split", [
-    ("cifar10", 200, 0.1, "shards"), ("cifar100", 300, 0.1, "shards"),
-    ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
-def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
-    """R, C, E, B, eta, momentum and K of each data set."""
-    ours = runs.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
-    wanted = dict(rounds=rounds, fraction=fraction, split=split, clients=100, per_client=2,
-                  epochs=10, batch_size=20, lr=0.01, momentum=0.9, model="cnn")
-    assert wanted.items() <= ours.items()
-    theirs = runs.arguments(superfed_tables.run("FedAvg", dataset))
-    assert theirs == {**ours, "method": "fedavg"}
-
-
-# Identities, on 4-100-3 with momentum and weight decay
-
-
-@functools.cache
-def wanted(*argv):
-    """The record and the state of a run that several methods must reproduce."""
-    with tempfile.TemporaryDirectory() as out:
-        return run(baselines, argv, pathlib.Path(out))
-
-
-EQUAL = ["--split", "iid", "--clients", "4"]  # 12 images each
-FULL = ["--batch-size", "0", "--epochs", "1"]
-
-
-@pytest.mark.parametrize("method, flags, more", [
-    ("fedprox", ["--mu", "0"], []), ("fedavg-ft", [], []), ("apfl", [], []),
-    ("fedper", ["--personal", "0"], []), ("fedrep", ["--personal", "0", "--body-epochs", "2"], []),
-    ("fedspa", ["--density", "1"], []), ("lg-fedavg", ["--personal", "0"], EQUAL),
-    ("ditto", ["--ditto-lambda", "1", "--personal-epochs", "1"], EQUAL),
-    ("scaffold", ["--rounds", "1"], [*EQUAL, "--rounds", "1"]),
-    ("per-fedavg", ["--per-fedavg-alpha", "0", "--epochs", "2"], FULL)])
-def test_it_is_fedavg(method, flags, more, toy_argv, tmp_path, models):
-    """w is FedAvg's, whatever is personal. lg-fedavg's, ditto's and scaffold's means are uniform.
-    scaffold's controls are 0 at first. per-fedavg's b' is every second minibatch."""
-    toy_argv = toy_argv if more[:2] != EQUAL[:2] else [
-        word for word in toy_argv if word not in ("--alpha", "9")]
-    argv = [*toy_argv, "--model", "mnistnet", "--momentum", "0.9", "--weight-decay", "0.01", *more]
-    theirs, w = wanted("--method", "fedavg", *argv)
-    record, state = go(method, [*argv, *flags], tmp_path)
-    found = state["x" if method == "scaffold" else "w"]
-    torch.testing.assert_close(found, w["w"], atol=1e-6, rtol=1e-5)
-    assert record["bytes_up"] == theirs["bytes_up"] * (2 if method == "scaffold" else 1)
-    if method in ("fedper", "fedrep", "lg-fedavg"):
-        assert torch.equal(models[-1], found.expand(len(models[-1]), -1))
-
-
-@pytest.mark.parametrize("method, flags", [
-    ("fedper", ["--personal", "2"]), ("lg-fedavg", ["--personal", "2"]),
-    ("apfl", ["--apfl-alpha", "1"]), ("ditto", ["--ditto-lambda", "0"])])
-def test_its_personal_models_are_those_of_local(method, flags, toy_argv, tmp_path, models):
-    argv = [*toy_argv, "--model", "mnistnet", "--momentum", "0.9", "--weight-decay", "0.01"]
-    _, alone = wanted("--method", "local", *argv)
-    models.clear()
-    record, _ = go(method, [*argv, *flags], tmp_path)
-    torch.testing.assert_close(models[-1], alone["W"], atol=1e-6, rtol=1e-5)
-    assert record["bytes_up"] == 0 or flags[0] != "--personal"
-
-
-def test_fedavg_without_momentum_is_fedavg_py_bit_for_bit(toy_argv, tmp_path):
-    theirs, w = run(fedavg, toy_argv, tmp_path / "fedavg")
-    record, state = go("fedavg", toy_argv, tmp_path / "baselines")
-    assert torch.equal(w["w"], state["w"]) and record["final"] == theirs["final"]
-
-
-def test_feddyn_is_fedslr_without_its_low_rank_penalty(toy_argv, tmp_path):
-    _, state = go("feddyn", [*toy_argv, "--feddyn-alpha", "0.2"], tmp_path / "feddyn")
-    plain = ["--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0"]
-    _, theirs = run(fedslr, [*toy_argv, *plain], tmp_path / "fedslr")
-    torch.testing.assert_close(state["w"], theirs["w"], atol=2e-5, rtol=0)
-    torch.testing.assert_close(state["G"], theirs["gamma"], atol=2e-5, rtol=0)
-    assert state["G"].norm() > 0.1
-
-
-def test_on_quadratics_feddyn_and_scaffold_reach_the_joint_optimum_and_fedavg_does_not(
-        toy_argv, tmp_path, monkeypatch):
-    """Least squares on one-hot labels, two of four clients in a round. The optimum is lstsq's on
-    all clients, each of which weighs the same; for FedAvg, in which all clients take part, as much
-    as it has images. As many steps on all images together reach that."""
-    monkeypatch.setattr(common, "cross_entropy", squares)
-    argv = [*toy_argv, "--clients", "4", "--alpha", "2", "--fraction", "0.5", "--epochs", "10",
-            "--batch-size", "0", "--rounds", "60", "--eval-every", "60", "--parallel", "1"]
-    data = World(federation("feddyn", argv)).data
-
-    def off(name, field, weight, *more):
-        """How far a method ends from the optimum for images that weigh weight(n_k)."""
-        A = np.concatenate([np.c_[x, np.ones(len(x))] * weight(len(x)) ** 0.5 for x, _ in data])
-        B = np.concatenate([np.eye(3)[y] * weight(len(y)) ** 0.5 for _, y in data])
-        W = np.linalg.lstsq(A, B, rcond=None)[0]  # [5, 3]
-        _, state = go(name, [*argv, *more], tmp_path / name)
-        return np.abs(state[field].numpy() - np.concatenate([W[:4].T.ravel(), W[4]])).max()
-
-    far = [off("feddyn", "w", lambda n: 1 / n, "--feddyn-alpha", "0.3"),
-           off("scaffold", "x", lambda n: 1 / n),
-           off("scaffold", "x", lambda n: 1 / n, "--option", "I"),
-           off("centralised", "w", lambda n: 1, "--fraction", "1")]
-    fedavg_s = off("fedprox", "w", lambda n: 1, "--mu", "0", "--fraction", "1")
-    assert max(far) < 1e-2 < 5e-2 < fedavg_s, (far, fedavg_s)
+def test_rows_of_the_page_are_of_the_method_and_seed_of_their_record():
+    """test_pages.py compares their numbers."""
+    rows = re.findall(r"^\|\[([\w-]+)(.*?)\]\((\.\./results/[^)]*\.json)\)", PAGE.read_text(), re.M)
+    for name, more, path in rows:
+        record = fl.records.read(PAGE.parent / path)
+        assert record["algorithm"] == name
+        assert ("seed 1" in more) == (record["args"]["seed"] == 1)
+    assert len(rows) > 8
 
 
 # By hand: two of three clients of different sizes in a round, with two epochs of minibatches of 5
@@ -544,6 +387,139 @@ def test_the_gradient_by_a_part_is_all_that_is_computed():
         gradient(w[:20], w[20:], b, 0.0)
         assert noted == [name]
         noted.clear()
+
+
+# Identities, on 4-100-3 with momentum and weight decay
+
+
+@functools.cache
+def wanted(*argv):
+    """The record and the state of a run that several methods must reproduce."""
+    with tempfile.TemporaryDirectory() as out:
+        return run(baselines, argv, pathlib.Path(out))
+
+
+EQUAL = ["--split", "iid", "--clients", "4"]  # 12 images each
+FULL = ["--batch-size", "0", "--epochs", "1"]
+
+
+@pytest.mark.parametrize("method, flags, more", [
+    ("fedprox", ["--mu", "0"], []), ("fedavg-ft", [], []), ("apfl", [], []),
+    ("fedper", ["--personal", "0"], []), ("fedrep", ["--personal", "0", "--body-epochs", "2"], []),
+    ("fedspa", ["--density", "1"], []), ("lg-fedavg", ["--personal", "0"], EQUAL),
+    ("ditto", ["--ditto-lambda", "1", "--personal-epochs", "1"], EQUAL),
+    ("scaffold", ["--rounds", "1"], [*EQUAL, "--rounds", "1"]),
+    ("per-fedavg", ["--per-fedavg-alpha", "0", "--epochs", "2"], FULL)])
+def test_it_is_fedavg(method, flags, more, toy, tmp_path, models):
+    """w is FedAvg's, whatever is personal. lg-fedavg's, ditto's and scaffold's means are uniform.
+    scaffold's controls are 0 at first. per-fedavg's b' is every second minibatch."""
+    argv = ["--dataset", toy, *(BARE if "iid" in more else FLAGS), "--model", "mnistnet",
+            "--momentum", "0.9", "--weight-decay", "0.01", *more]
+    theirs, w = wanted("--method", "fedavg", *argv)
+    record, state = go(method, [*argv, *flags], tmp_path)
+    found = state["x" if method == "scaffold" else "w"]
+    torch.testing.assert_close(found, w["w"], atol=1e-6, rtol=1e-5)
+    assert record["bytes_up"] == theirs["bytes_up"] * (2 if method == "scaffold" else 1)
+    if method in ("fedper", "fedrep", "lg-fedavg"):
+        assert torch.equal(models[-1], found.expand(len(models[-1]), -1))
+
+
+@pytest.mark.parametrize("method, flags", [
+    ("fedper", ["--personal", "2"]), ("lg-fedavg", ["--personal", "2"]),
+    ("apfl", ["--apfl-alpha", "1"]), ("ditto", ["--ditto-lambda", "0"])])
+def test_its_personal_models_are_those_of_local(method, flags, toy_argv, tmp_path, models):
+    argv = [*toy_argv, "--model", "mnistnet", "--momentum", "0.9", "--weight-decay", "0.01"]
+    _, alone = wanted("--method", "local", *argv)
+    models.clear()
+    record, _ = go(method, [*argv, *flags], tmp_path)
+    torch.testing.assert_close(models[-1], alone["W"], atol=1e-6, rtol=1e-5)
+    assert record["bytes_up"] == 0 or flags[0] != "--personal"
+
+
+def test_fedavg_without_momentum_is_fedavg_py_bit_for_bit(toy_argv, tmp_path):
+    theirs, w = run(fedavg, toy_argv, tmp_path / "fedavg")
+    record, state = go("fedavg", toy_argv, tmp_path / "baselines")
+    assert torch.equal(w["w"], state["w"]) and record["final"] == theirs["final"]
+
+
+def test_feddyn_is_fedslr_without_its_low_rank_penalty(toy_argv, tmp_path):
+    _, state = go("feddyn", [*toy_argv, "--feddyn-alpha", "0.2"], tmp_path / "feddyn")
+    plain = ["--lambda", "0", "--eta-g", "5", "--lr-decay", "1", "--weight-decay", "0"]
+    _, theirs = run(fedslr, [*toy_argv, *plain], tmp_path / "fedslr")
+    torch.testing.assert_close(state["w"], theirs["w"], atol=2e-5, rtol=0)
+    torch.testing.assert_close(state["G"], theirs["gamma"], atol=2e-5, rtol=0)
+    assert state["G"].norm() > 0.1
+
+
+def test_on_quadratics_feddyn_and_scaffold_reach_the_joint_optimum_and_fedavg_does_not(
+        toy_argv, tmp_path, monkeypatch):
+    """Least squares on one-hot labels, two of four clients in a round. The optimum is lstsq's on
+    all clients, each of which weighs the same; for FedAvg, in which all clients take part, as much
+    as it has images."""
+    monkeypatch.setattr(common, "cross_entropy", squares)
+    argv = [*toy_argv, "--clients", "4", "--alpha", "2", "--fraction", "0.5", "--epochs", "10",
+            "--batch-size", "0", "--rounds", "60", "--eval-every", "60", "--parallel", "1"]
+    data = World(federation("feddyn", argv)).data
+
+    def off(name, field, weight, *more):
+        """How far a method ends from the optimum for images that weigh weight(n_k)."""
+        A = np.concatenate([np.c_[x, np.ones(len(x))] * weight(len(x)) ** 0.5 for x, _ in data])
+        B = np.concatenate([np.eye(3)[y] * weight(len(y)) ** 0.5 for _, y in data])
+        W = np.linalg.lstsq(A, B, rcond=None)[0]  # [5, 3]
+        _, state = go(name, [*argv, *more], tmp_path / name)
+        return np.abs(state[field].numpy() - np.concatenate([W[:4].T.ravel(), W[4]])).max()
+
+    far = [off("feddyn", "w", lambda n: 1 / n, "--feddyn-alpha", "0.3"),
+           off("scaffold", "x", lambda n: 1 / n)]
+    fedavg_s = off("fedprox", "w", lambda n: 1, "--mu", "0", "--fraction", "1", "--rounds", "30")
+    assert max(far) < 1e-2 < 5e-2 < fedavg_s, (far, fedavg_s)
+
+
+# What holds for every method
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_every_method_sees_the_same_and_learns(method, tmp_path, monkeypatch, models):
+    """Split, sampled clients and initial weights are the federation's; the record names the method,
+    its measures and its bytes, in which d = 20,310 of two layers, of 19,300 and 1,010 weights."""
+    argv, sampled, sample = [*SMALL, "--per-client", "2"], [], common.Federation.sample
+    fed = federation(method, argv)
+    start = fed.initial_weights()
+    before = fed.evaluate_clients(start)["loss"]
+    monkeypatch.setattr(common.Federation, "sample", lambda fed, t: sampled.append(t)
+                        or sample(fed, t))
+    own = {"pfedme": ["--theta-lr", "0.02"], "ditto": ["--personal-epochs", "2"]}.get(method, [])
+    record, state = go(method, [*argv, *own], tmp_path / method)
+    assert record["status"] == "finished" and len(record["rounds"]) == 3
+    assert record["args"]["method"] == record["algorithm"] == method
+    assert record["split"]["fingerprint"] == fed.split_fingerprint
+    assert sampled == ([] if method == "centralised" else [0, 1, 2])
+    assert len(start) == record["parameters"] == 20_310
+    no_global = "local", "fedper", "fedrep", "lg-fedavg"
+    assert ("global" in record["final"]) == (method not in no_global)
+    assert all(z.isfinite().all() for z in state.values())
+    assert models[-1].shape[-1] == 20_310 and not torch.equal(models[-3], models[-1])
+    assert record["final"]["personal"]["loss"] < before - 0.02
+    sent = {"local": 0, "centralised": 0, "scaffold": 2 * 20_310, "fedper": 19_300,
+            "fedrep": 19_300, "lg-fedavg": 1010, "fedspa": 20_310 / 2}.get(method, 20_310)
+    back = 3 * sent  # in all rounds; fedma's first has no w to send
+    if method == "fedma":
+        back = 3 * (19_300 + 100) + 2 * 20_310
+    # rounds, clients, bytes, weights
+    assert record["bytes_up"] == 3 * 4 * 4 * sent and record["bytes_down"] == 4 * 4 * back
+
+
+@pytest.mark.parametrize("dataset, rounds, fraction, split", [
+    ("cifar10", 200, 0.1, "shards"), ("cifar100", 300, 0.1, "shards"),
+    ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
+def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
+    """R, C, E, B, eta, momentum and K of each data set."""
+    ours = runs.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
+    wanted = dict(rounds=rounds, fraction=fraction, split=split, clients=100, per_client=2,
+                  epochs=10, batch_size=20, lr=0.01, momentum=0.9, model="cnn")
+    assert wanted.items() <= ours.items()
+    theirs = runs.arguments(superfed_tables.run("FedAvg", dataset))
+    assert theirs == {**ours, "method": "fedavg"}
 
 
 # Bad input

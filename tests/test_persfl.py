@@ -252,27 +252,8 @@ def test_the_settings_are_the_papers(dataset, split, rounds, per_client, limit, 
     assert persfl.arguments(["--dataset", dataset, "--split", split, "--rounds", "7"]).rounds == 7
 
 
-def balanced(tmp_path, per_class):
-    """A .npz in the sizes of a data set: 1x1 pixels, ten classes."""
-    y = np.arange(10 * per_class) % 10
-    x, path = np.zeros((len(y), 1, 1), np.uint8), tmp_path / "d.npz"
-    np.savez(path, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
-    return str(path)
-
-
-@pytest.mark.parametrize("per_class, train", [(5000, 3000), (600, 360)])
-def test_ds_1(per_class, train, tmp_path):
-    """4 classes; 3000/1000/1000 images of CIFAR-10's 50,000, 360/120/120 of 6,000 of MNIST's."""
-    fed = federation(["--dataset", balanced(tmp_path, per_class), "--model", "mnistnet"])
-    for parts in zip(*fed.split):
-        assert [len(part) for part in parts] == [train, train // 3, train // 3]
-        counts = np.bincount(fed.data.labels[np.concatenate(parts)], minlength=10)
-        assert sorted(counts) == [0] * 6 + [per_class // 4] * 4  # every class has 4 holders, too
-    assert len(np.unique(np.concatenate([i for part in fed.split for i in part]))) == 10 * per_class
-
-
 def class_counts(split, draws):
-    """[draws, 10 users, 10 classes] of 50,000 images."""
+    """[draws, 10 users, 10 classes] of 50,000 images. test_data.py has DS-1."""
     args, labels = persfl.arguments(["--split", split]), np.arange(50_000) % 10
     owned = [common.SPLITS[split](labels, 10, np.random.default_rng(i), args)
              for i in range(draws)]
@@ -346,11 +327,23 @@ def users_of(folder):
     return [record["final"]["users"] for record in records(folder)]
 
 
-def test_the_page_says_which_rounds_the_teachers_are_from():
+def test_the_page_tells_the_teachers_rounds_t_lambda_and_the_lead_over_fine_tuning():
+    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48),
+                 "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
     for split, rounds, mean, least, last in lines_of("| split | rounds of Stage 1 | mean round"):
         found = [e for users in users_of(FOLDERS[split]) for e in users["teacher's round"]]
         assert [mean, least] == [f"{np.mean(found):.1f}", str(min(found))], split
         assert last == str(found.count(int(rounds))) and len(found) == 50, split
+    for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
+        users = users_of(FOLDERS[split])
+        assert T == f"{np.mean([run['T'] for run in users]):.1f}"
+        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3)
+        assert [paper_T, float(paper_lam)] == [f"{published['T'][i]:.1f}", published["lambda"][i]]
+    for split, least, most, ahead in lines_of("| split | least | most |"):
+        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"])
+                for run in users_of(FOLDERS[split])]
+        assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
+        assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
 
 
 def test_the_page_says_what_ties_do():
@@ -374,22 +367,6 @@ def test_the_page_says_what_ties_do():
         assert cells == [*map(percent, accuracies), *means], split
         gained.append(f"{100 * np.mean(best):.1f}".removeprefix("0"))
     assert lines_of("| CIFAR-10, DS-1 | CIFAR-10, DS-2") == [gained]
-
-
-def test_the_page_compares_persfl_with_fine_tuning_and_its_t_and_lambda_with_the_papers():
-    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48),
-                 "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
-    for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
-        users = users_of(FOLDERS[split])
-        assert T == f"{np.mean([run['T'] for run in users]):.1f}"
-        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3)
-        assert paper_T == f"{published['T'][i]:.1f}"
-        assert float(paper_lam) == published["lambda"][i]
-    for split, least, most, ahead in lines_of("| split | least | most |"):
-        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"])
-                for run in users_of(FOLDERS[split])]
-        assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
-        assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
 
 
 def test_the_page_compares_persfl_with_others_of_the_same_seeds():

@@ -12,7 +12,6 @@ from torch import nn
 import baselines
 import common
 import fl.models
-import fl.training
 import psinet
 from byhand import column, spy
 from conftest import QUICK, refused, run
@@ -86,24 +85,20 @@ def convolution(inputs, outputs):
 def test_parameters_by_hand():
     """Ten groups; widths are rounded up to multiples of 10. Weights and biases, a scale and a shift
     per normed channel."""
-    shared = [(3, 32), (32, 64), (64, 128), (128, 128), (128, 256)]
-    lower = sum(convolution(*layer) for layer in shared)
-    # conv6 sees all of 256 channels; fc1 4 x 4 pixels of 26 channels
-    upper = convolution(256, 260) + (26 * 16 * 520 + 520) + (52 * 520 + 520) + (52 * 10 + 10)
-    channels = 32 + 64 + 128 + 128 + 256  # of BatchNorm
-    assert psi("vgg9", 10, "conv6", "none").d == lower + upper == 1_380_230
-    net = psi("vgg9", 10, "conv6", "gn")
-    assert net.d == lower + upper + 2 * (channels + 260) and sum(net.sizes_r) == 2 * channels
-    assert sum(psi("vgg9", 10, "conv6", "bn").sizes_r) == 2 * (channels + 260)
-    # the default: conv5 has groups of outputs, conv6 is the first with groups of inputs, too
-    lower -= convolution(128, 256)
-    upper += convolution(128, 260) + convolution(26, 260) - convolution(256, 260)
-    assert psi("vgg9", 10, None, "none").d == lower + upper == 846_642
-
-    shared = [(3, 64), (64, 64), (64, 128), (128, 128), (128, 256)]
-    upper = [(256, 260), (26, 260), (26, 520), *[(52, 520)] * 5]
-    d = sum(convolution(*layer) for layer in shared + upper)
-    d += 2 * (52 * 520 + 520) + 52 * 100 + 100  # in images of 32x32 one pixel is left
+    # conv5 sees all of 128 channels, conv6 26; fc1 4 x 4 pixels of 26 channels
+    layers = [(3, 32), (32, 64), (64, 128), (128, 128), (128, 260), (26, 260)]
+    full = (26 * 16 * 520 + 520) + (52 * 520 + 520) + (52 * 10 + 10)
+    d = sum(convolution(*layer) for layer in layers) + full
+    assert psi("vgg9", 10, None, "none").d == d == 846_642
+    below, channels = 32 + 64 + 128 + 128, 32 + 64 + 128 + 128 + 2 * 260
+    for norm, running in (("gn", below), ("bn", channels)):
+        net = psi("vgg9", 10, None, norm)
+        assert (net.d, sum(net.sizes_r)) == (d + 2 * channels, 2 * running)
+    # in images of 32x32 one pixel is left
+    layers = [(3, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 260), (26, 260),
+              (26, 520), *[(52, 520)] * 5]
+    d = sum(convolution(*layer) for layer in layers)
+    d += 2 * (52 * 520 + 520) + 52 * 100 + 100
     norms = 64 + 64 + 128 + 128 + 256 + 2 * 260 + 6 * 520
     assert psi("vgg16", 10, None, "gn", classes=100).d == d + 2 * norms
 
@@ -128,34 +123,6 @@ def test_what_a_node_of_vgg9_has_and_multiplies_by_hand():
     assert psinet.multiplications(fed, has).tolist() == [macs]
 
 
-def test_the_network_against_an_explicit_loop_over_groups():
-    """Evaluation with running statistics: BatchNorm behind conv1; then each group alone, normed by
-    itself."""
-    net = psi()
-    Omega = start(net)
-    part = {name: Omega[where].view(shape) for name, where, shape in net.tensors}
-    mean, var = (z[:, None, None] for z in Omega[net.d :].split(6))
-
-    def normalised(x, mean, var, name, own):
-        x = (x - mean) / (var + 1e-5).sqrt()
-        return (x * part[name + ".weight"][own, None, None]
-                + part[name + ".bias"][own, None, None])
-
-    x = F.conv2d(X, part["conv1.weight"], part["conv1.bias"])
-    x = torch.tanh(F.max_pool2d(normalised(x, mean, var, "conv1-norm", slice(6)), 4))
-    logits = torch.zeros(6, 10).double()
-    for g in range(5):
-        two, three, y = slice(2 * g, 2 * g + 2), slice(3 * g, 3 * g + 3), x
-        for name in ("conv2", "conv3"):
-            y = F.conv2d(y, part[name + ".weight"][two], part[name + ".bias"][two])
-            m = y.mean((1, 2, 3), keepdim=True)
-            v = y.var((1, 2, 3), correction=0, keepdim=True)
-            y = torch.tanh(F.max_pool2d(normalised(y, m, v, name + "-norm", two), 2))
-        y = torch.tanh(y.flatten(1) @ part["fc1.weight"][three].T + part["fc1.bias"][three])
-        logits[:, two] = y @ part["fc2.weight"][two].T + part["fc2.bias"][two]
-    torch.testing.assert_close(net(Omega, X), logits)
-
-
 def test_groups_have_their_own_initial_scale():
     """vgg16 asks for He's normal over the fan out: 2 / (9 * 512) in the plain network, a tenth of
     the fan in a group. vgg9 asks for PyTorch's uniform, in +-1/sqrt(fan in of a group), as does a
@@ -176,41 +143,6 @@ def test_groups_have_their_own_initial_scale():
                           ("fc1", 26 * 16), ("fc2", 52)):
             for part in (".weight", ".bias"):
                 assert 0.95 * fan**-0.5 < most[name + part] <= fan**-0.5 * (1 + 1e-6)
-
-
-# BatchNorm and its running statistics
-
-
-@pytest.mark.parametrize("vmapped", [False, True])
-def test_batchnorm_and_its_running_statistics_are_pytorchs(vmapped, monkeypatch):
-    """In a plain loop on a CPU, which uses PyTorch's function, and by our formula, in which padding
-    does not count."""
-    monkeypatch.setattr(fl.training.STEPS, "vmapped", vmapped, raising=False)
-    net = psi(groups=0, norm="bn")
-    w, r = start(net).tensor_split([net.d])
-    model = nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.MaxPool2d(4), nn.Tanh(),
-        nn.Conv2d(6, 10, 3), nn.BatchNorm2d(10), nn.MaxPool2d(2), nn.Tanh(),
-        nn.Conv2d(10, 10, 1), nn.BatchNorm2d(10), nn.MaxPool2d(2), nn.Tanh(),
-        nn.Flatten(), nn.Linear(10, 15), nn.Tanh(), nn.Linear(15, 10)).double()
-    nn.utils.vector_to_parameters(w, model.parameters())
-    norms = [layer for layer in model if isinstance(layer, nn.BatchNorm2d)]
-    for layer, part in zip(norms, r.split([12, 20, 20])):
-        layer.running_mean, layer.running_var = (z.clone() for z in part.view(2, -1))
-    b = batch(X, range(6), padding=2 * vmapped)
-    F.cross_entropy(model(X), b.y[:6]).backward()
-
-    def ours(w):
-        logits, next_r = net.forward(w, r, b.x, b.mask)
-        return common.cross_entropy(logits, b), next_r
-
-    g, next_r = common.grad(ours, has_aux=True)(w)
-    torch.testing.assert_close(g, torch.cat([p.grad.flatten() for p in model.parameters()]))
-    wanted = [z for layer in norms for z in (layer.running_mean, layer.running_var)]
-    torch.testing.assert_close(next_r, torch.cat(wanted))
-    model.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(net(torch.cat([w, next_r]), X), model(X))
 
 
 # Pruned nodes
@@ -389,24 +321,24 @@ def test_evaluation_is_the_whole_model_on_running_statistics(tmp_path, capsys):
     assert "tiny in 5 groups from conv2 on" in text
     assert re.search(r"\nnodes   1/[\d.]+/2 of 5 groups, \d+/[\d.]+/\d+ weights", text)
     fed, net = common.Federation(psinet.arguments(argv)), psi()
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
     module = net.build().eval()
-    module.load_state_dict(saved)
-    running = torch.cat([saved["conv1-norm.running_mean"], saved["conv1-norm.running_var"]])
-    assert torch.equal(running, state["Omega"][net.d :])
-    assert not torch.equal(running, first(net)[net.d :])
+    module.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    norm = dict(module.named_children())["conv1-norm"]
+    assert torch.equal(torch.cat([norm.running_mean, norm.running_var]), state["Omega"][net.d :])
+    assert not torch.equal(state["Omega"][net.d :], first(net)[net.d :])
     w = net.load(tmp_path / "model.pt")
     assert torch.equal(net.with_statistics(w), state["Omega"])
-    with torch.no_grad():
-        logits, _ = module(fed.transform(fed.images[fed.data.n_train :]))
-        own, _ = module(fed.transform(fed.images[fed.split.test[1]]))
-    right = (own.argmax(1) == fed.labels[fed.split.test[1]]).float()
-    labels, final = fed.labels[fed.data.n_train :], record["final"]
-    top1 = float((logits.argmax(1) == labels).float().mean())
-    assert final["global"]["top1"] == pytest.approx(top1, abs=1e-6)
-    loss = float(F.cross_entropy(logits, labels))
-    assert final["global"]["loss"] == pytest.approx(loss, abs=1e-4)
-    assert final["personal"]["per_client"][1] == pytest.approx(float(right.mean()))
+    central, own = np.arange(fed.data.n_train, len(fed.images)), fed.split.test[1]
+    found = {}
+    for index in (central, own):
+        with torch.no_grad():
+            logits, _ = module(fed.transform(fed.images[index]))
+        right = (logits.argmax(1) == fed.labels[index]).float().mean()
+        found[len(index)] = float(right), float(F.cross_entropy(logits, fed.labels[index]))
+    top1, loss = found[len(central)]
+    assert record["final"]["global"]["top1"] == pytest.approx(top1, abs=1e-6)
+    assert record["final"]["global"]["loss"] == pytest.approx(loss, abs=1e-4)
+    assert record["final"]["personal"]["per_client"][1] == pytest.approx(found[len(own)][0])
 
 
 def test_the_experiment_on_the_softmax_is_fedavg_but_for_the_softmax(tmp_path):

@@ -134,7 +134,7 @@ def test_a_step_against_a_numerical_derivative_of_equation_3(mix, phase_two):
         assert float(g_l @ v) == pytest.approx(float(slopes[1]), abs=1e-8)
 
 
-def test_every_minibatch_has_its_own_lambdas_one_for_each_layer(toy, tmp_path, monkeypatch):
+def test_every_minibatch_has_its_own_lambdas_one_for_each_layer(tmp_path, monkeypatch):
     calls = spy(monkeypatch, lambda own, S: own)
     run(superfed, [*SMALL, "--model", "cnn", "--rounds", "1"], tmp_path)
     drawn, again = calls[0].options["draw"], np.random.default_rng(0)
@@ -145,7 +145,7 @@ def test_every_minibatch_has_its_own_lambdas_one_for_each_layer(toy, tmp_path, m
 
 
 @pytest.mark.parametrize("share, part", [(0.0, "train"), (0.2, "val")])
-def test_each_choice_of_lambda(share, part, monkeypatch):
+def test_each_choice_of_lambda(share, part):
     """W is lambda. On the images for the choice the loss is least at .2 and .4, the accuracy best
     at .3 and .7; on test images it is best at .6. The smaller lambda of a tie is taken. Each client
     has 5 training, 4 validation and 2 test images."""

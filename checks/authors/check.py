@@ -2,21 +2,23 @@
 
     make authors CLONES=folder              runs all scripts of this folder; writes
                                             results/authors.json and docs/authors.md
-    python checks/authors/feddyn.py CLONE    runs one of them; prints its part of the table
+    python checks/authors/everything.py CLONES feddyn    runs one; prints its part of the table
 
-A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history; REPOSITORIES
-below lists the eight. The files of the commit that a script names are copied out of it with `git
-archive`, so that other branches and changed files play no part, and the clone stays as it is. No
-line of the authors' code is in this repository.
+A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history. The files of the
+commit that a script names are copied out of it with `git archive`, so that other branches and
+changed files play no part, and the clone stays as it is. No line of the authors' code is in this
+repository.
 
-How two programs get the same inputs: OURS runs first, as a user runs it (main(argv)), in float64,
+A script states in REPOSITORY, COMMITS and CHANGED what it runs, and what is replaced in their
+program. Its docstring is its part of the page. Its compare(line, *folders) calls line, which takes
+what `row` takes, for each comparison. Ours runs first, as a user runs it (main(argv)), in float64,
 on a small data set. What it drew (split, initial weights, sampled clients, minibatches, its own
-draws) is written down. Then THEIRS runs with these.
+draws) is written down. Then theirs runs with these.
 
     1. Clones        source, program
     2. Ours          small_data, ours
     3. Theirs        Given, coin_flips, local_variables, script_variables, put, vector
-    4. The table     row, table, main, run
+    4. The table     row, table, compared
 """
 
 import contextlib
@@ -45,25 +47,17 @@ import fl.models
 import fl.run
 import fl.training
 
-REPOSITORIES = {  # script -> repository
-    "superfed": "vaseline555/SuPerFed",
-    "fedslr": "huangtiansheng/fedslr",
-    "pfedme": "CharlieDinh/pFedMe",
-    "ditto": "litian96/ditto",
-    "feddyn": "alpemreacar/FedDyn",
-    "lgfedavg": "pliang279/LG-FedAvg",
-    "fedrep": "lgcollins/FedRep",
-    "fedma": "IBM/FedMA",
-    "torch_sgd": None,  # PyTorch itself
-}
+SCRIPTS = ("superfed", "fedslr", "pfedme", "ditto", "feddyn", "lgfedavg", "fedrep", "fedma",
+           "torch_sgd")
 
 # --------------------------------------------------------------------------------------------------
 # 1. Clones
 
 
 @contextlib.contextmanager
-def source(clone, commit, repository):
+def source(clones, commit, repository):
     """A temporary folder with the Python files of that commit of a clone."""
+    clone = pathlib.Path(clones) / repository.split("/")[1]
     with tempfile.TemporaryDirectory() as folder:
         command = ["git", "-C", str(clone), "archive", commit, "*.py"]
         archive = subprocess.run(command, capture_output=True)
@@ -175,14 +169,18 @@ class Ours:
         self.fed, self.first, self.S = None, [], []
         self.plans, self.draws, self.states = {}, {}, []
 
+    @property
+    def state(self):
+        return self.states[-1]
+
+    def model(self, model=None, names=None):
+        """Their model (by default Small) with the initial weights."""
+        return put(model or Small(), self.first[0], names)
+
     def batch(self, index):
         """x and y of the images with these numbers, as our own step sees them."""
         index = torch.as_tensor(index)
         return self.fed.transform(self.fed.images[index]), self.fed.labels[index]
-
-    def owner(self):
-        """Image -> the client that trains on it."""
-        return {int(i): k for k, own in enumerate(self.fed.split.train) for i in own}
 
     def choices(self):
         """Stands in for a numpy function that draws a round's clients; the last round done, it ends
@@ -213,19 +211,26 @@ class Ours:
         pixels = int(np.prod(self.fed.data.images.shape[1:]))
         return max(self.fed.net.d, self.fed.args.batch_size * pixels)
 
-    def queue(self, orders=(0,)):
-        """Client -> what its loaders yield one after the other, a list of minibatches each, when in
-        each of its rounds it makes one loader for each order."""
+    def loader(self, numbers=lambda data: data, orders=(0,), joined=False):
+        """Stands in for DataLoader. One that is made for a client's images, whose numbers are
+        numbers(data), yields the client's minibatches of its next round. orders: in each round a
+        client makes one loader for each; if joined, one for all."""
+        owner = {int(i): k for k, own in enumerate(self.fed.split.train) for i in own}
         queues = defaultdict(deque)
         for t, S in enumerate(self.S):
             for k in S:
-                for order in orders:
-                    queues[int(k)].append(self.plans[t, int(k), order])
-        return queues
+                parts = [self.plans[t, k, order] for order in orders]
+                queues[k] += [sum(parts, [])] if joined else parts
+
+        def load(data, **_):
+            k = owner[int(numbers(data)[0])]
+            return Given(queues[k].popleft(), self.batch, self.per_epoch(k))
+
+        return load
 
 
 def ours(module, argv, data, model=Small):
-    """An Ours of module.main(argv) on these arrays with this model, in float64."""
+    """An Ours of module.main on these arrays with this model and flags, a text, in float64."""
     seen, federation, run = Ours(), common.Federation, common.Run
     start, plan, sample = federation.__init__, federation.plan, federation.sample
     rounds, init = run.rounds, common.Net.init
@@ -273,10 +278,9 @@ def ours(module, argv, data, model=Small):
         stack.enter_context(mock.patch.dict(common.TRANSFORMS, scale=exact))
         stack.enter_context(mock.patch.dict(common.MODELS, {model.__name__: model}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         flags = "--split natural --transform scale --device cpu --parallel 1 --eval-every 1000"
         module.main(["--dataset", folder + "/data.npz", "--model", model.__name__,
-                     "--out", folder + "/run", *flags.split(), *argv])
+                     "--out", folder + "/run", *flags.split(), *argv.split()])
     return seen
 
 
@@ -307,12 +311,7 @@ def coin_flips(general, methods, run, phases=(0,)):
     """For FedDyn's and FedSLR's code, which are alike: in here their loaders give our minibatches,
     their coin flips our clients, and nothing is evaluated. A client's images are the array of their
     numbers, run.fed.split.train[k]."""
-    fed, queues, rounds = run.fed, run.queue(phases), iter(run.S)
-    owner = {int(own[0]): k for k, own in enumerate(fed.split.train)}
-
-    def loader(numbers, **_):
-        k = owner[int(numbers[0])]
-        return Given(queues[k].popleft(), run.batch, run.per_epoch(k))
+    rounds, loader = iter(run.S), run.loader(orders=phases)
 
     def flips(size):  # a client takes part where they are at most act_prob
         return 1.0 - np.isin(np.arange(size), next(rounds))
@@ -346,9 +345,8 @@ def local_variables(function, *args, **named):
 def with_layer(run, l):
     """The models of all clients: what they share, state.w [d], with layer l of their own, state.V
     [K, ...]."""
-    state = run.states[-1]
-    W = state["w"].repeat(len(state["V"]), 1)
-    W[:, run.fed.net.layers[l][1]] = state["V"]
+    W = run.state["w"].repeat(len(run.state["V"]), 1)
+    W[:, run.fed.net.layers[l][1]] = run.state["V"]
     return W
 
 
@@ -432,15 +430,6 @@ def table(lines):
     return "\n".join(text)
 
 
-def main(script, argv):
-    """A script as a command: its one argument is the clone."""
-    if len(argv) != 1 + (REPOSITORIES[script.NAME] is not None):
-        fl.training.refuse(f"usage: python checks/authors/{script.NAME}.py CLONE")
-    lines = run(script, *argv[1:])
-    print(table(lines))
-    raise SystemExit(not all(map(sound, lines)))
-
-
 def script(name):
     """The module of a script in this folder. Not by import: two have the names of ours."""
     path = pathlib.Path(__file__).with_name(f"{name}.py")
@@ -450,22 +439,19 @@ def script(name):
     return module
 
 
-def run(script, clone=None):
-    """The lines of a script's table, of the clone's files."""
-    repository = REPOSITORIES[script.NAME]
-    with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(source(clone, commit, repository))
-                   for commit in script.COMMITS]
-        return compared(script, *folders)
+def compared(script, clones):
+    """The lines of a script's table. clones: the folder with the clones."""
+    lines = []
 
+    def line(what, theirs, mine, run=None, stubs=script.CHANGED, **more):
+        lines.append(row(what, theirs, mine, run, stubs=stubs, **more))
 
-def compared(script, *folders):
-    """The lines of a script's table, of files in these folders."""
     torch.manual_seed(0)
     np.random.seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # all is small
-    try:
-        return script.compare(*folders)
-    finally:
-        torch.set_num_threads(threads)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        script.compare(line, *(stack.enter_context(source(clones, commit, script.REPOSITORY))
+                               for commit in script.COMMITS))
+    return lines

@@ -1,37 +1,25 @@
-"""litian96/ditto: whole rounds through its trainer. TensorFlow 1 is replaced by a stub, and its
-model by one in PyTorch.
+"""Its code needs TensorFlow 1, which a stub replaces, and a PyTorch model replaces its model. The
+trainer is theirs. Clients have different sizes, but equally many minibatches."""
 
-    python checks/authors/ditto.py CLONE
-"""
-
-import itertools
-import shlex
-import sys
 import types
 from unittest import mock
 
-import check  # first: it makes our files importable
-
-# isort: split
 import torch
 from torch import nn
 
 import baselines
+import check
 
-NAME, COMMITS = "ditto", ("26d9b29a62f3872dcdf071be08e897607c283bb4",)
-FLAGS = shlex.split("--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 "
-                    "--method ditto")
-# .8 are trained on: 12, 9, 11 and 10 images, 3 minibatches each, since there all clients take as
-# many steps
-SIZES = (15, 12, 14, 13)
-STUBS = "TensorFlow; the model; loaders; evaluation"
+REPOSITORY, COMMITS = "litian96/ditto", ("26d9b29a62f3872dcdf071be08e897607c283bb4",)
+CHANGED = "TensorFlow; the model; loaders; evaluation"
+FLAGS = ("--fraction 0.5 --rounds 4 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 --method ditto "
+         "--ditto-lambda ")
+SIZES = (15, 12, 14, 13)  # .8 are trained on: 12, 9, 11 and 10 images, 3 minibatches each
 
 
-def learner(first, lr):
+def learner(net, lr):
     """What its trainer wants of a model: weights as a list of arrays, and a step of SGD that
     returns the gradient, too."""
-    net = check.put(check.Small(), first)
-
     def get():
         return [p.detach().numpy().copy() for p in net.parameters()]
 
@@ -58,14 +46,15 @@ def theirs(load, run, pull):
     settings.update(  # its rounds are one more than num_rounds
         learning_rate=fed.args.lr, model_params=(), num_rounds=len(run.S) - 1, local_iters=6,
         batch_size=4, clients_per_round=2, eval_every=1000, dataset="check", lam=pull, sampling=1)
-    users, queues = list(range(fed.K)), run.queue()
+    users = list(range(fed.K))
     data = {k: {"x": fed.split.train[k], "y": fed.split.train[k]} for k in users}
-    they = module.Server(settings, lambda *_: learner(run.first[0], fed.args.lr),
+    they = module.Server(settings, lambda *_: learner(run.model(), fed.args.lr),
                          (users, [], data, data))
 
-    def batches(own, *_):
+    def batches(own, *_):  # called once, for all rounds
         k = next(k for k in users if own["x"] is fed.split.train[k])
-        return (run.batch(index) for index in itertools.chain(*queues[k]))
+        return (run.batch(index) for t, S in enumerate(run.S) if k in S
+                for index in run.plans[t, k, 0])
 
     def select(**_):
         S = next(rounds)
@@ -77,20 +66,11 @@ def theirs(load, run, pull):
     return they
 
 
-def compare(folder):
-    lines = []
+def compare(line, folder):
     with check.program(folder, ["tensorflow"]) as load:
-        for pull in (0.5, 2.0):
-            flags = [*FLAGS, "--ditto-lambda", str(pull)]
-            run = check.ours(baselines, flags, check.small_data(SIZES))
-            they, state = theirs(load, run, pull), run.states[-1]
-            of_clients = [check.vector(v) for v in they.local_models]
-            for what, a, b in (("w", check.vector(they.global_model), state["w"]),
-                               ("v of all clients", of_clients, state["V"])):
-                name = f"Ditto, lambda {pull:g}: {what}"
-                lines.append(check.row(name, a, b, run, stubs=STUBS))
-    return lines
-
-
-if __name__ == "__main__":
-    check.main(sys.modules[__name__], sys.argv)
+        for pull in ("0.5", "2"):
+            run = check.ours(baselines, FLAGS + pull, check.small_data(SIZES))
+            they = theirs(load, run, float(pull))
+            line(f"Ditto, lambda {pull}: w", check.vector(they.global_model), run.state["w"], run)
+            line(f"Ditto, lambda {pull}: v of all clients",
+                 [check.vector(v) for v in they.local_models], run.state["V"], run)

@@ -1,9 +1,10 @@
 """All comparisons with the authors' code: results/authors.json, and the page docs/authors.md made
 from it.
 
-    python checks/authors/everything.py CLONES      takes the folder with the clones
-                                                   (`make authors CLONES=folder` does the same)
-    python checks/authors/everything.py             makes the page from the record again
+    python checks/authors/everything.py CLONES            takes the folder with the clones
+                                                         (`make authors CLONES=folder` does so, too)
+    python checks/authors/everything.py CLONES feddyn     only prints the part of this script
+    python checks/authors/everything.py                   makes the page from the record again
 
 The clones, each under its repository's name:
 
@@ -26,55 +27,21 @@ import torch
 
 RECORD = check.ROOT / "results" / "authors.json"
 PAGE = check.ROOT / "docs" / "authors.md"
-ABOUT = {
-    "superfed": """
-The former (for version 1 of the paper) implements Model Mixing, the latter (the newest) Layer
-Mixing. Ours is superfed_v1.py unless a line says otherwise. Clients have different
-sizes.""",
-    "fedslr": """
-FedSLR runs with clients of different sizes. Its factors are compared by their number of parameters.
-The other methods are those of its `train.py`. Where it averages clients equally and we weight by
-n_k, clients have equal sizes. Its coin flips are set to choose our sampled clients (fedslr D2).""",
-    "pfedme": """
-All its users take equally many minibatches in a round, and so do our clients, though their sizes
-differ (pfedme D2).""",
-    "ditto": """
-Its code needs TensorFlow 1, which a stub replaces, and a PyTorch model replaces its model. The
-trainer is theirs. Clients have different sizes, but equally many minibatches.""",
-    "feddyn": """
-Its code divides FedDyn's alpha by n_k / mean n, and weights SCAFFOLD's c in the same way. Unless
-the line says otherwise, we pass it equal n_k, though clients have different sizes. In SCAFFOLD
-clients have equally many minibatches, and eta is constant, because its code divides by the first
-round's eta.""",
-    "lgfedavg": """
-The whole script main_lg.py runs, starting from our initial weights (lg-fedavg D2). Clients have
-different sizes.""",
-    "fedrep": """
-The whole script main_fedrep.py runs, up to its last round, which we leave out (fedrep D2). In its
-code a client's first head shares memory with the global model, and changes with it (fedrep D4).
-With a copy instead, both programs agree. For MNIST it averages clients equally, so clients have
-equal sizes. For LEAF it weights by n_k, and clients have different sizes.""",
-    "fedma": """
-This compares the matching of units, not the training. A case has 4 clients with 12 units of 20
-weights each. Agreement is the sum of the inner products of all matched units. With more noise than
-signal the programs can end in different local optima.""",
-    "torch_sgd": """
-The authors of FedAvg and FedAvgM have published no code. So we compare with PyTorch's optimiser
-`torch.optim.SGD`, for the clients' steps and, with Nesterov momentum, for the server's step.
-Clients have different sizes.""",
-}
 
 
-def measure(clones):
+def measure(clones, names):
+    """Runs the scripts of these names, prints their tables, and returns the record."""
     record = {"python": platform.python_version(), "torch": str(torch.__version__), "scripts": {}}
-    for name, repository in check.REPOSITORIES.items():
+    for name in names:
         script, start = check.script(name), time.perf_counter()
-        lines = check.run(script, repository and clones / repository.split("/")[1])
+        lines = check.compared(script, clones)
         for line in lines:
             line.update({key: float(f"{line[key]:.2g}") for key in ("difference", "bound")})
-        record["scripts"][name] = dict(repository=repository, commits=script.COMMITS, lines=lines)
+        record["scripts"][name] = dict(repository=script.REPOSITORY, commits=script.COMMITS,
+                                       lines=lines)
         seconds = time.perf_counter() - start
-        print(f"\n{repository or 'PyTorch'}, {seconds:.0f} s\n{check.table(lines)}", flush=True)
+        print(f"\n{script.REPOSITORY or 'PyTorch'}, {seconds:.0f} s\n{check.table(lines)}",
+              flush=True)
     return record
 
 
@@ -108,7 +75,7 @@ compare `centralised`, fine-tuning, FedMA's training and APFL's learnt alpha.
 
 **Repeat it.** Clone the repositories into one folder (checks/authors/everything.py has the
 commands). Then run `make authors CLONES=folder`, which takes two minutes and needs neither GPU nor
-data. `.venv/bin/python checks/authors/superfed.py folder/SuPerFed` compares one repository.
+data. `.venv/bin/python checks/authors/everything.py folder superfed` compares one repository.
 
 **How it works.** Our program runs first, as a user would run it, on a small synthetic data set, and
 its random draws are recorded. Then their program, at the commit that this page names, runs with
@@ -126,7 +93,7 @@ We computed in float64, with Python {record["python"]} and PyTorch {record["torc
 """)
     for name, part in record["scripts"].items():
         text += f"\n## {part['repository'] or 'PyTorch, for FedAvg and FedAvgM'}\n\n"
-        about = ABOUT[name]
+        about = check.script(name).__doc__
         if part["commits"]:
             commits = " and ".join(commit[:10] for commit in part["commits"])
             about = f"We ran commit{'s' * (len(part['commits']) > 1)} {commits}. {about}"
@@ -141,15 +108,17 @@ We computed in float64, with Python {record["python"]} and PyTorch {record["torc
     return text
 
 
-def main(argv):
-    if len(argv) > 1:
-        record = measure(pathlib.Path(argv[1]).resolve())
+def main(clones=None, *names):
+    if clones:
+        record = measure(pathlib.Path(clones).resolve(), names or check.SCRIPTS)
+    if clones and not names:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    record = json.loads(RECORD.read_text())
-    PAGE.write_text(page(record))
+    if not names:
+        record = json.loads(RECORD.read_text())
+        PAGE.write_text(page(record))
     lines = [line for part in record["scripts"].values() for line in part["lines"]]
     raise SystemExit(not all(map(check.sound, lines)))
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    main(*sys.argv[1:])

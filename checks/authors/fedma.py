@@ -1,25 +1,22 @@
-"""IBM/FedMA: its matching of units, match_layer.
-
-    python checks/authors/fedma.py CLONE
-"""
+"""This compares the matching of units, not the training. A case has 4 clients with 12 units of 20
+weights each. Agreement is the sum of the inner products of all matched units. With more noise than
+signal the programs can end in different local optima."""
 
 import logging
 import sys
 import types
 
-import check  # first: it makes our files importable
-
-# isort: split
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
 import baselines
+import check
 
-NAME, COMMITS = "fedma", ("4b586a5a22002dc955d025b890bc632daa3c01c7",)
+REPOSITORY, COMMITS = "IBM/FedMA", ("4b586a5a22002dc955d025b890bc632daa3c01c7",)
+CHANGED = "lapsolver; float32 reads float64"
 CLIENTS, UNITS, NUMBERS = 4, 12, 20
 NO_GROWTH = 1e-30  # gamma, so small that no unit stays without a counterpart (D1)
-STUBS = "lapsolver; float32 reads float64"
 
 
 def theirs(load, V, gamma):
@@ -47,14 +44,10 @@ def agreement(V, order):
     return (in_order(V, order).sum(0) ** 2).sum() - (V**2).sum()
 
 
-def compare(folder):
-    lines, rng = [], np.random.default_rng(0)
-
-    def line(what, theirs, mine, because=None):
-        # an order is made of sums of NUMBERS products, over 6 sweeps
-        lines.append(check.row(what, theirs, mine, steps=6 * CLIENTS, longest=NUMBERS,
-                               because=because, stubs=STUBS))
-
+def compare(line, folder):
+    rng = np.random.default_rng(0)
+    # an order is made of sums of NUMBERS products, over 6 sweeps
+    sums = dict(steps=6 * CLIENTS, longest=NUMBERS)
     logging.disable(logging.CRITICAL)
     sys.modules["lapsolver"] = types.SimpleNamespace(solve_dense=linear_sum_assignment)
     with check.program(folder, changed=[("float32", "float64")]) as load:
@@ -68,23 +61,19 @@ def compare(folder):
             for part, z in zip(easy, (order, mine, layer, in_order(V, mine).mean(0))):
                 part.append(torch.as_tensor(z))
         order, mine, layer, mean = easy
-        line("matching, 20 cases with counterparts: the orders", order, mine)
+        line("matching, 20 cases with counterparts: the orders", order, mine, **sums)
         line("matched layer, the prior's pull undone",
-             [z * (CLIENTS + 1) / CLIENTS for z in layer], mean)
-        line("matched layer, pulled to the prior there", layer, mean, "fedma D3")
+             [z * (CLIENTS + 1) / CLIENTS for z in layer], mean, **sums)
+        line("matched layer, pulled to the prior there", layer, mean, because="fedma D3", **sums)
         base = rng.standard_normal((50, 1, UNITS, NUMBERS))
         noisy = base + 2 * rng.standard_normal((50, CLIENTS, UNITS, NUMBERS))
         ours = [agreement(V, match(V)) for V in noisy]
         found = [agreement(V, theirs(load, V, NO_GROWTH)[0]) for V in noisy]
         same = sum(np.isclose(ours, found, rtol=1e-9))
         line(f"matching, 50 cases with more noise: agreement, relative ({same} the same)",
-             np.ones(50), np.array(ours) / found, "fedma D2")
+             np.ones(50), np.array(ours) / found, because="fedma D2", **sums)
         line("matching, 10 cases with more noise: units of the layer",
-             [float(theirs(load, V, 7)[2]) for V in noisy[:10]], [float(UNITS)] * 10, "fedma D1")
+             [float(theirs(load, V, 7)[2]) for V in noisy[:10]], [float(UNITS)] * 10,
+             because="fedma D1", **sums)
     del sys.modules["lapsolver"]
     logging.disable(logging.NOTSET)
-    return lines
-
-
-if __name__ == "__main__":
-    check.main(sys.modules[__name__], sys.argv)

@@ -1,32 +1,27 @@
-"""huangtiansheng/fedslr: FedSLR and the methods that it compares with, whole rounds through its
-train_* functions; ResNet-18.
-
-    python checks/authors/fedslr.py CLONE
-"""
+"""FedSLR runs with clients of different sizes. Its factors are compared by their number of
+parameters. The other methods are those of its `train.py`. Where it averages clients equally and we
+weight by n_k, clients have equal sizes. Its coin flips are set to choose our sampled clients
+(fedslr D2)."""
 
 import os
-import shlex
-import sys
 import types
 
-import check  # first: it makes our files importable
-
-# isort: split
 import torch
 from torch import nn
 
 import baselines
+import check
 import common
 import fedslr
 import fl.models
 
-NAME, COMMITS = "fedslr", ("35dc740caac562b212288c3bf58106f416a391fb",)
-FLAGS = shlex.split("--fraction 0.5 --rounds 3 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 "
-                    "--lr-decay 0.9")
+REPOSITORY, COMMITS = "huangtiansheng/fedslr", ("35dc740caac562b212288c3bf58106f416a391fb",)
+CHANGED = "evaluation; float32 reads float64"
+FLAGS = ("--fraction 0.5 --rounds 3 --epochs 2 --batch-size 4 --lr 0.1 --momentum 0 "
+         "--lr-decay 0.9 ")
+DECAY = " --weight-decay 0.001 "
 SIZES = (15, 11, 20, 12)  # of these .8 are trained on
 EQUAL = (14, 14, 14, 14)
-DECAY = ["--weight-decay", "0.001"]
-STUBS = "evaluation; float32 reads float64"
 
 
 class Model(nn.Module):
@@ -68,15 +63,15 @@ def rows(parts):
 def compare_fedslr(load, line):
     """w, gamma and p with unequal sizes, from both starts of p."""
     low_rank, eta_g = 0.01, 10.0
-    flags = [*FLAGS, *DECAY, "--lambda", str(low_rank), "--mu", "0.01", "--eta-g", str(eta_g)]
+    flags = FLAGS + DECAY + f"--lambda {low_rank} --mu 0.01 --eta-g {eta_g} --p-start "
 
     def make():
         args = types.SimpleNamespace(method="FedSLR")
         return load("utils_models").construct_mask_model(Model(), args)
 
     for start, because in (("zero", None), ("copy", None), ("zero", "fedslr D1")):
-        run = check.ours(fedslr, [*flags, "--p-start", start], check.small_data(SIZES), Model)
-        first, w = make(), check.put(Model(), run.first[0])
+        run = check.ours(fedslr, flags + start, check.small_data(SIZES), Model)
+        first, w, state = make(), run.model(Model()), run.state
         for name, parameter in first.named_parameters():
             layer, part = name.split(".")
             value = getattr(getattr(w, layer), "bias" if part.endswith("bias") else "weight")
@@ -85,23 +80,22 @@ def compare_fedslr(load, line):
             parameter.data.copy_(0 * value if zero else value)
         end = theirs(load, run, "train_fedSLR", make, first, (0, 1), alpha_coef=1 / eta_g,
                      sparse_threshold=0.01, rank_threshold=low_rank, save_models=False)
-        state = run.states[-1]
+        own = rows(end.local_p)
         if because:
-            line("FedSLR: p of all clients, from a copy of w there, from 0 here", run,
-                 rows(end.local_p), state["p"], because=because)
+            line("FedSLR: p of all clients, from a copy of w there, from 0 here", own, state["p"],
+                 run, because=because)
             continue
         largest = max(torch.linalg.matrix_norm(fedslr.pi(state["w"][where].view(shape)), 2)
                       for _, where, shape in run.fed.net.tensors if len(shape) > 1)
         # l.7: roots of numbers that are at least the threshold squared
-        quotient = float(1 + largest / (low_rank * eta_g))
-        name, own = f"FedSLR, p from {start}: ", rows(end.local_p)
-        line(name + "w", run, check.vector(end.cld_model_w), state["w"], enlarged=quotient)
-        line(name + "gamma of all clients", run, rows(end.local_dual_variables_mu), state["gamma"],
-             enlarged=quotient)
-        line(name + "p of all clients", run, own, state["p"], enlarged=quotient)
-        line(name + "numbers in w, by its ranks", run, [float(end.comm_param_num_array[-1])],
-             [float(state["size"])])
-        line(name + "which of p are 0", run, [p != 0 for p in own], [state["p"] != 0])
+        quotient, name = float(1 + largest / (low_rank * eta_g)), f"FedSLR, p from {start}: "
+        for what, a, b in (("w", check.vector(end.cld_model_w), state["w"]),
+                           ("gamma of all clients", rows(end.local_dual_variables_mu),
+                            state["gamma"]), ("p of all clients", own, state["p"])):
+            line(name + what, a, b, run, enlarged=quotient)
+        line(name + "numbers in w, by its ranks", [float(end.comm_param_num_array[-1])],
+             [float(state["size"])], run)
+        line(name + "which of p are 0", [p != 0 for p in own], [state["p"] != 0], run)
 
 
 def compare_resnet(load, line):
@@ -116,69 +110,53 @@ def compare_resnet(load, line):
         nn.functional.cross_entropy(a, y).backward()
         g = torch.autograd.grad(nn.functional.cross_entropy(b, y), w)[0]
         of_other = check.vector([p.grad for p in other.parameters()])
-        line(f"ResNet-18 for {classes} classes: logits", None, a, b, steps=21, **of_a_step)
-        line(f"ResNet-18 for {classes} classes: gradient", None, of_other, g, steps=42, **of_a_step)
+        line(f"ResNet-18 for {classes} classes: logits", a, b, steps=21, **of_a_step)
+        line(f"ResNet-18 for {classes} classes: gradient", of_other, g, steps=42, **of_a_step)
 
 
 def compare_baselines(load, line):
     """The methods that its train.py offers besides."""
 
-    def run_of(*flags, sizes=EQUAL, module=baselines):
-        return check.ours(module, [*FLAGS, *flags], check.small_data(sizes))
+    def both(method, other, flags="", sizes=EQUAL, **settings):
+        """Our run, its state, and their variables."""
+        run = check.ours(baselines, FLAGS + flags + " --method " + method, check.small_data(sizes))
+        end = theirs(load, run, other, check.Small, run.model(), **settings)
+        return run, run.state, end
 
-    def end_of(run, method, **settings):
-        first = check.put(check.Small(), run.first[0])
-        return theirs(load, run, method, check.Small, first, **settings)
-
-    run = run_of("--method", "fedavg", *DECAY, "--client-test", "0.2")
-    end = end_of(run, "train_FedAvg", phases=(0, 0))
-    line("FedAvg: w", run, check.vector(end.avg_model), run.states[-1]["w"])
+    run, state, end = both("fedavg", "train_FedAvg", DECAY + "--client-test 0.2", phases=(0, 0))
+    line("FedAvg: w", check.vector(end.avg_model), state["w"], run)
     for pull, because in (("0", None), ("0.1", "ditto D2")):
-        run = run_of("--method", "ditto", "--ditto-lambda", pull, "--personal-epochs", "1", *DECAY)
-        end = end_of(run, "train_FedAvg", phases=(0, 0), finetune_proximal=float(pull))
-        line(f"Ditto, lambda {pull}: v of all clients", run, rows(end.ditto_params),
-             run.states[-1]["V"], because=because)
-    run = run_of("--method", "local", *DECAY, sizes=SIZES)
-    end = end_of(run, "train_standalone")
-    line("Local: w of all clients", run, rows(end.local_ws), run.states[-1]["W"])
-    for name, method, theirs_, count, sizes in (
-        ("FedPer (called FedRep there)", "fedper", "train_FedRep", "2", EQUAL),
-        ("LG-FedAvg", "lg-fedavg", "train_LGFedAvg", "1", SIZES),
-    ):
-        run = run_of("--method", method, "--personal", count, *DECAY, sizes=sizes)
-        end = end_of(run, theirs_)
-        w, own = run.states[-1]["w"], run.fed.net.d - sum(p.numel() for p in end.g_param.values())
-        shared = w[:-own] if method == "fedper" else w[own:]
-        line(f"{name}: shared layers", run, check.vector(end.g_param), shared)
-        if method == "fedper":
-            line(f"{name}: shared layers as evaluated, a round old there", run,
-                 check.vector(end.g_param_temp), shared, because="fedper D2")
-        line(f"{name}: layers that clients keep", run, rows(end.p_params), run.states[-1]["V"])
-    for decay, because in (("0", None), ("0.001", "apfl D1")):
-        run = run_of("--method", "apfl", "--apfl-alpha", "0.5", "--weight-decay", decay)
-        end = end_of(run, "train_apfl")
-        name = "APFL" + ", with weight decay" * bool(because)
-        if because is None:
-            line(f"{name}: w", run, check.vector(end.avg_model), run.states[-1]["w"])
-        line(f"{name}: v of all clients", run, rows(end.vs), run.states[-1]["V"], because=because)
-    run = run_of("--method", "scaffold", *DECAY)
-    end, state = end_of(run, "train_SCAFFOLD", phases=(0, 0), n_minibatch=6), run.states[-1]
-    line("SCAFFOLD: x", run, check.vector(end.avg_model), state["x"])
-    line("SCAFFOLD: all c_k and c", run, torch.as_tensor(end.state_params_diffs),
-         [state["c_k"], state["c"]], enlarged=1 / (0.1 * 0.9**2))
+        flags = DECAY + f"--ditto-lambda {pull} --personal-epochs 1"
+        run, state, end = both("ditto", "train_FedAvg", flags, phases=(0, 0),
+                               finetune_proximal=float(pull))
+        line(f"Ditto, lambda {pull}: v of all clients", rows(end.ditto_params), state["V"], run,
+             because=because)
+    run, state, end = both("local", "train_standalone", DECAY, SIZES)
+    line("Local: w of all clients", rows(end.local_ws), state["W"], run)
+    name = "FedPer (called FedRep there)"
+    run, state, end = both("fedper", "train_FedRep", DECAY + "--personal 2")
+    shared = state["w"][: -state["V"][0].numel()]
+    line(f"{name}: shared layers", check.vector(end.g_param), shared, run)
+    line(f"{name}: shared layers as evaluated, a round old there", check.vector(end.g_param_temp),
+         shared, run, because="fedper D2")
+    line(f"{name}: layers that clients keep", rows(end.p_params), state["V"], run)
+    run, state, end = both("lg-fedavg", "train_LGFedAvg", DECAY + "--personal 1", SIZES)
+    line("LG-FedAvg: shared layers", check.vector(end.g_param), state["w"][state["V"][0].numel() :],
+         run)
+    line("LG-FedAvg: layers that clients keep", rows(end.p_params), state["V"], run)
+    run, state, end = both("apfl", "train_apfl", "--apfl-alpha 0.5")
+    line("APFL: w", check.vector(end.avg_model), state["w"], run)
+    line("APFL: v of all clients", rows(end.vs), state["V"], run)
+    run, state, end = both("apfl", "train_apfl", DECAY + "--apfl-alpha 0.5")
+    line("APFL, with weight decay: v of all clients", rows(end.vs), state["V"], run,
+         because="apfl D1")
+    run, state, end = both("scaffold", "train_SCAFFOLD", DECAY, phases=(0, 0), n_minibatch=6)
+    line("SCAFFOLD: x", check.vector(end.avg_model), state["x"], run)
+    line("SCAFFOLD: all c_k and c", torch.as_tensor(end.state_params_diffs),
+         [state["c_k"], state["c"]], run, enlarged=1 / (0.1 * 0.9**2))
 
 
-def compare(folder):
-    lines = []
-
-    def line(what, run, theirs, mine, **more):
-        lines.append(check.row(what, theirs, mine, run, stubs=STUBS, **more))
-
+def compare(line, folder):
     with check.program(folder, changed=[("float32", "float64")]) as load:
         for part in (compare_fedslr, compare_baselines, compare_resnet):
             part(load, line)
-    return lines
-
-
-if __name__ == "__main__":
-    check.main(sys.modules[__name__], sys.argv)

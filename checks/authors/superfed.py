@@ -1,38 +1,29 @@
-"""vaseline555/SuPerFed: the first version's code (Model Mixing, whole rounds; measures), and the
-newest (Layer Mixing).
+"""The former (for version 1 of the paper) implements Model Mixing, the latter (the newest) Layer
+Mixing. Ours is superfed_v1.py unless a line says otherwise. Clients have different sizes."""
 
-    python checks/authors/superfed.py CLONE
-"""
-
-import itertools
-import shlex
-import sys
 import types
 from collections import OrderedDict
 from unittest import mock
 
-import check  # first: it makes our files importable
-
-# isort: split
 import numpy as np
 import torch
 from torch import nn
 
+import check
 import common
 import fl.models
 import superfed
 import superfed_v1
 
-NAME = "superfed"
+REPOSITORY = "vaseline555/SuPerFed"
 COMMITS = ("ae1803b73af3ce319b980b698c884833e6e7cb3e",
            "55064b966817c9e728b400394771d2d901bb3281")
-FLAGS = shlex.split("--fraction 0.5 --epochs 2 --batch-size 4 --lr 0.05")
-ONE_CLIENT = shlex.split("--fraction 0 --rounds 1 --start 0 --mix layer --mu 0 "
-                         "--weight-decay 0.0001")
+CHANGED = "loaders; matplotlib; .float() reads .double()"
+FLAGS = "--fraction 0.5 --epochs 2 --batch-size 4 --lr 0.05 "
+ONE_CLIENT = "--fraction 0 --rounds 1 --start 0 --mix layer --mu 0 --weight-decay 0.0001"
 # .8 of each is a multiple of the minibatch: 12, 8, 16 and 12 images to train on
 SIZES = (15, 10, 20, 15)
 MORE_TEST = (15, 10, 21, 16)  # 21: 16 to train on and 5 to test on
-STUBS = "loaders; matplotlib; .float() reads .double()"
 
 
 class Narrow(nn.Sequential):
@@ -63,17 +54,14 @@ def federated(model):
     return check.vector(model, names(model, False))
 
 
-def draws(run, first):
-    """Our lambdas of Phase II, in the order in which their one thread asks for them."""
-    return iter([float(lam) for t, S in enumerate(run.S) if t >= first
-                 for k in S for lam in run.draws[t, k, 0][:, 0]])
-
-
 def theirs(load, run, rounds=None, drop_last=True):
     """Their Server after the first rounds of our run, or all."""
     client, server = load("src.client"), load("src.server")
     fed, args = run.fed, run.fed.args
-    lambdas = draws(run, max(int(args.start * args.rounds) - 1, 0))
+    # our lambdas of Phase II, in the order in which their one thread asks for them
+    first = max(int(args.start * args.rounds) - 1, 0)
+    lambdas = iter([float(lam) for t, S in enumerate(run.S) if t >= first
+                    for k in S for lam in run.draws[t, k, 0][:, 0]])
     settings = types.SimpleNamespace(
         model_name="MNISTConvNet", in_channels=1, hidden_channels=4, num_hiddens=64,
         num_classes=fed.data.classes, global_seed=0, device="cpu", lr=args.lr, data_path="",
@@ -81,15 +69,14 @@ def theirs(load, run, rounds=None, drop_last=True):
         init_seed=["0", "1"], C=args.fraction, K=fed.K, R=args.rounds, E=args.epochs,
         B=args.batch_size, L=args.start, mu=args.mu, beta=args.nu, p_lr=0, p_e=0)
     they = server.Server(None, settings)
-    check.put(they.model, run.first[0], names(they.model, False))
+    run.model(they.model, names(they.model, False))
     check.put(they.model, parts(fed.net, run.first[1], local=True), names(they.model, True))
-    queues = run.queue()
 
     def loader(numbers, shuffle, **_):
         if not shuffle:
             return None  # the client's test images: not looked at
         k = next(k for k, own in enumerate(fed.split.train) if own is numbers)
-        minibatches = list(itertools.chain(*queues[k]))
+        minibatches = [index for t, S in enumerate(run.S) if k in S for index in run.plans[t, k, 0]]
         return check.Given(minibatches, run.batch, run.per_epoch(k),
                            args.batch_size if drop_last else None)
 
@@ -118,19 +105,18 @@ def theirs(load, run, rounds=None, drop_last=True):
 
 def compare_first_version(load, line):
     data = dict(side=28, classes=5)
-    flags = [*FLAGS, "--rounds", "5", "--start", "0.6", "--nu", "2",
-             "--mu", "0.01"]
-    run = check.ours(superfed_v1, flags, check.small_data(SIZES, **data), Narrow)
+    run = check.ours(superfed_v1, FLAGS + "--rounds 5 --start 0.6 --nu 2 --mu 0.01",
+                     check.small_data(SIZES, **data), Narrow)
     for rounds, what in ((2, "Phase I"), (5, "Phases I and II")):
         they, state = theirs(load, run, rounds), run.states[rounds - 1]
         own = [check.vector(client.model, names(client.model, True)) for client in they.clients]
-        line(f"Model Mixing, {what}: w^f", run, federated(they.model), state["w_f"], rounds=rounds)
-        line(f"Model Mixing, {what}: w^l of all clients", run, own,
-             parts(run.fed.net, state["w_l"], local=True), rounds=rounds)
+        line(f"Model Mixing, {what}: w^f", federated(they.model), state["w_f"], run, rounds=rounds)
+        line(f"Model Mixing, {what}: w^l of all clients", own,
+             parts(run.fed.net, state["w_l"], local=True), run, rounds=rounds)
     # it holds what it got, or what it made of it
     k = next(k for k in range(run.fed.K) if k not in run.S[-1])
-    line("w^f that evaluates clients not sampled last: their own there", run,
-         federated(they.clients[k].model), run.states[-1]["w_f"], because="superfed D11")
+    line("w^f that evaluates clients not sampled last: their own there",
+         federated(they.clients[k].model), run.state["w_f"], run, because="superfed D11")
     compare_measures(load, line, run, they)
     net, x = common.Net("cnn", (1, 28, 28), 62), torch.rand(4, 1, 28, 28)
     w = net.init(common.stream(1, "initialisation")).double()
@@ -139,19 +125,18 @@ def compare_first_version(load, line):
     for m in other.modules():
         m.alpha = 0.0
     # 5 layers, 64 * 5 * 5
-    line("the CNN for 28x28: logits", None, other(x), net(w, x), steps=5, longest=1600)
-
-    def size(what, because, sizes=SIZES, whose=superfed_v1, size="4", **more):
-        flags = [*FLAGS, "--rounds", "2", "--start", "0.5", "--lr-decay", "0.995",
-                 "--batch-size", size]
+    line("the CNN for 28x28: logits", other(x), net(w, x), steps=5, longest=1600)
+    for what, because, sizes, whose, size, drop_last in (
+        ("the last, smaller minibatch used", None, SIZES, superfed_v1, 6, False),
+        ("the last, smaller minibatch dropped there", "superfed D9", SIZES, superfed_v1, 6, True),
+        ("n_k with test images there", "superfed D14", MORE_TEST, superfed_v1, 4, True),
+        ("here superfed.py", "superfed D1, D2, D4", SIZES, superfed, 4, True),
+    ):
+        flags = FLAGS + f"--rounds 2 --start 0.5 --lr-decay 0.995 --batch-size {size}"
         run = check.ours(whose, flags, check.small_data(sizes, **data), Narrow)
-        they = theirs(load, run, **more)
-        line(what, run, federated(they.model), run.states[-1]["w_f"], because=because)
-
-    size("Model Mixing, the last, smaller minibatch used: w^f", None, size="6", drop_last=False)
-    size("Model Mixing, the last, smaller minibatch dropped there: w^f", "superfed D9", size="6")
-    size("Model Mixing, n_k with test images there: w^f", "superfed D14", MORE_TEST)
-    size("Model Mixing, here superfed.py: w^f", "superfed D1, D2, D4", whose=superfed)
+        they = theirs(load, run, drop_last=drop_last)
+        line(f"Model Mixing, {what}: w^f", federated(they.model), run.state["w_f"], run,
+             because=because)
 
 
 def compare_measures(load, line, run, they):
@@ -163,7 +148,7 @@ def compare_measures(load, line, run, they):
     index = fed.data.n_train + np.argsort(labels, kind="stable")
     five = list(index.reshape(5, 4))
     client.test_dataloader, client.test_data = check.Given(five * 11, run.batch, 5), index
-    losses, accuracies, eces = client.client_evaluate()
+    measured = torch.tensor(client.client_evaluate())  # losses, accuracies, eces
     x, y = run.batch(index)
     w_f, w_l = (torch.zeros(fed.net.d) for _ in range(2))
     weights = dict(client.model.named_parameters())
@@ -181,28 +166,26 @@ def compare_measures(load, line, run, they):
             m.alpha = lam
         logits.append((client.model(x), z))
     sums = dict(steps=5, longest=1600)
-    line("logits at 11 lambdas", None, [a for a, _ in logits], [b for _, b in logits], **sums)
+    line("logits at 11 lambdas", [a for a, _ in logits], [b for _, b in logits], **sums)
     # a mean over the 11 * 20 images; ECE's bins have edges in float32 there
-    line("loss, top-1 and ECE, minibatch by minibatch", None,
-         torch.tensor([losses, accuracies, eces]), torch.tensor(single).T, **sums)
-    line("ECE over all images here, a mean over minibatches there", None, torch.tensor(eces),
+    line("loss, top-1 and ECE, minibatch by minibatch", measured, torch.tensor(single).T, **sums)
+    line("ECE over all images here, a mean over minibatches there", measured[2],
          torch.tensor(whole), because="superfed D10", **sums)
     z = logits[0][1]
     top5 = common.score(z, y, torch.zeros_like(y), 1)["top5"]
-    line("top-5", None, load("src.utils").accuracy(z, y, (1, 5))[1].double(), top5, steps=1,
-         longest=20)
+    line("top-5", load("src.utils").accuracy(z, y, (1, 5))[1].double(), top5, steps=1, longest=20)
 
 
 def compare_layer_mixing(load, line, name, because=None):
     """The steps of one client in one round, by their superfed_update; it has a weight decay of
     1e-4."""
-    run = check.ours(superfed_v1, [*FLAGS, *ONE_CLIENT], check.small_data(SIZES, classes=5))
+    run = check.ours(superfed_v1, FLAGS + ONE_CLIENT, check.small_data(SIZES, classes=5))
     algorithm, layers = load("src.algorithm"), load("src.models.layers")
     model, (k,), net = check.Small(classes=5), run.S[0], run.fed.net
     model.conv1 = layers.LinesConv(1, 4, 3)
     model.fc1, model.fc2 = layers.LinesLinear(36, 8), layers.LinesLinear(8, 5)
     local = [n + "_local" for n in net.names if n.endswith("weight")]
-    check.put(model, run.first[0], net.names)
+    run.model(model, net.names)
     check.put(model, parts(net, run.first[1], local=True), local)
     lambdas = iter(run.draws[0, k, 0].flatten().tolist())
     args = types.SimpleNamespace(mu=0, nu=run.fed.args.nu, B=4, E=2, device="cpu",
@@ -218,27 +201,17 @@ def compare_layer_mixing(load, line, name, because=None):
     ):
         algorithm.superfed_update(0, args, model, nn.CrossEntropyLoss, None, torch.optim.SGD,
                                   run.fed.args.lr * 0.995, True)
-    state = run.states[-1]
-    line(f"Layer Mixing{name}: w^f", run, check.vector(model, net.names), state["w_f"],
+    line(f"Layer Mixing{name}: w^f", check.vector(model, net.names), run.state["w_f"], run,
          because=because)
-    line(f"Layer Mixing{name}: w^l", run, check.vector(model, local),
-         parts(net, state["w_l"][k], local=True), because=because)
+    line(f"Layer Mixing{name}: w^l", check.vector(model, local),
+         parts(net, run.state["w_l"][k], local=True), run, because=because)
 
 
-def compare(first, newest):
-    lines, drawing = [], ["matplotlib", "matplotlib.pyplot"]
-
-    def line(what, run, theirs, mine, **more):
-        lines.append(check.row(what, theirs, mine, run, stubs=STUBS, **more))
-
+def compare(line, first, newest):
+    drawing = ["matplotlib", "matplotlib.pyplot"]
     with check.program(first, drawing, [(".float()", ".double()")]) as load:
         compare_first_version(load, line)
     for name, because, changed in ((", with 1e-6 in the cosine there", "superfed D6", []),
                                    ("", None, [(".add(1e-6)", "")])):
         with check.program(newest, [*drawing, "src.dataset"], changed) as load:
             compare_layer_mixing(load, line, name, because)
-    return lines
-
-
-if __name__ == "__main__":
-    check.main(sys.modules[__name__], sys.argv)
