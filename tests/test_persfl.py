@@ -242,6 +242,7 @@ def test_two_runs_are_averaged_by_hand(tmp_path, capsys, monkeypatch):
     ("cifar10", "dirichlet-classes", 25, 4, None, "cifarnet"),
     ("cifar10", "lognormal", 50, 2, None, "cifarnet"),
     ("mnist", "classes", 100, 4, 6000, "mnistnet"),
+    ("mnist", "unequal-classes", 100, 4, 6000, "mnistnet"),
     ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"),
     ("mnist", "lognormal", 100, 2, None, "mnistnet")])
 def test_the_settings_are_the_papers(dataset, split, rounds, per_client, limit, model):
