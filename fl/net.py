@@ -40,7 +40,6 @@ class Net:
         self.name, self.shape, self.classes, self.device = name, shape, classes, device
         self.batchnorm, self.copies, self.notes = batchnorm, threading.local(), []
         self.checked, self.settled = build is None and name not in MODELS, False
-        self.contiguous = False  # whether it needs images whose channels come first in memory
         try:
             self.build = build or builder(name, shape, classes, batchnorm, no_dropout)
             with warnings.catch_warnings():  # about a layer without weights, which is refused below
@@ -182,7 +181,7 @@ class Net:
             # functional_call puts tensors into the module, so each thread needs its own
             memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
             self.copies.module = copy.deepcopy(self.module, memo)
-        return functional_call(self.copies.module, values, x.contiguous() if self.contiguous else x)
+        return functional_call(self.copies.module, values, x)
 
     @property
     def start(self):
@@ -414,7 +413,9 @@ def check(net, precision):
             raise ValueError(f"{why}; weights and images are float32: {OF_X}") from problem
         if "view size" not in why:
             raise
-        net.contiguous = True  # a convolution's output is like its input, and only .view minds
+        # images are channels-last in memory, as is a convolution's output then; .view minds
+        net.module.register_forward_pre_hook(lambda module, given: (given[0].contiguous(),))
+        net.copies = threading.local()
         logits = pure(net, w)
     x, notes = net.sample(), []
     if precision == "bf16":
@@ -430,7 +431,7 @@ def check(net, precision):
         notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
     if net.module.training:
         module = copy.deepcopy(net.module).eval()
-        other = functional_call(module, net.values(w.split(net.sizes)), x.contiguous())
+        other = functional_call(module, net.values(w.split(net.sizes)), x)
         if not torch.is_tensor(other) or other.shape != logits.shape or differ(logits, other):
             notes.append("note    the model's logits differ in eval(); it stays in train(), in "
                          "evaluation, too")

@@ -727,88 +727,55 @@ def test_grey_and_deep_images_stay_what_they_are(tmp_path, capsys):
     refused(capsys, words, fl.data.load_data, str(root), test_share=0.5)
 
 
-def note_of(root):
-    """The images and the one note of a folder, decoded and from the .npz beside it."""
-    one, other = (fl.data.load_data(str(root)) for _ in range(2))
-    assert one.fingerprint() == other.fingerprint() and one.notes == other.notes
-    return one.images, *(note.removeprefix("note    ") for note in one.notes)
+DEEP = np.array([[0, 1, 255], [256, 4094, 4095]], np.uint16)
+PHOTO, OTHER = tiles(2, (4, 6))
+TURNED = Image.Exif()  # the camera was held upright: the file's rows are columns, from the right
+TURNED[0x0112] = 6
+WHITE = "are transparent in parts, which become white"
 
 
-def both_parts(root, suffix, save):
-    """Writes four equal files by save(path)."""
-    for name in ("train/a", "train/b", "test/a", "test/b"):
-        (root / name).mkdir(parents=True)
-        save(root / name / f"1.{suffix}")
-    return root
-
-
-@pytest.mark.parametrize("suffix, order", [("tif", ">"), ("tif", "<"), ("png", "<")])
-def test_12_and_16_bits_in_any_order(suffix, order, tmp_path):
-    """A TIFF by hand (a header, 7 entries and a strip of 2x3 pixels, at byte 98), a PNG, arrays."""
-    x = np.array([[0, 1, 255], [256, 4094, 4095]], np.uint16)
+def tiff(order):
+    """A TIFF by hand: a header, 7 entries and a strip of 2x3 pixels, at byte 98."""
     entries = [(256, 3), (257, 2), (258, 16), (262, 1), (273, 98), (278, 2), (279, 12)]
     head = struct.pack(order + "2sHIH", b"MM" if order == ">" else b"II", 42, 8, len(entries))
     head += b"".join(struct.pack(order + "HHIHH", tag, 3, 1, value, 0) for tag, value in entries)
-
-    def save(path):
-        if suffix == "png":
-            return Image.fromarray(x).save(path)
-        path.write_bytes(head + bytes(4) + x.astype(order + "u2").tobytes())
-
-    found, *notes = note_of(both_parts(tmp_path / "deep", suffix, save))
-    assert found.shape == (4, 2, 3, 1) and not notes
-    np.testing.assert_allclose(found[0, :, :, 0], x / 65535, rtol=1e-6)
-    given = images()
-    deep = {name: (given[name].astype(f"{order}u2") + 7) for name in ("x_train", "x_test")}
-    np.savez(tmp_path / "deep.npz", **given | deep)
-    found = fl.data.load_data(str(tmp_path / "deep.npz")).images[:40]
-    np.testing.assert_allclose(found, (given["x_train"] + np.float32(7)) / 65535, rtol=1e-6)
+    return head + bytes(4) + DEEP.astype(order + "u2").tobytes()
 
 
-def test_a_photo_is_turned_as_its_exif_says(tmp_path):
-    """Orientation 6: the camera was held upright, so rows of the file are columns, from the right.
-    """
-    x, exif = tiles(1, (4, 6))[0], Image.Exif()
-    exif[0x0112] = 6
-
-    def save(path):
-        Image.fromarray(x).save(path, exif=exif)
-
-    found, note = note_of(both_parts(tmp_path / "photos", "png", save))
-    assert np.array_equal(found[0], np.rot90(x, -1))
-    assert note == "4 images are turned as their EXIF orientation says"
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparent_pixels_become_white(mode, tmp_path):
-    """One pixel is opaque; one, of which a fifth shows, is 255 - (255 - 100) / 5 = 224; one is
-    clear."""
-    rows = {"RGBA": [(100, 100, 100, 255), (100, 100, 100, 51), (100, 100, 100, 0)],
-            "LA": [(100, 255), (100, 51), (100, 0)], "P": [0, 1, 2]}
+def clear(mode, *pixels):
+    """Three pixels: an opaque one; one of which a fifth shows, 255 - (255 - 100) / 5 = 224; a clear
+    one."""
     image = Image.new(mode, (3, 1))
-    image.putdata(rows[mode])
-    more = {}
+    image.putdata(pixels)
     if mode == "P":
         image.putpalette([100] * 9)
-        more = {"transparency": bytes([255, 51, 0])}
-    found, note = note_of(both_parts(tmp_path / "clear", "png", lambda p: image.save(p, **more)))
-    assert found.shape == (4, 1, 3, 1 if mode == "LA" else 3)
-    assert found[0, 0, :, 0].tolist() == [100, 224, 255]
-    assert note == "4 images are transparent in parts, which become white"
-    opaque = Image.new("RGBA", (3, 1), (1, 2, 3, 255))
-    found, *notes = note_of(both_parts(tmp_path / "opaque", "png", opaque.save))
-    assert (found[0, 0] == [1, 2, 3]).all() and not notes
+        image.info["transparency"] = bytes([255, 51, 0])
+    return image
 
 
-def test_further_pages_are_noted(tmp_path):
-    first, second = (Image.fromarray(x) for x in tiles(2))
-
-    def save(path):
-        first.save(path, save_all=True, append_images=[second])
-
-    found, note = note_of(both_parts(tmp_path / "pages", "tif", save))
-    assert np.array_equal(found[0], np.asarray(first))
-    assert note == "4 images have further pages, which are not read"
+@pytest.mark.parametrize("suffix, save, want, note", [
+    ("tif", lambda path: path.write_bytes(tiff(">")), DEEP / 65535, None),
+    ("tif", lambda path: path.write_bytes(tiff("<")), DEEP / 65535, None),
+    ("png", Image.fromarray(DEEP).save, DEEP / 65535, None),
+    ("png", lambda path: Image.fromarray(PHOTO).save(path, exif=TURNED), np.rot90(PHOTO, -1),
+     "are turned as their EXIF orientation says"),
+    ("png", clear("RGBA", (100, 100, 100, 255), (100, 100, 100, 51), (100, 100, 100, 0)).save,
+     [[[100] * 3, [224] * 3, [255] * 3]], WHITE),
+    ("png", clear("LA", (100, 255), (100, 51), (100, 0)).save, [[[100], [224], [255]]], WHITE),
+    ("png", clear("P", 0, 1, 2).save, [[[100] * 3, [224] * 3, [255] * 3]], WHITE),
+    ("png", Image.new("RGBA", (3, 1), (1, 2, 3, 255)).save, [[[1, 2, 3]] * 3], None),
+    ("tif", lambda path: Image.fromarray(PHOTO).save(
+        path, save_all=True, append_images=[Image.fromarray(OTHER)]), PHOTO,
+     "have further pages, which are not read")])
+def test_what_a_file_becomes(suffix, save, want, note, tmp_path):
+    """Decoded, and from the .npz beside it."""
+    for name in ("train/a", "train/b", "test/a", "test/b"):
+        (tmp_path / "files" / name).mkdir(parents=True)
+        save(tmp_path / "files" / name / f"1.{suffix}")
+    for _ in range(2):
+        data = fl.data.load_data(str(tmp_path / "files"))
+        np.testing.assert_allclose(data.images[0], np.reshape(want, data.images[0].shape), 1e-6)
+        assert [*data.notes] == [f"note    4 images {note}"] * bool(note)
 
 
 def test_what_a_killed_program_was_writing_is_removed(tmp_path):
@@ -940,8 +907,8 @@ def test_a_npz_can_say_how_many_classes_there_are(classes, tmp_path, capsys):
 # Pixels of other types
 
 
-@pytest.mark.parametrize("dtype, top", [("uint8", 255), ("uint16", 65535), ("float32", None),
-                                        ("float64", None), ("float16", None)])
+@pytest.mark.parametrize("dtype, top", [("uint8", 255), ("uint16", 65535), (">u2", 65535),
+                                        ("float32", None), ("float64", None), ("float16", None)])
 def test_pixels_of_all_types(dtype, top, tmp_path):
     """Integers are divided by their type's range, floats are taken as they are; normalize gives
     mean 0 and deviation 1."""
