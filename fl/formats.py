@@ -99,14 +99,16 @@ def read_folder(root, resize=None):
     homes = {part: root / part for part in ("train", "test", "val") if (root / part).is_dir()}
     homes = homes if "train" in homes else {"train": root}
     names, files, others = folders(homes["train"]), {}, []
+    if homes["train"] != root:
+        others = [root / name for name in folders(root) if name not in homes]
     for part, home in homes.items():
         files[part] = []
-        for c, path in ((c, path) for c, name in enumerate(names)
-                        for path in sorted((home / name).glob("[!.]*"))):
-            if path.suffix.lower() in SUFFIXES and path.is_file():  # a link may lead nowhere
-                files[part].append((path, c))
-            else:
-                others.append(path)
+        for c, name in enumerate(names):
+            for path in sorted((home / name).glob("[!.]*")):
+                if path.suffix.lower() in SUFFIXES and path.is_file():  # a link may lead nowhere
+                    files[part].append((path, c))
+                else:
+                    others.append(path)
         if strange := [name for name in folders(home) if name not in names]:
             refuse(f"{home / strange[0]}: {homes['train']} has no class of this name; name the "
                    "folders alike")
@@ -123,8 +125,8 @@ def read_folder(root, resize=None):
                   lambda: decode(files, resize))
     if others:
         arrays["notes"] = [*arrays.get("notes", []), f"note    {len(others)} files or folders in "
-                           f"{root} are not read, such as {others[0].relative_to(root)}: they are "
-                           f"no files ending in {', '.join(SUFFIXES)}"]
+                           f"{root} are not read, such as {others[0].relative_to(root)}; images "
+                           f"lie in a class's folder and end in {', '.join(SUFFIXES)}"]
     return {**arrays, "classes": np.array(names)}
 
 

@@ -499,7 +499,9 @@ def pure(net, w):
     if odd := [name for name in changed if not isinstance(layers[owner(name)], BATCHNORM)]:
         raise ValueError(f"it changes its buffer {odd[0]} in training, which all clients share; "
                          "keep it constant (InstanceNorm: track_running_stats=False)")
-    if differ(first, again):
+    used = net.apply((1.01 * w).split(net.sizes), x)
+    net.copies = threading.local()
+    if differ(first, again) or differ(used, net.apply((1.01 * w).split(net.sizes), x)):
         raise ValueError("two calls on one batch differ: it changes x in place, or keeps something "
                          "from call to call")
     with torch.enable_grad():

@@ -128,7 +128,7 @@ def prepare(folder):
     (folder / "damaged.npz").write_bytes(whole[:3000] + middle + whole[3100:])
     (folder / "file.txt").write_text("a file")
     (folder / "own.py").write_text(SPLITS)
-    for name in ("pets", "unequal", "hollow", "strange", "cut", "link"):
+    for name in ("pets", "unequal", "hollow", "strange", "cut", "link", "more"):
         for part, n in (("train", 40), ("test", 20)):
             for i, x in enumerate(images(n)["x_train"]):
                 place = folder / name / part / "abcd"[i % 4]
@@ -136,6 +136,7 @@ def prepare(folder):
                 x = x.repeat(2, 0) if name == "unequal" and i == 5 else x
                 Image.fromarray(x).save(place / f"{i:02}.png")
     (folder / "hollow" / "train" / "e").mkdir()
+    (folder / "more" / "validation").mkdir()
     (folder / "link" / "train" / "a" / "link.png").symlink_to("nowhere.png")
     (folder / "strange" / "test" / "e").mkdir()
     half = folder / "cut" / "train" / "a" / "00.png"

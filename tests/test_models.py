@@ -319,6 +319,9 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     ("super().forward(x + 1e-9 * F.dropout(x, 0.01, self.training))", "", RANDOM),
     ("super().forward(x + 1e-9 * np.random.rand())", "", "it draws random numbers"),
     ("super().forward(x.mul_(2))", "", "two calls on one batch differ: it changes x in place"),
+    ("vars(self).setdefault('w', self.fc.weight.clone()); return F.linear(x.flatten(1), self.w[:, "
+     ":16]) + super().forward(x)", "", "two calls on one batch differ: it changes x in place, or "
+     "keeps something from call to call"),
     ("y = self.conv(x).sigmoid(); z = y * y; y.add_(1); return self.fc(z.flatten(1))", "",
      "its gradient can't be computed: one of the variables needed for gradient"),
     ("self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))", "",
