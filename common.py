@@ -38,7 +38,7 @@ from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
-from fl.training import Training, grad, may_look, step
+from fl.training import Training, form_of, grad, may_look, naming, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"
@@ -134,12 +134,12 @@ class Federation:
 
         Results do not depend on how many clients train at once; on a GPU up to rounding.
         """
-        for z in own:
-            if len(z) != len(S):
-                refuse(f"federation.train: a tensor in `own` has {len(z)} rows for {len(S)} "
-                       "clients; give it a row for each client of S, as V[S]")
         epochs = self.args.epochs if epochs is None else epochs
         images = images or [self.split.train[k] for k in S]
+        for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
+            if len(z) != len(S):
+                refuse(f"federation.train: {name} has {len(z)} rows for {len(S)} clients; give it "
+                       "one for each client of S, as V[S]")
         clients = [Epochs(self, int(k), index, t, epochs, draw, order)
                    for k, index in zip(S, images)]
         return self.training.train(self, client_update, own, clients, shared)
@@ -148,12 +148,12 @@ class Federation:
         """Returns what `train` does, by the plain loop over the clients: on a CPU as many at once
         as there are threads. clients: the Epochs of each."""
         def alone(i):
-            return client_update(*(z[i] for z in own), clients[i], *shared)
+            with naming(clients[i]):
+                return client_update(*(z[i] for z in own), clients[i], *shared)
 
-        results = None
+        results = form = None
         for i, found in self.training.each(alone, len(clients)):
-            if odd := [type(z).__name__ for z in tree_leaves(found) if not torch.is_tensor(z)]:
-                refuse(f"client_update returns a {odd[0]}, not tensors; is `return` forgotten?")
+            form = form_of(found, form)
             if results is None:  # filled row by row, since torch.stack would hold all of it twice
                 results = tree_map(lambda z: z.new_empty((len(clients), *z.shape)), found)
             for rows, row in zip(tree_leaves(results), tree_leaves(found)):
@@ -230,7 +230,7 @@ class Federation:
             logits = self.logits(W, index)
         else:
             models = W if callable(W) else W.__getitem__
-            logits = self.each_logits(lambda k: self.logits(models([k])[0], own[k]), own)
+            logits = self.each_logits(lambda k: self.logits(models([k]).squeeze(0), own[k]), own)
         n = np.array([len(index) for index in own])
         client = torch.from_numpy(self.everyone.repeat(n)).to(self.device)
         labels = self.labels[torch.as_tensor(index, device=self.device)]

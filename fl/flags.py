@@ -161,6 +161,9 @@ def parse(p, by_dataset, argv=None):
     """Returns the parsed argv. by_dataset[DATASET], then by_dataset[DATASET, SPLIT], if given,
     replace defaults."""
     argv = sys.argv[1:] if argv is None else [*map(str, argv)]
+    if odd := [name for name, z in by_dataset.items() if not isinstance(z, dict)]:
+        refuse(f"common.parse: BY_DATASET[{odd[0]!r}] is no dict; BY_DATASET has one, of defaults, "
+               "for each data set")
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")

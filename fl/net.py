@@ -163,7 +163,16 @@ class Net:
     def __call__(self, w, x):
         """w [d], x [B, C, H, W] -> logits [B, classes], computed in the precision of x and returned
         in that of w."""
+        if not torch.is_tensor(w) or w.shape != (self.d,):
+            given = f"shape {list(w.shape)}" if torch.is_tensor(w) else f"type {type(w).__name__}"
+            raise ValueError(f"a model of {self.name} is a tensor w [{self.d}], not of {given}")
         return self.apply(w.to(x.dtype).split(self.sizes), x).to(w.dtype)
+
+    def features(self, w, x):
+        """Returns the logits, and what enters the last layer, [B, ...]: the images' features."""
+        found, tensors = [], w.to(x.dtype).split(self.sizes)
+        logits = self.call(self.values(tensors), x, lambda _, given: found.append(given[0]))
+        return logits.to(w.dtype), found[0].to(w.dtype)
 
     def apply(self, tensors, x):
         """Returns the module's output for `tensors`, one for each parameter, flat or not."""
@@ -175,13 +184,18 @@ class Net:
         return values | {name: z.to(tensors[0].dtype) if z.is_floating_point() else z
                          for name, z in self.constants.items()}
 
-    def call(self, values, x):
-        """Returns the module's output for x with these values."""
+    def call(self, values, x, see=None):
+        """Returns the module's output for x with these values. see: is called with the last layer
+        and its inputs, before it computes."""
         if not hasattr(self.copies, "module"):
             # functional_call puts tensors into the module, so each thread needs its own
             memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
             self.copies.module = copy.deepcopy(self.module, memo)
-        return functional_call(self.copies.module, values, x)
+        if see is None:
+            return functional_call(self.copies.module, values, x)
+        last = self.copies.module.get_submodule(owner(self.names[-1]))
+        with last.register_forward_pre_hook(see):
+            return functional_call(self.copies.module, values, x)
 
     @property
     def start(self):

@@ -1,6 +1,7 @@
 """Where a result comes from: source files, their hashes, the commit, versions and the device."""
 
 import hashlib
+import json
 import os
 import pathlib
 import platform
@@ -64,6 +65,12 @@ def identity(federation):
     args = {name: str(z) if isinstance(z, os.PathLike) else z
             for name, z in vars(federation.args).items()}
     args |= {"device": federation.device.type, "clients": federation.K}  # a split may find its own
+    for name, z in args.items():
+        try:
+            json.dumps(z)
+        except TypeError:
+            refuse(f"args.{name} is a {type(z).__name__}, which a record can't hold; keep it in a "
+                   "variable of your own")
     return {"args": args,
             "data": federation.data.fingerprint(), "split": federation.split_fingerprint,
             "network": [[name, list(shape)] for name, _, shape in federation.net.tensors]}

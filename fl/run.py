@@ -20,7 +20,7 @@ from tqdm import tqdm
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, is_finite
+from .state import PLAIN, Rows, is_finite, types
 
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -84,6 +84,11 @@ class Run:
         """Adds a line to what is printed before the first round."""
         self.notes.append(text)
 
+    @functools.cached_property
+    def row(self):  # until the loop sets it
+        refuse("run.sent, run.evaluates, run.stop_at_target and run.log belong in the loop "
+               "`for t in run.rounds(state)`")
+
     # The loop
 
     def rounds(self, state, model="w", clients=None, more_follows=False):
@@ -94,38 +99,51 @@ class Run:
         for --save-clients: a name in `state`, or a function of clients S: [m, d]. more_follows: the
         caller goes on after the loop; its run.log adds to the last round, and run.finish() ends it.
         """
+        if not hasattr(state, "__dict__") or self.history:
+            refuse("run.rounds(state) takes a State(...), an object with attributes, and a run has "
+                   "one loop over it; distinguish phases inside the loop, by t")
         self.state, self.model, self.models = state, model, clients
         self.more_follows = more_follows
-        self.names = set(vars(state))
+        self.types = types(state)
         self.check_state()
         with self.open():  # after --resume `state` is as it was saved
             while len(self.history) < self.last:
                 self.row = dict(zip(ROW, (len(self.history) + 1, 0, 0, 0)))
                 for rows in self.federation.all_rows:
                     rows.finite = True
+                before = {**vars(self.args)}, machine.generators(self.federation.device)
                 self.clock = machine.now(self.federation.device)
                 yield len(self.history)
-                self.end_round()
+                self.end_round(*before)
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
                 self.clock = machine.now(self.federation.device) - self.row["seconds"]
             if not more_follows:
                 self.finish()
 
-    def end_round(self):
-        """Completes the row, and writes the state if that is worth it. May end the run."""
+    def end_round(self, args, generators):
+        """Completes the row, and writes the state if that is worth it. May end the run. args,
+        generators: what they were before the round."""
         row, now = self.row, vars(self.state)
         row["seconds"] = row["seconds"] or self.elapsed()
         self.check_state()
-        losses = [row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())]
-        finite = all(map(is_finite, [*losses, *now.values()]))
+        if changed := [name for name, z in vars(self.args).items() if args.get(name) != z]:
+            refuse(f"the loop changes args.{changed[0]}, which --resume would not restore; use "
+                   f"state.{changed[0]}")
+        if generators != machine.generators(self.federation.device):
+            refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
+                   "command would give other results; draw from common.stream(args.seed, "
+                   '"algorithm", t, federation.K)', alone=True)
+        values = {f"state.{name}": z for name, z in now.items()} | {
+            f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}
+        odd = [name for name, z in values.items() if not is_finite(z)]
         training = self.federation.training
         plain = {name: z for name, z in now.items() if type(z) in PLAIN}
-        finite, plain = training.agree((finite, plain))
+        odd, plain = training.agree((odd, plain))
         now.update(plain)
         now.update({name: training.same(z) for name, z in now.items() if torch.is_tensor(z)})
-        if not finite:
-            self.diverge()
+        if odd:
+            self.diverge(odd[0])
         self.per_client = row.pop("per_client", self.per_client)
         self.history.append(row)
         self.bar.update()
@@ -135,7 +153,7 @@ class Run:
             self.save()  # takes at most a twentieth of the time
 
     def check_state(self):
-        state.check(self.state, self.names, self.model, self.models, self.federation.all_rows)
+        state.check(self.state, self.types, self.model, self.models, self.federation.all_rows)
 
     def elapsed(self):
         """Returns the seconds since the round began, or since its clock stopped."""
@@ -143,8 +161,8 @@ class Run:
 
     def sent(self, up, down):
         """Counts 4 bytes for each number sent: `up` to the server, `down` to clients."""
-        self.row["bytes_up"] += 4 * up
-        self.row["bytes_down"] += 4 * down
+        for name, n in (("bytes_up", up), ("bytes_down", down)):
+            self.row[name] += 4 * (n.item() if hasattr(n, "item") else n)
 
     def stop_at_target(self, w):
         """Stops the round's clock. With --target it measures the global model w [d]; a round in
@@ -169,15 +187,18 @@ class Run:
         """Records this round's measures: evaluate's, evaluate_clients', and others (tensors, Rows,
         numbers, texts). Prints the first two, and of others single numbers."""
         row = self.row
-        if "per_client" in (global_ or {}) or personal and "per_client" not in personal:
-            refuse("run.log(global, personal) takes what evaluate returns, then what "
-                   "evaluate_clients returns; personal measures alone are run.log(personal=...)")
+        for measures, has in ((global_, "top1"), (personal, "per_client")):
+            if measures is not None and (not isinstance(measures, dict) or has not in measures):
+                refuse("run.log(global, personal) takes what evaluate returns, then what "
+                       "evaluate_clients returns; personal measures alone are "
+                       "run.log(personal=...), others run.log(name=value)")
         if taken := [*more.keys() & {*EVERY_ROUND, *SHOWN, "per_client"}]:
             refuse(f"run.log({taken[0]}=...): the record has its own {taken[0]}; use another name")
         if odd := [name for name in more if "/" in name]:
             refuse(f"run.log: the name {odd[0]} has a /, which separates names in the record")
         more = tree_map(lambda z: z.all if isinstance(z, Rows) else z, more)
-        more = tree_map(lambda z: z.tolist() if hasattr(z, "tolist") else z, more)
+        global_, personal, more = tree_map(
+            lambda z: z.tolist() if hasattr(z, "tolist") else z, (global_, personal, more))
         if strange := [type(z).__name__ for z in tree_leaves(more) if type(z) not in PLAIN]:
             refuse(f"run.log can't record a {strange[0]}; give it tensors, numbers and texts")
         row["seconds"] = row["seconds"] or self.elapsed()
@@ -199,8 +220,8 @@ class Run:
 
     # The end of a run
 
-    def diverge(self):
-        say(f"round {self.row['round']}: diverged, a weight or a loss is not finite; "
+    def diverge(self, what):
+        say(f"round {self.row['round']}: diverged, {what} is not finite; "
             + self.go_on("--resume would go on"))
         self.failed = [{**{name: self.row[name] for name in ROW}, "diverged": True}]
         self.finish("diverged")

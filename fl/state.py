@@ -49,6 +49,9 @@ class Rows:
         if not torch.is_tensor(x):
             refuse(f"rows[S] = x takes a tensor, not a {type(x).__name__}; rows[S] = other[T] "
                    "copies rows of other Rows")
+        if not torch.can_cast(x.dtype, self.all.dtype):
+            refuse(f"rows[S] = x: x is {x.dtype}, but the rows are {self.all.dtype}; begin with "
+                   f"rows of that type, as per_client(torch.zeros(3, dtype={x.dtype}))")
         shape, index = self.index(S)
         x = x.expand(shape)  # one row for all of S, or a row each
         self.finite = self.finite and is_finite(x)
@@ -95,19 +98,28 @@ def is_finite(z):
     return not z.numel() or bool(torch.stack(torch.aminmax(z)).isfinite().all())
 
 
-def check(state, names, model, clients, all_rows):
-    """Refuses a state that --resume can't restore. names: those it had before the first round.
-    model, clients: those of Run.rounds."""
+def types(state):
+    """Returns {name: a tensor's dtype, else None}."""
+    return {name: getattr(z, "dtype", None) for name, z in vars(state).items()}
+
+
+def check(state, before, model, clients, all_rows):
+    """Refuses a state that --resume can't restore. before: its types before the first round. model,
+    clients: those of Run.rounds."""
     now = vars(state)
     for name in (model, clients):
         if isinstance(name, str) and name not in now:
             refuse(f"run.rounds: `state` has no {name}; it has {', '.join(now)}")
-    if late := now.keys() - names:
+    if late := now.keys() - before.keys():
         refuse(f"the loop adds {', '.join(late)} to `state`; set every name before "
                "run.rounds(state)")
     for name, z in now.items():
         if not torch.is_tensor(z) and type(z) not in (Rows, *PLAIN):
             refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
+        then = before[name]
+        if torch.is_tensor(z) and then and then.is_floating_point and z.dtype != then:
+            refuse(f"the loop makes state.{name} {z.dtype}, which began as {then}; convert what it "
+                   f"is computed from, as noise.to({then}): NumPy's numbers are float64")
     if any(all(rows is not z for z in now.values()) for rows in all_rows):
         refuse("what federation.per_client returns must be in `state`, or --resume would begin it "
                "anew")

@@ -43,6 +43,9 @@ class Slip(Exception):
     """A fault of a method, found while a client trains."""
 
 
+IN_PLACE = " changes a tensor in place, which others may share; write w = w - ..., not w -= ..."
+
+
 def ways_to_try(device, args, d):
     """Returns those of WAYS that a run may use, the fastest first. d: weights in the model."""
     if device.type != "cuda" or args.engine == "loop" or torch.version.hip:
@@ -64,7 +67,7 @@ class Training:
         self.rank, self.processes = join_processes(device)
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
         self.map = pool(self.threads)
-        self.used, self.gave_up, self.proved, self.graphs = "loop", {}, set(), {}
+        self.used, self.gave_up, self.calls, self.graphs = "loop", {}, {}, {}
         keep_memory()
 
     def begin(self, d, largest):
@@ -118,6 +121,7 @@ class Training:
         has the i-th item. ends: where each item's rows end, if an item has several."""
         if self.processes == 1 or getattr(STEPS, "alone", False):
             return tree
+        form_of(tree, self.agree(form_of(tree)))
         for z in tree_leaves(tree):
             stops = [0, *(range(1, len(z) + 1) if ends is None else ends)]
             for rank in range(self.processes):
@@ -156,9 +160,20 @@ class Training:
 
     def train(self, fed, client_update, own, clients, shared):
         """Federation.train, with the Epochs of the clients."""
-        before = generators(self.device)
+        S = [one.client for one in clients]
+        if not S or min(S) < 0 or max(S) >= fed.K:
+            refuse(f"federation.train: S is {S}; it needs a client, and numbers below {fed.K}")
+        if empty := [one.client for one in clients if not len(one.images)]:
+            refuse(f"federation.train: `images` has none for client {empty[0]}; leave it out of S")
+        if S != self.agree(S):
+            refuse("the processes of torchrun train other clients S; draw them by "
+                   "federation.sample, or from common.stream", alone=True)
+        tensors = [z for z in (*own, *shared) if torch.is_tensor(z)]
+        versions, before = [z._version for z in tensors], generators(self.device)
         try:
             found = self.train_all(fed, client_update, own, clients, shared)
+            if versions != [z._version for z in tensors]:
+                raise Slip("client_update" + IN_PLACE)
         except Slip as problem:  # in one of several threads, or of several processes
             refuse(str(problem), alone=True)
         if before != generators(self.device):
@@ -231,12 +246,14 @@ class Training:
         """Raises ValueError unless this way gives what the plain loop gives: after one minibatch of
         the first client, of the last, and of the first with as few images as any client's last
         minibatch has; together, in every place. A second minibatch would let rounding grow, for
-        ResNet-18 a thousandfold."""
+        ResNet-18 a thousandfold. Not only in the first round: there, what clients keep may still be
+        0, and a round number that a graph freezes is the right one."""
         B = self.args.batch_size or math.inf
         chosen = [0, len(clients) - 1, 0]
         start = [[z[i] for i in chosen] for z in own]
         key = client_update, way, *(z[0].shape for z in start)
-        if key in self.proved:
+        self.calls[key] = n = self.calls.get(key, 0) + 1
+        if n & (n - 1):  # not the 1st, 2nd, 4th, 8th, ... call
             return
         sizes = [min(len(clients[i].images), B) for i in chosen]
         sizes[2] = min((len(one.images) - 1) % B + 1 for one in clients)
@@ -251,7 +268,6 @@ class Training:
         for i, j in enumerate(places):
             compare(fed.net, [z[j] for z in start], wanted[j], tree_map(lambda z, i=i: z[i], found),
                     self.args.precision)
-        self.proved.add(key)
 
 
 def compare(net, start, wanted, found, precision):
@@ -274,6 +290,29 @@ def compare(net, start, wanted, found, precision):
             rounding = 1e-6 * w.norm() + least * w.numel() ** 0.5
             if not (g - w).norm() <= tolerance * c.norm() + rounding:
                 raise ValueError("a minibatch does not give what the plain loop gives")
+
+
+def form_of(found, first=None):
+    """Returns the types and shapes of client_update's tensors. Refuses what is no tensor, and what
+    differs from `first`, another client's."""
+    leaves = tree_leaves(found)
+    if odd := [type(z).__name__ for z in leaves if not torch.is_tensor(z)]:
+        refuse(f"client_update returns a {odd[0]}, not tensors; is `return` forgotten?")
+    form = [f"{list(z.shape)} of {z.dtype}" for z in leaves]
+    if form != (first or form):
+        refuse(f"client_update returns {', '.join(form)} for one client, but {', '.join(first)} "
+               "for another; give all results one shape and type", alone=True)
+    return form
+
+
+@contextlib.contextmanager
+def naming(epochs):
+    """Has an error inside it end with the client's number (from Python 3.11 on)."""
+    try:
+        yield
+    except Exception as problem:
+        problem.__notes__ = [f"(in client_update of client {getattr(epochs, 'client', '?')})"]
+        raise
 
 
 def plain(z):
@@ -333,8 +372,7 @@ def step(function):
             return by_graph(function, place, *args)
         tensors = [z for z in args if torch.is_tensor(z)]
         before = [z._version for z in tensors]
-        in_place = Slip(f"{function.__name__} changes a tensor in place, which other clients may "
-                        "share; write w = w - ..., not w -= ...")
+        in_place = Slip(f"{function.__name__} or client_update{IN_PLACE}")
         try:
             found = function(*args)
         except RuntimeError as problem:

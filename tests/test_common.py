@@ -1,5 +1,6 @@
 """Streams, flags, measures and what clients keep, against numbers derived here."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 import common
 import fedavg
-from conftest import federation, saved
+from conftest import QUICK, federation, refused, saved
 
 CPU = ["--device", "cpu"]
 SHAPES = ["--dataset", "shapes", *CPU]
@@ -169,17 +170,36 @@ class Method:
     def log(self, run, everywhere, personal):
         run.log(everywhere, personal)
 
+    def prepare(self, args):
+        pass
+
+    def sample(self, fed, t):
+        return fed.sample(t)
+
+    def images(self, fed, S):
+        return None
+
+    def average(self, w):
+        return w
+
+    def end(self, run, state):
+        pass
+
     def main(self, argv):
         fed = federation([*argv, "--rounds", "2", "--eval-every", "1"])
+        self.args = fed.args
+        self.prepare(fed.args)
         run = common.Run(__file__, fed)
         state = self.state(fed)
         for t in run.rounds(state, model=self.model, clients=self.clients):
-            S = fed.sample(t)
-            w_k = fed.train(self.client_update, S, t, own=self.own(state, S), shared=[fed.eta(t)])
+            S = self.sample(fed, t)
+            w_k = fed.train(self.client_update, S, t, own=self.own(state, S), shared=[fed.eta(t)],
+                            images=self.images(fed, S))
             self.keep(state, S, w_k)
-            state.w = fed.n[S] @ w_k / fed.n[S].sum()
+            state.w = self.average(fed.n[S] @ w_k / fed.n[S].sum())
             if run.evaluates():
                 self.log(run, fed.evaluate(state.w), fed.evaluate_clients(state.w))
+        self.end(run, state)
         return run.record()
 
 
@@ -189,6 +209,14 @@ def forgets(self, *args):
 
 def draws(self, w, epochs, eta):
     return w + torch.rand(1)
+
+
+def halves(self, w, epochs, eta):
+    return w.mul_(0.5)
+
+
+def cuts(self, w, epochs, eta):
+    return w[: 1 + epochs.client % 2]
 
 
 SLIPS = {
@@ -201,7 +229,40 @@ SLIPS = {
     "a float": (dict(client_update=lambda self, w, epochs, eta: 0.5),
                 "client_update returns a float, not tensors"),
     "in place": (dict(step=lambda self, w, b, eta: w.mul_(0.9)), "changes a tensor in place"),
+    "the server's model in place": (dict(client_update=halves),
+                                    "client_update changes a tensor in place"),
     "random numbers": (dict(client_update=draws), "client_update draws from torch's"),
+    "other shapes": (dict(client_update=cuts),
+                     "of torch.float32 for another; give all results one shape and type"),
+    "random numbers of the server": (
+        dict(keep=lambda self, state, S, w_k: state.v.__setitem__(S, w_k + np.random.rand())),
+        "the loop draws from torch's, NumPy's or Python's generator"),
+    "nobody": (dict(sample=lambda self, fed, t: fed.sample(t, 0)), "train: S is []"),
+    "a client from the end": (dict(sample=lambda self, fed, t: np.array([-1, 1])),
+                              "train: S is [-1, 1]; it needs a client, and numbers below 6"),
+    "images of all clients": (dict(images=lambda self, fed, S: fed.split.train),
+                              "train: `images` has 6 rows for 3 clients"),
+    "a client without images": (dict(images=lambda self, fed, S: [[0], [1], []]),
+                                "train: `images` has none for client"),
+    "NumPy's noise": (dict(average=lambda self, w: w + torch.from_numpy(np.zeros(len(w)))),
+                      "the loop makes state.w torch.float64, which began as torch.float32"),
+    "rows of whole numbers": (
+        dict(state=lambda self, fed: SimpleNamespace(w=fed.initial_weights(), n=0,
+                                                     v=fed.per_client(torch.tensor(0))),
+             keep=lambda self, state, S, w_k: state.v.__setitem__(S, w_k.norm(dim=1))),
+        "rows[S] = x: x is torch.float32, but the rows are torch.int64"),
+    "a dict as state": (dict(state=lambda self, fed: {"w": fed.initial_weights()}),
+                        "run.rounds(state) takes a State(...)"),
+    "another rate": (dict(keep=lambda self, state, S, w_k: self.args.__setattr__("lr", 1.0)),
+                     "the loop changes args.lr, which --resume would not restore"),
+    "a tensor in args": (dict(prepare=lambda self, args: args.__setattr__("mine", torch.ones(2))),
+                         "args.mine is a Tensor, which a record can't hold"),
+    "a number as measures": (dict(log=lambda self, run, a, b: run.log(0.5)),
+                             "run.log(global, personal) takes what evaluate returns, then"),
+    "measures without accuracy": (dict(log=lambda self, run, a, b: run.log({"accuracy": 0.5})),
+                                  "run.log(global, personal) takes what evaluate returns, then"),
+    "a second loop": (dict(end=lambda self, run, state: [*run.rounds(state)]),
+                      "a run has one loop over it"),
     "a list for rows": (dict(keep=lambda self, state, S, w_k: state.v.__setitem__(S, [*w_k])),
                         "rows[S] = x takes a tensor, not a list"),
     "rows of rows": (dict(keep=lambda self, state, S, w_k: state.v.__setitem__(S, state.v.of(S))),
@@ -244,6 +305,43 @@ def test_slips_of_a_method(name, toy, tmp_path, capsys):
         method.main(argv)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and words in error and error.count("\n") == 1, error
+
+
+def test_what_is_called_outside_of_the_loop(toy, tmp_path, capsys):
+    fed = federation(["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "6",
+                      *CPU, "--out", str(tmp_path)])
+    run = common.Run(__file__, fed)
+    refused(capsys, "run.log belong in the loop `for t in run.rounds(state)`", run.sent, 1, 1)
+    refused(capsys, "BY_DATASET['lr'] is no dict", common.parse, common.parser(""), {"lr": 0.1}, [])
+
+
+def test_an_error_names_the_client_and_a_model_its_shape(toy):
+    fed = federation(["--dataset", toy, "--model", "linear", "--split", "iid", "--clients", "6",
+                      *CPU])
+    w = fed.initial_weights()
+
+    def client_update(w, epochs):
+        return w / (1 if epochs.client < 4 else {}["nothing"])
+
+    with pytest.raises(KeyError) as problem:
+        fed.train(client_update, np.arange(6), 0, own=[w.expand(6, -1)])
+    assert problem.value.__notes__ == ["(in client_update of client 4)"]
+    for wrong, shape in ((w[:-1], "shape [14]"), (w.expand(6, -1), "shape [6, 15]"),
+                         ([w], "type list")):
+        with pytest.raises(ValueError, match=re.escape(f"is a tensor w [15], not of {shape}")):
+            fed.evaluate(wrong)
+    with pytest.raises(ValueError, match=re.escape("shape [6, 15]")):
+        fed.evaluate_clients(lambda S: w.expand(6, -1))  # not the models of S
+
+
+def test_features_are_what_enters_the_last_layer():
+    fed = federation([*QUICK, "--model", "mnistnet"])
+    w, x = fed.initial_weights(), fed.transform(fed.images[:3])
+    logits, z = fed.net.features(w, x)
+    tensors = {name: w[where].view(shape) for name, where, shape in fed.net.tensors}
+    assert z.shape == (3, 100) and torch.equal(logits, fed.net(w, x))
+    weight, bias = [*tensors.values()][-2:]
+    torch.testing.assert_close(z @ weight.T + bias, logits)
 
 
 def test_a_state_may_be_changed_in_place(toy, tmp_path):

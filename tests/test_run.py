@@ -344,7 +344,7 @@ def test_divergence_is_recorded_and_the_last_finite_state_kept(tmp_path, capsys,
     argv = [*QUICK, "--rounds", "9", "--eval-every", "2", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:
         fedavg.main(argv)
-    words = "round 4: diverged, a weight or a loss is not finite; --resume would go on from round 4"
+    words = "round 4: diverged, state.w is not finite; --resume would go on from round 4"
     assert stop.value.code == 3 and words in capsys.readouterr().out
     record = read(tmp_path / "result.json")
     last = record["rounds"][-1]
