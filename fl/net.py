@@ -88,7 +88,8 @@ class Net:
             layer = layer if spans.get(layer, where).stop in (where.start, where.stop) else name
             spans[layer] = slice(spans.get(layer, where).start, where.stop)
         self.layers = list(spans.items())
-        only = getattr(self.module, "decayed", self.names)
+        only = getattr(self.module, "decayed", None)
+        only = only if isinstance(only, tuple) else self.names
         self.decayed = self.per_weight([float(name in only) for name in self.names])
 
     @functools.cached_property
@@ -199,9 +200,10 @@ class Net:
 
     @property
     def start(self):
-        """The network's function `start`, or None. A layer or tensor of this name is not it."""
+        """The network's function start(name, shape), or None. Nothing else of this name is it."""
         start = getattr(self.module, "start", None)
-        return start if callable(start) and not isinstance(start, nn.Module) else None
+        if callable(start) and [*inspect.signature(start).parameters] == ["name", "shape"]:
+            return start
 
     def init(self, rng):
         """Draws initial weights [d] from a numpy Generator, the same on every device. A network

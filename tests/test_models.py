@@ -274,8 +274,8 @@ def test_whatever_makes_a_module_is_a_model(name, tmp_path):
     assert net.notes == ["note    the model's initial weights are the same for every --seed"] * same
 
 
-def test_a_layer_or_tensor_may_be_called_start(tmp_path):
-    """It says nothing of initial weights then."""
+def test_what_else_may_be_called_start_or_decayed(tmp_path):
+    """A tensor, a layer, a function of other arguments, a number. MODELS mean something by them."""
     net = common.Net(changed(tmp_path, "super().forward(x + self.start.sum())",
                              "self.start = nn.Parameter(torch.zeros(2))"), *IMAGES)
     w = net.init(common.stream(0, "initialisation"))
@@ -283,6 +283,9 @@ def test_a_layer_or_tensor_may_be_called_start(tmp_path):
     net = common.Net(changed(tmp_path, "super().forward(self.start(x))",
                              "self.start = nn.Conv2d(1, 1, 1)"), *IMAGES)
     assert net.d == 121
+    more = "self.start, self.decayed = lambda: 1, 0.9"
+    net = common.Net(changed(tmp_path, more=more), *IMAGES)
+    assert net.init(common.stream(0, "initialisation")).all() and net.decayed.all()
 
 
 def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
