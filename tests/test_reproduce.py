@@ -17,10 +17,10 @@ import pytest
 
 import common
 import fl.data
-from conftest import refused
+from conftest import QUICK, federation, refused, saved
 from fl import records
 from papers import __main__ as reproduce
-from papers import again, pages, reading, runs, table
+from papers import again, pages, reading, runs, superfed_unseen, table
 
 COMMANDS = list(runs.commands())
 
@@ -593,6 +593,17 @@ def test_measures_are_read_in_the_papers_units():
         assert reading.factor(measure) * reading.last(record, measure) == value
     for measure in ("users/PersFL/2", "latency/factorised_ms"):
         assert reading.last(record, measure) is None
+
+
+def test_unseen_clients_take_no_part(tmp_path):
+    """Of the eight, two rounds sample four of the other five each; Phase II is the second."""
+    argv = [*QUICK, "--model", "mnistnet"]
+    found = superfed_unseen.main(["--unseen", "3", *argv, "--start", "0.5", "--out", str(tmp_path)])
+    unseen = json.loads((tmp_path / "unseen.json").read_text())["unseen"]
+    start = federation(argv).net.init(common.stream(0, "initialisation", 0, 1))
+    moved = (saved(tmp_path)["w_l"] != start).any(1)
+    assert len(unseen) == 3 and not moved[unseen].any() and moved.sum() == 4
+    assert len(found) == 2 + 11 and all(0 <= accuracy <= 1 for accuracy in found.values())
 
 
 # What is committed
