@@ -17,6 +17,7 @@ import pytest
 
 import common
 import compare
+import fl.plots
 from comparing import planning, report, training, tuning
 from conftest import images, refused
 from fl import records
@@ -64,6 +65,7 @@ def compared(tmp_path_factory):
     np.savez(out / "toy.npz", **images())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "Child", Here)
+        patch.setitem(fl.plots.STYLE, "savefig.dpi", 50)  # quicker
         terminal = io.BytesIO()
         patch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

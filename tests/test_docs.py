@@ -167,14 +167,14 @@ def test_figures_are_sharp_and_equal_and_their_legend_covers_nothing(tmp_path, m
     drawn, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", lambda figure: (drawn.append(figure), close(figure)))
     for name in ("a.png", "b.png"):
-        with common.drawing(tmp_path / name, 1, 2, (8, 3), "one, two") as axes:
+        with common.drawing(tmp_path / name, 1, 2, (5, 2.5), "one, two") as axes:
             for axis in axes:
                 axis.plot([1, 2, 3], [0.1, 0.2, 0.15], label="accuracy")
                 axis.plot([1, 2, 3], [0.3, 0.1, 0.2], label="another of a longer name")
                 axis.set_xlabel("round")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     picture = Image.open(tmp_path / "a.png")
-    assert picture.size == (2400, 900) and [round(dpi) for dpi in picture.info["dpi"]] == [300, 300]
+    assert picture.size == (1500, 750) and [round(dpi) for dpi in picture.info["dpi"]] == [300, 300]
     (legend,), axes = drawn[0].legends, drawn[0].axes
     assert [text.get_text() for text in legend.get_texts()] == [
         "accuracy", "another of a longer name"]
