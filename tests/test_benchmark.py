@@ -6,6 +6,7 @@ import re
 import pytest
 
 import compare
+import fl.plots
 from comparing import benchmark, planning, training
 from conftest import refused
 from fl import records
@@ -95,7 +96,8 @@ def go(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "Child", Child)
     monkeypatch.setattr(Child, "started", [])
     monkeypatch.setattr(Child, "accuracy", lambda args: 0.5 + args.lr / 4 + args.seed / 100)
-    monkeypatch.setattr(benchmark, "draw", lambda *_: None)
+    go.draw, go.drawn = benchmark.draw, []
+    monkeypatch.setattr(benchmark, "draw", lambda *given: go.drawn.append(given))
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(benchmark, "SPLITS", 2)
     monkeypatch.setattr(benchmark, "RATES", (None, 0.1, 0.2, None))
@@ -109,7 +111,7 @@ def go(toy, tmp_path, monkeypatch):
     return go
 
 
-def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
+def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, monkeypatch):
     go("--seeds", "1")
     # local and fedavg: 2 rates, 1 further split; fedavg-ft: 2 more of its own parameter
     assert len(go.trained) == 2 * (3 + 3 + 5)
@@ -136,6 +138,9 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
     assert len(rows) == 2 and printed.count("|local|") == 2
     go(str(mine), "--seeds", "3")  # the others have two
     assert not go.trained
+    monkeypatch.setitem(fl.plots.STYLE, "savefig.dpi", 50)  # quicker
+    go.draw(*go.drawn[-1])
+    assert (go.out / "benchmark.svg").read_text().count("<!-- mine -->") == 2
 
 
 def test_a_run_s_key_names_what_was_chosen(go):

@@ -658,13 +658,13 @@ def test_committed_records_were_made_by_the_commits_that_they_name():
                 environment["sources"].items())
     wanted = {}  # git's name of a file -> its digest
     for commit, files in made.items():
-        tree = {}  # by the names alone; of two files of one name the upper one
-        for line in git("ls-tree", "-r", commit, check=True, text=True).stdout.splitlines():
-            blob, path = line.split()[2:]
-            name = path.rpartition("/")[2]
-            if name not in tree or path.count("/") < tree[name][0]:
-                tree[name] = path.count("/"), blob
-        wanted |= {tree[name.rpartition("/")[2]][1]: digest for name, digest in files}
+        tree = git("ls-tree", "-r", commit, check=True, text=True).stdout.splitlines()
+        tree = {path: blob for *_, blob, path in map(str.split, tree)}
+        for name, digest in files:  # older records have the last part of a path, or an older one
+            last = name.rpartition("/")[2]
+            alike = [path for path in tree if path.rpartition("/")[2] == last]
+            path = name if name in tree else min(alike, key=lambda path: path.count("/"))
+            wanted[tree[path]] = digest
     assert wanted
     text = git("cat-file", "--batch", input="\n".join(wanted).encode(), check=True).stdout
     for blob, digest in wanted.items():
