@@ -27,8 +27,9 @@ import torch.func  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = {  # those that are derived; the matrix comes second
-    "fedavg": "test_fedavg", "fedavgm": "test_fedavgm", "superfed": "test_superfed",
-    "psinet": "test_psinet", "fedslr": "test_fedslr", "persfl": "test_persfl",
+    "fedavg": "test_fedavg", "fedavgm": "test_fedavgm test_fedavg",
+    "superfed": "test_superfed test_fedavg", "fedslr": "test_fedslr test_fedavg",
+    "psinet": "test_psinet", "persfl": "test_persfl",
     "baselines": "test_baselines test_baselines_more test_fedavg",
     "common": "test_common test_fedavg test_fedavgm test_superfed test_paths",
 }
