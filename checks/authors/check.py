@@ -17,7 +17,7 @@ draws) is written down. Then theirs runs with these.
 
     1. Clones        source, program
     2. Ours          small_data, ours
-    3. Theirs        Given, coin_flips, local_variables, script_variables, put, vector
+    3. Theirs        Given, method_variables, script_variables, put, vector
     4. The table     row, table, compared
 """
 
@@ -182,18 +182,6 @@ class Ours:
         index = torch.as_tensor(index)
         return self.fed.transform(self.fed.images[index]), self.fed.labels[index]
 
-    def choices(self):
-        """Stands in for a numpy function that draws a round's clients; the last round done, it ends
-        the script."""
-        rounds = iter(self.S)
-
-        def choose(*_, **__):
-            for S in rounds:
-                return S
-            raise Enough
-
-        return choose
-
     def per_epoch(self, k):
         """Minibatches of client k in an epoch."""
         return -(-len(self.fed.split.train[k]) // self.fed.args.batch_size)
@@ -306,11 +294,11 @@ class Given:
                 yield self.get(index)
 
 
-@contextlib.contextmanager
-def coin_flips(general, methods, run, phases=(0,)):
-    """For FedDyn's and FedSLR's code, which are alike: in here their loaders give our minibatches,
-    their coin flips our clients, and nothing is evaluated. A client's images are the array of their
-    numbers, run.fed.split.train[k]."""
+def method_variables(load, run, method, data, phases=(0,), **settings):
+    """What the variables of a method of FedDyn's and FedSLR's code, which are alike, hold after the
+    rounds of our run. Their loaders give our minibatches, their coin flips our clients, and nothing
+    is evaluated. A client's images are the array of their numbers, run.fed.split.train[k]."""
+    general, methods, args = load("utils_general"), load("utils_methods"), run.fed.args
     rounds, loader = iter(run.S), run.loader(orders=phases)
 
     def flips(size):  # a client takes part where they are at most act_prob
@@ -323,7 +311,11 @@ def coin_flips(general, methods, run, phases=(0,)):
         mock.patch.object(general, "get_acc_loss", lambda *_, **__: (0, 0)),
         mock.patch.object(methods, "get_acc_loss", lambda *_, **__: (0, 0)),
     ):
-        yield
+        return local_variables(
+            getattr(methods, method), act_prob=0.5, learning_rate=args.lr, com_amount=len(run.S),
+            data_obj=types.SimpleNamespace(n_client=run.fed.K, dataset="check", **data),
+            batch_size=args.batch_size, weight_decay=args.weight_decay,
+            lr_decay_per_round=args.lr_decay, **settings)
 
 
 def local_variables(function, *args, **named):
@@ -350,14 +342,21 @@ def with_layer(run, l):
     return W
 
 
-class Enough(Exception):
-    """Raised in their script when the rounds that are compared are done."""
+def script_variables(load, run, path, args, loader, **data):
+    """What the variables of a script of LG-FedAvg or FedRep, which are alike, hold after the rounds
+    of our run. args: their flags. data: what replaces functions of utils.train_utils."""
+    rounds, scope = iter(run.S), {"__name__": "__main__"}
 
+    def choose(*_, **__):  # a StopIteration ends the script when our rounds are done
+        return next(rounds)
 
-def script_variables(path):
-    """What the variables of their script hold when it ends, or when it has done Enough."""
-    scope = {"__name__": "__main__"}
-    with contextlib.suppress(Enough):
+    with (
+        mock.patch.object(load("utils.options"), "args_parser", lambda: args),
+        mock.patch.multiple(load("utils.train_utils"), **data),
+        mock.patch.object(load("models.Update"), "DataLoader", loader),
+        mock.patch.object(np.random, "choice", choose),
+        contextlib.suppress(StopIteration),
+    ):
         exec(compile(pathlib.Path(path).read_text(), path, "exec"), scope)
     return types.SimpleNamespace(**scope)
 

@@ -4,7 +4,6 @@ clients have equally many minibatches, and eta is constant, because its code div
 round's eta."""
 
 import os
-import types
 from unittest import mock
 
 import numpy as np
@@ -28,17 +27,12 @@ ABSENT = ["matplotlib", "matplotlib.pyplot", "LEAF", "LEAF.utils_eval",
 def theirs(load, run, method, alike, **settings):
     """Their method's variables after the rounds of our run. alike: the clients' sizes are hidden
     from it."""
-    general, methods, fed = load("utils_general"), load("utils_methods"), run.fed
-    labels = [np.zeros(10 if alike else len(own)) for own in fed.split.train]
-    data = types.SimpleNamespace(n_client=fed.K, name="check", dataset="check", tst_x=None,
-                                 tst_y=None, clnt_x=fed.split.train, clnt_y=labels)
+    own = run.fed.split.train
+    data = dict(name="check", tst_x=None, tst_y=None, clnt_x=own,
+                clnt_y=[np.zeros(10 if alike else len(part)) for part in own])
     os.makedirs("Output/check", exist_ok=True)
-    with check.coin_flips(general, methods, run):
-        return check.local_variables(
-            getattr(methods, method), data_obj=data, act_prob=0.5, learning_rate=fed.args.lr,
-            batch_size=fed.args.batch_size, com_amount=len(run.S), print_per=1000,
-            model_func=check.Small, init_model=run.model(), save_period=1000,
-            lr_decay_per_round=fed.args.lr_decay, weight_decay=fed.args.weight_decay, **settings)
+    return check.method_variables(load, run, method, data, print_per=1000, model_func=check.Small,
+                                  init_model=run.model(), save_period=1000, **settings)
 
 
 def compare(line, folder):

@@ -4,9 +4,6 @@ With a copy instead, both programs agree. For MNIST it averages clients equally,
 equal sizes. For LEAF it weights by n_k, and clients have different sizes."""
 
 import types
-from unittest import mock
-
-import numpy as np
 
 import baselines
 import check
@@ -50,15 +47,10 @@ def theirs(load, run, method, dataset):
     def get_data(_):
         return None, None, dict(enumerate(own.copy() for own in fed.split.train)), {}
 
-    with (
-        mock.patch.object(load("utils.options"), "args_parser", lambda: args),
-        mock.patch.multiple(load("utils.train_utils"), get_model=lambda _: model, get_data=get_data,
-                            read_data=lambda *_: (list(leaf), [], leaf, leaf)),
-        mock.patch.object(load("models.Update"), "DataLoader",
-                          run.loader(numbers, orders, joined=True)),
-        mock.patch.object(np.random, "choice", run.choices()),
-    ):
-        end = check.script_variables("main_fedrep.py")
+    end = check.script_variables(load, run, "main_fedrep.py", args,
+                                 run.loader(numbers, orders, joined=True), get_data=get_data,
+                                 get_model=lambda _: model,
+                                 read_data=lambda *_: (list(leaf), [], leaf, leaf))
     shared = end.net_glob.state_dict()
     return [check.vector({**shared, **{key: end.w_locals[k][key] for key in keys["fc2"]}})
             for k in range(fed.K)]

@@ -41,18 +41,13 @@ class Model(nn.Module):
 
 def theirs(load, run, method, make, start, phases=(0,), **settings):
     """Their method's variables after the rounds of our run."""
-    general, methods, fed = load("utils_general"), load("utils_methods"), run.fed
-    data = types.SimpleNamespace(
-        n_client=fed.K, dataset="check", client_x=fed.split.train, client_y=fed.split.train,
-        client_test_x=fed.split.test, client_test_y=fed.split.test)
+    train, test = run.fed.split.train, run.fed.split.test
     for name in ("results", "model"):
         os.makedirs(name, exist_ok=True)
-    with check.coin_flips(general, methods, run, phases):
-        return check.local_variables(
-            getattr(methods, method), data_obj=data, act_prob=0.5, learning_rate=fed.args.lr,
-            batch_size=fed.args.batch_size, epoch=fed.args.epochs, com_amount=len(run.S),
-            test_per=1000, weight_decay=fed.args.weight_decay, model_func=make, init_model=start,
-            sch_step=1, sch_gamma=1, device="cpu", lr_decay_per_round=fed.args.lr_decay, **settings)
+    data = dict(client_x=train, client_y=train, client_test_x=test, client_test_y=test)
+    return check.method_variables(
+        load, run, method, data, phases, epoch=run.fed.args.epochs, test_per=1000, model_func=make,
+        init_model=start, sch_step=1, sch_gamma=1, device="cpu", **settings)
 
 
 def rows(parts):

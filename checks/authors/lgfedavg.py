@@ -41,16 +41,12 @@ def theirs(load, run, order):
     def mean_measures(net, *_, return_net=False):
         return (0.0, 0.0, net)[: 2 + return_net]
 
-    with (
-        mock.patch.object(load("utils.options"), "args_parser", lambda: args),
-        mock.patch.multiple(load("utils.train_utils"), get_data=lambda _: (None,) * 4,
-                            get_model=lambda _: model),
-        mock.patch.object(load("models.Update"), "DataLoader", run.loader(lambda own: own.idxs)),
-        mock.patch.object(np.random, "choice", run.choices()),
-        mock.patch.multiple(load("models.test"), test_img_local_all=local_measures,
-                            test_img_avg_all=mean_measures),
-    ):
-        return [check.vector(net) for net in check.script_variables("main_lg.py").net_local_list]
+    with mock.patch.multiple(load("models.test"), test_img_local_all=local_measures,
+                             test_img_avg_all=mean_measures):
+        end = check.script_variables(load, run, "main_lg.py", args,
+                                     run.loader(lambda images: images.idxs),
+                                     get_data=lambda _: (None,) * 4, get_model=lambda _: model)
+    return [check.vector(net) for net in end.net_local_list]
 
 
 def compare(line, folder):
