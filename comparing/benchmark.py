@@ -148,8 +148,8 @@ class Kind:
             part.replace(self.committed)
 
     def choose(self, name):
-        """Returns a method's settings chosen so far, and a list of those to be trained before
-        the next choice."""
+        """Returns a method's chosen settings, and a list of those to be trained before they are
+        known."""
         grids, settings = [(baselines.SGD_RATE.get(name, "lr"), RATES)], {}
         if own := self.args.own.get(name):
             grids.append(own)
