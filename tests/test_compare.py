@@ -700,17 +700,16 @@ def test_a_paper_of_two_columns_takes_the_committed_table(folder, tmp_path):
 
 
 def test_it_starts_as_a_program(tmp_path):
-    """From another folder, two runs at a time. If nobody reads what is printed (`| head -1`), all
-    is trained nevertheless."""
+    """From another folder. If nobody reads what is printed (`| head -1`), all is trained
+    nevertheless."""
     np.savez(tmp_path / "toy.npz", **images())
     head = subprocess.Popen(
-        [sys.executable, HERE / "compare.py", "--methods", f"fedavg,{OWN}", "--dataset", "toy.npz",
-         *SMALL, "--rounds", "1", "--seeds", "1", "--jobs", "2"],
+        [sys.executable, HERE / "compare.py", "--methods", OWN, "--dataset", "toy.npz", *SMALL,
+         "--rounds", "1", "--seeds", "1", "--jobs", "2"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     head.stdout.close()
     assert b"Traceback" not in head.stderr.read() and head.wait() == 0
-    found = (tmp_path / "runs/compare").rglob("result.json")
-    assert sorted(path.parent.parent.name for path in found) == ["fedavg", "lastlayer"]
+    assert (tmp_path / "runs/compare/lastlayer/0/result.json").exists()
     assert "| lastlayer | 0." in (tmp_path / "runs/compare/compare.md").read_text()
 
 
