@@ -4,10 +4,11 @@
 """
 
 import pathlib
-import sys
 
 import common
 from fl import records
+
+from . import reading
 
 
 def main(folder):
@@ -27,7 +28,7 @@ def main(folder):
     with common.drawing(path.parent / "ranks.png", 1, 3, (15, 4.5),
                         f"FedSLR, {common.setting(record)}") as axes:
         for part, label, style in (("gkr", "GKR", "k--"), ("personal", "mixed", "k-")):
-            axes[0].plot(t, [row[part]["mean"] for row in rows], style, label=label)
+            axes[0].plot(*reading.curve(record, part, "mean"), style, label=label)
         for i, name in enumerate(most):  # there are seven colours
             axes[1].plot(t, [row["ranks"][name] / most[name] for row in rows],
                          ["-", "--", ":"][i // 7 % 3], label=name)
@@ -39,4 +40,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(reading.folders(__doc__)[0])

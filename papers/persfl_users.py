@@ -5,13 +5,14 @@ like Figs. 3 to 8 and teachers-users.png like Fig. 2 into the first run's folder
 """
 
 import pathlib
-import sys
 
 import numpy as np
 
 import common
 import persfl
 from fl import records
+
+from . import reading
 
 
 def main(*folders):
@@ -43,4 +44,4 @@ def main(*folders):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*reading.folders(__doc__))

@@ -9,7 +9,6 @@ Draws tv.png in the folder. docs/psinet.md explains the choices.
 """
 
 import pathlib
-import sys
 
 import torch
 from torch import nn
@@ -76,6 +75,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    main(reading.folders(__doc__)[0])

@@ -4,6 +4,7 @@ or users/PersFL/Avg."""
 import functools
 import pickle
 import statistics
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -85,6 +86,13 @@ def curve(record, part, name):
     """Returns the rounds in which a measure was taken, and its values."""
     rows = [row for row in record["rounds"] if part in row]
     return tuple(row["round"] for row in rows), tuple(row[part][name] for row in rows)
+
+
+def folders(doc):
+    """Returns the folders of the command line. Without any it ends, and prints doc."""
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(doc)
+    return sys.argv[1:]
 
 
 def trained(folder, algorithm, device=None, network=None):
