@@ -190,13 +190,22 @@ class Net:
         and its inputs, before it computes."""
         if not hasattr(self.copies, "module"):
             # functional_call puts tensors into the module, so each thread needs its own
-            memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
-            self.copies.module = copy.deepcopy(self.module, memo)
+            self.copies.module = self.copy()
         if see is None:
             return functional_call(self.copies.module, values, x)
-        last = self.copies.module.get_submodule(owner(self.names[-1]))
-        with last.register_forward_pre_hook(see):
+        with self.copies.module.get_submodule(self.last_layer).register_forward_pre_hook(see):
             return functional_call(self.copies.module, values, x)
+
+    def copy(self):
+        """Returns a copy of the module that shares its tensors."""
+        memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
+        return copy.deepcopy(self.module, memo)
+
+    @functools.cached_property
+    def last_layer(self):
+        """The name of the layer that an image passes last."""
+        self.last_layers(1)  # refuses a network in which another one is registered last
+        return owner(self.names[-1])
 
     @property
     def start(self):
@@ -446,8 +455,7 @@ def check(net, precision):
     if (logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-4:
         notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
     if net.module.training:
-        module = copy.deepcopy(net.module).eval()
-        other = functional_call(module, net.values(w.split(net.sizes)), x)
+        other = functional_call(net.copy().eval(), net.values(w.split(net.sizes)), x)
         if not torch.is_tensor(other) or other.shape != logits.shape or differ(logits, other):
             notes.append("note    the model's logits differ in eval(); it stays in train(), in "
                          "evaluation, too")
@@ -457,14 +465,15 @@ def check(net, precision):
     for _ in range(2):
         logits, leaves = net.graph(w)
         try:
-            found = torch.autograd.grad(logits.square().sum(), [*leaves.values()],
-                                        materialize_grads=True)
+            gradients.append(torch.autograd.grad(logits.square().sum(), [*leaves.values()],
+                                                 materialize_grads=True))
         except RuntimeError as problem:
             raise ValueError(f"its gradient can't be computed: {first_line(problem)}") from problem
-        gradients.append(torch.cat([z.flatten() for z in found]).nan_to_num())
         for z in net.module.parameters():
             z.data += 1  # its own weights, which must have no influence
-    if differ(*gradients):
+    far, whole = (sum(float(z.nan_to_num().square().sum()) for z in of) for of in (
+        (a - b for a, b in zip(*gradients)), gradients[0]))
+    if far > 1e-8 * whole:
         raise ValueError("its gradient depends on weights that it is not given; "
                          "torch.utils.checkpoint, for instance, can't be used here")
     used = uses(logits, leaves)
@@ -483,7 +492,7 @@ def pure(net, w):
     """Returns the logits [8, classes] of eight images. Raises ValueError unless they are a function
     of w and of each image alone."""
     x, state, values = net.sample(), generators(net.device), net.values(w.clone().split(net.sizes))
-    before = {name: z.clone() for name, z in values.items()}
+    before = {name: values[name].clone() for name in net.constants}
     with torch.enable_grad():
         first, again = (net.call(values, x) for _ in range(2))
     draws = state != generators(net.device)
@@ -509,7 +518,8 @@ def pure(net, w):
                          * net.module.training
                          + ", and for BatchNorm --batchnorm group" * norms)
     changed = [name for name, z in before.items() if not torch.equal(z, values[name])]
-    if odd := [name for name in changed if name in net.names]:
+    if odd := [name for name, where, _ in net.tensors
+               if not torch.equal(values[name].flatten(), w[where])]:
         raise ValueError(f"forward changes its weights {odd[0]}, which the method alone may do; "
                          "compute with a changed copy, as torch.nn.utils.parametrize does")
     if odd := [name for name in changed if not isinstance(layers[owner(name)], BATCHNORM)]:

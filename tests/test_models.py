@@ -638,6 +638,8 @@ def test_layers_are_divided_where_an_image_passes_from_one_to_the_next(name, fir
             refused(capsys, want, divide, 1)
         else:
             assert divide(1) == slice(*want)
+    if isinstance(last, str):
+        refused(capsys, last, net.features, torch.ones(net.d), torch.ones(2, 1, 4, 4))
 
 
 def test_what_else_a_state_dict_may_hold(tmp_path):
