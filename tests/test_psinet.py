@@ -222,15 +222,6 @@ def test_a_pruned_network_has_the_logits_and_the_update_of_the_masked_one(norm):
         torch.testing.assert_close(net(after, X)[:, classes], pruned.eval()(X))
 
 
-def test_aligned_averages_by_hand():
-    """Of three nodes with 5, 1 and 2 images. Nobody has the last entry, which stays."""
-    W = torch.tensor([[1.0, 2, 3, 4], [10, 20, 30, 40], [7, 8, 9, 11]])
-    has = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]).bool()
-    found = psinet.aligned_average(W, has, torch.tensor([5.0, 1, 2]), torch.full((4,), -6.0))
-    wanted = [(5 + 10 + 14) / 8, (10 + 16) / 7, 9, -6]
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
 def first(net, seed=0):
     """Omega at the start of a run: means 0 and variances 1."""
     statistics = [float("var" in name) for name in net.running for _ in net.constants[name]]
