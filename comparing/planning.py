@@ -221,4 +221,6 @@ def parse(file, argv, what):
 
 def shell(argv):
     """Returns argv for a shell. A file elsewhere is told where common.py is."""
-    return f"PYTHONPATH={shlex.quote(str(HERE))} python {shlex.join(argv)}"
+    command = f"python {shlex.join(argv)}"
+    ours = pathlib.Path(argv[0]).resolve().parent == HERE
+    return command if ours else f"PYTHONPATH={shlex.quote(str(HERE))} {command}"

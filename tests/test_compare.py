@@ -297,7 +297,7 @@ def test_a_file_that_trains_nothing_or_leaves_its_loop_is_refused(go, capsys, mo
 
 def test_what_a_program_said_explains_its_end(go, capsys, monkeypatch):
     """A refusal's line, or else the command."""
-    for rounds, code, end in ((2, 2, "wrong\n"), (3, 1, "wrong (PYTHONPATH")):
+    for rounds, code, end in ((2, 2, "wrong\n"), (3, 1, "wrong (python /")):
         monkeypatch.setattr(Child, "result", lambda self, code=code: (code, "wrong"))
         refused_late(capsys, f"local, seed 0: {end}", go, "local", "--rounds", str(rounds))
 
@@ -455,6 +455,7 @@ main = arguments
     for method in plan("fedavg,persfl", "--dataset", "mine.npz", "--split", "natural"):
         assert not any(word.startswith("--clients") for word in method.argv)
     assert planning.shell([mine, "--a"]) == f"PYTHONPATH={HERE} python {mine} --a"
+    assert planning.shell([str(HERE / "fedavg.py")]) == f"python {HERE / 'fedavg.py'}"
 
 
 def test_a_curve_has_ten_points():
