@@ -56,6 +56,9 @@ def arguments(argv):
     args, rest = p.parse_known_args(argv)
     if not args.out:
         p.error("--out is empty; name a folder, or leave it out")
+    there = [pathlib.Path(args.out, name).exists() for name in ("compare.md", "runs.csv")]
+    if there == [True, False]:  # as in docs/
+        p.error(f"--out {args.out} has a compare.md that no comparison wrote; use another --out")
     for word in rest:
         if word.partition("=")[0] in ("--seed", "--resume", "--plot"):
             p.error(f"{word} is not for comparisons: --seeds says how many, runs are resumed, and "

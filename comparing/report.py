@@ -56,7 +56,8 @@ def report(records, methods, args, shared):
 def table(records, methods, against, shared):
     """Returns a row for each method, the best personal models first: its name, runs, how many
     diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
-    difference to each method of `against`. bold: the best one, and those not decided from it."""
+    difference to each method of `against`. bold: the best one, and those whose difference to it is
+    inconclusive."""
     rows = []
     for method in methods:
         finished = [r for r in records[method.name] if not r["diverged"]]
@@ -77,7 +78,7 @@ def table(records, methods, against, shared):
         row["against"] = {name: to[name] for name in references}
         row[GAIN] = to[local]
         row["bold"] = bool(row["personal"]) and (
-            row["method"] == best or bool(to[best]) and to[best][2] == "not decided")
+            row["method"] == best or bool(to[best]) and to[best][2] == "inconclusive")
     return rows
 
 
@@ -109,7 +110,7 @@ def spreads(values, splits):
 
 def paired(runs, others):
     """Returns the mean difference of the personal accuracy over equal splits, seeds and clients,
-    its 95 % interval, and "ahead", "behind" or "not decided" (None and "" for one pair of runs);
+    its 95 % interval, and "ahead", "behind" or "inconclusive" (None and "" for one pair of runs);
     None without a pair.
 
     The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
@@ -132,7 +133,7 @@ def paired(runs, others):
         means = [drawn / D.shape[1] @ D.T for drawn, D in zip(counts, splits)]
         sampled.append((weights * np.concatenate(means, 1)).sum(1))
     low, high = map(float, np.percentile(sampled, [2.5, 97.5]))
-    return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "not decided"
+    return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "inconclusive"
 
 
 @functools.lru_cache(1)
@@ -299,7 +300,7 @@ def latex(rows, some, args):
         about = f"{about[:-1]}, {common.spread(classes)} classes per client (least/mean/most)."
     bold = "Bold: the best personal accuracy"
     if rows[0]["runs"] > 1:
-        bold += ", and those whose paired difference to it is not decided"
+        bold += ", and those whose paired difference to it is inconclusive"
     titles, body = main_table(rows, but=("validation", "s a round"))
     body = [list(map(tex, line)) for line in body]
     for row, line in zip(rows, body):

@@ -377,6 +377,14 @@ def test_bad_input(line, go, capsys):
 NEEDS = "must have arguments(argv) and main(argv); see docs/extend.md"
 
 
+def test_a_folder_with_somebody_elses_compare_md_is_refused(tmp_path, capsys):
+    written(tmp_path / "compare.md", "mine")
+    refused(capsys, "no comparison wrote", compare.arguments,
+            ["--methods", "local", "--out", str(tmp_path)])
+    written(tmp_path / "runs.csv", "")
+    compare.arguments(["--methods", "local", "--out", str(tmp_path)])
+
+
 @pytest.mark.parametrize("text, words", [
     (MINE.replace("*argv])\ndef", '*argv, "--epochs=2"])\ndef'),
      "makes 2 of --epochs 1, which all methods share; to give it to all: --epochs 2"),
@@ -566,7 +574,7 @@ def test_paired_differences_with_a_known_answer():
     two, others = one[:2], other[:2]
     assert report.paired(others, two)[2] == "behind"
     assert report.paired(two, others) == report.paired(two, others)  # a fixed generator
-    assert report.paired(two, two) == (0, (0, 0), "not decided")
+    assert report.paired(two, two) == (0, (0, 0), "inconclusive")
     assert report.paired(one[:1], other[:1]) == (pytest.approx(0.02), None, "")
 
 
@@ -578,7 +586,7 @@ def test_the_interval_covers_what_clients_share_over_seeds_and_runs_over_clients
     assert alike[1] == (pytest.approx(-half, rel=0.05), pytest.approx(half, rel=0.05))
     shifted = [[none + shift for shift in (-0.1, 0.0, 0.1, 0.2)]]
     runs = report.paired(made_up("a", shifted), made_up("b", [[none] * 4]))
-    assert runs[0] == pytest.approx(0.05) and runs[1][0] < 0 and runs[2] == "not decided"
+    assert runs[0] == pytest.approx(0.05) and runs[1][0] < 0 and runs[2] == "inconclusive"
 
 
 @pytest.mark.slow
@@ -629,7 +637,7 @@ def test_a_network_of_another_size_is_said():
 
 
 def test_the_paper_s_table():
-    """Best and not decided in bold, one behind is not; what LaTeX reads as a command is escaped."""
+    """Best and inconclusive in bold, one behind is not; what LaTeX reads as a command is escaped."""
     methods = plan("local,my_net=fedavg,fedper,scaffold")
     args, shared = compare.arguments(["--methods", "x", "--split-seeds", "2"])
     level = np.array([0.6, 0.8, 0.7, 0.9])
