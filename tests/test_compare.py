@@ -637,7 +637,7 @@ def test_a_network_of_another_size_is_said():
 
 
 def test_the_paper_s_table():
-    """Best and inconclusive in bold, one behind is not; what LaTeX reads as a command is escaped."""
+    """Best and inconclusive in bold, one behind is not; LaTeX's commands are escaped."""
     methods = plan("local,my_net=fedavg,fedper,scaffold")
     args, shared = compare.arguments(["--methods", "x", "--split-seeds", "2"])
     level = np.array([0.6, 0.8, 0.7, 0.9])
