@@ -69,7 +69,8 @@ ALGORITHMS = {  # name: module and flags
     "scaffold, Option I": ["baselines", "--method", "scaffold", "--option", "I"],
     "apfl, adaptive": ["baselines", "--method", "apfl", "--adaptive"],
 }
-FEW = ["--precision", "fp32", "--limit", "80", "--clients", "4", "--batch-size", "10"]
+FEW = ["--precision", "fp32", "--limit", "80", "--limit-test", "100", "--clients", "4",
+       "--batch-size", "10"]
 COLUMNS = {"differs": ".1e", "loop": ".3f", "fast": ".3f", "plain": ".3f", "times": ".2f",
            "first": ".1f", "MiB": ".0f"}
 

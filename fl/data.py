@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from . import formats
 from .formats import ARRAYS, shapes
-from .machine import first_line, refuse, when_interrupted
+from .machine import first_line, one_at_a_time, refuse, when_interrupted
 from .transforms import window
 
 
@@ -109,9 +109,12 @@ def fetch(name, path):
     try:
         if name == "shapes":
             return dict(zip(ARRAYS, shapes()))
-        if name == "tinyimagenet":
-            return formats.read_tiny_imagenet(path)
-        return formats.read_torchvision(name, path)
+        with one_at_a_time(path):
+            if path.exists():  # another run has made it
+                return formats.read_npz(path)
+            if name == "tinyimagenet":
+                return formats.read_tiny_imagenet(path)
+            return formats.read_torchvision(name, path)
     except Exception as problem:  # torchvision's readers raise nearly anything on broken files
         refuse(f"could not get the data set {name}: {first_line(problem)}. Check the network and "
                f"{path.parent}/, or make {path} with {', '.join(ARRAYS[:4])}")

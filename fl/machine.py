@@ -12,6 +12,7 @@ import re
 import sys
 import time
 
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -81,6 +82,23 @@ def say(text):
             sys.stdout.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def one_at_a_time(path):
+    """Lets one run after the other make the file `path`, where the file system has locks."""
+    lock = filelock.FileLock(path.with_name(f".{path.stem}.lock"))
+    with contextlib.suppress(OSError, NotImplementedError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except filelock.Timeout:
+            say(f"data    another run gets {path.stem}; this one waits for it")
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def find_device(name):

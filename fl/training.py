@@ -2,6 +2,7 @@
 plain loop (Federation.one_by_one) is the specification; tests compare every faster way with it, and
 on a GPU each run does so before it uses one."""
 
+import collections
 import contextlib
 import functools
 import math
@@ -403,8 +404,10 @@ class Graph:
     every replay: what it is given is copied there, and what it returns is a copy."""
 
     def __init__(self, function, place, b, given):
-        fed, end = b.fed, place + len(b.inputs)
-        together, step = b.way == "together", self.captured(function, place, b)
+        fed, end, step = b.fed, place + len(b.inputs), function
+        if together := b.way == "together":  # the step of all clients
+            shared = (None,) * (len(given) - end)
+            step = vmap(function, (0,) * (place + 1) + shared)
         memory = [z.to(fed.device, copy=True, memory_format=torch.contiguous_format)
                   if torch.is_tensor(z) else z for z in given]
 
@@ -413,13 +416,6 @@ class Graph:
                 return step(*memory[:place], fed.batch(*memory[place:end]), *memory[end:])
 
         self.memory, self.replay = memory, capture(once, fed.device)
-
-    def captured(self, function, place, b):
-        """Returns what a graph computes: the step of one client or, by vmap, of all."""
-        if b.way != "together":
-            return function
-        own = (0,) * (place + 1)
-        return lambda *args: vmap(function, own + (None,) * (len(args) - len(own)))(*args)
 
     def __call__(self, given):
         for memory, z in zip(self.memory, given):
@@ -456,32 +452,28 @@ def grad(function, argnums=0, has_aux=False, each=False):
     second derivatives need: a sixth of a small CNN's step, and half the memory under vmap. each:
     the function and its gradients are of one row, and all arguments have rows."""
 
+    wanted = [argnums] if isinstance(argnums, int) else argnums
+
     def gradient(*args):
-        if getattr(STEPS, "vmapped", False):
-            return by_vjp(*args)
-        wanted = [argnums] if isinstance(argnums, int) else argnums
-        chosen = {i: args[i].detach().requires_grad_() for i in wanted}
-        with torch.enable_grad():
-            result = function(*(chosen.get(i, z) for i, z in enumerate(args)))
-        value, *aux = result if has_aux else (result,)
-        found = torch.autograd.grad(value, list(chosen.values()), allow_unused=True,
-                                    materialize_grads=True)
-        found = found[0] if isinstance(argnums, int) else found
-        return (found, *tree_map(torch.Tensor.detach, aux)) if has_aux else found
-
-    def by_vjp(*args):
-        wanted = [argnums] if isinstance(argnums, int) else argnums
-
         def of_wanted(*chosen):
             new = dict(zip(wanted, chosen))
             return function(*(new.get(i, z) for i, z in enumerate(args)))
 
-        value, pull, *aux = vjp(of_wanted, *(args[i] for i in wanted), has_aux=has_aux)
-        found = pull(torch.ones_like(value), retain_graph=False, create_graph=False)
+        chosen = [args[i] for i in wanted]
+        if each or getattr(STEPS, "vmapped", False):
+            value, pull, *aux = vjp(of_wanted, *chosen, has_aux=has_aux)
+            found = pull(torch.ones_like(value), retain_graph=False, create_graph=False)
+        else:
+            chosen = [z.detach().requires_grad_() for z in chosen]
+            with torch.enable_grad():
+                result = of_wanted(*chosen)
+            value, *aux = result if has_aux else (result,)
+            found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
+            aux = tree_map(torch.Tensor.detach, aux)
         found = found[0] if isinstance(argnums, int) else found
         return (found, *aux) if has_aux else found
 
-    return vmap(by_vjp) if each else gradient
+    return vmap(gradient) if each else gradient
 
 
 def may_look(x):
@@ -509,14 +501,24 @@ def pool(threads):
     uses one core: its own threads wait for each other if another program takes a core."""
     if not threads:
         return map
+    torch.set_num_threads(1)
+    workers = ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1))
 
-    def begin(worker=True):
-        torch.set_num_threads(1)
-        STEPS.worker = worker  # a worker's map is Python's own: a pool must not wait for itself
+    def ordered(work, items):
+        """Has a few items ahead of the one that is waited for, since results may be large."""
+        ahead = collections.deque()
+        try:
+            for item in items:
+                ahead.append(workers.submit(work, item))
+                if len(ahead) > 2 * threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for left in ahead:
+                left.cancel()
 
-    begin(worker=False)
-    workers = ThreadPoolExecutor(threads, initializer=begin)
-    return lambda *work: (map if getattr(STEPS, "worker", False) else workers.map)(*work)
+    return ordered
 
 
 @contextlib.contextmanager

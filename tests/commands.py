@@ -4,10 +4,10 @@ embedded images. tests/test_matrix.py and checks/bits.py train them. An algorith
 
 import baselines
 
-SOME = ["--dataset", "shapes", "--limit", "400", "--clients", "8", "--fraction", "0.4", "--rounds",
-        "2", "--epochs", "1", "--lr", "0.01", "--lr-decay", "1", "--batch-size", "20",
-        "--transform", "scale", "--device", "cpu", "--split", "dirichlet-classes", "--alpha", "1",
-        "--client-val", "0.2"]  # 3 of 8 clients, unequal
+SOME = ["--dataset", "shapes", "--limit", "400", "--limit-test", "200", "--clients", "8",
+        "--fraction", "0.4", "--rounds", "2", "--epochs", "1", "--lr", "0.01", "--lr-decay", "1",
+        "--batch-size", "20", "--transform", "scale", "--device", "cpu", "--split",
+        "dirichlet-classes", "--alpha", "1", "--client-val", "0.2"]  # 3 of 8 clients, unequal
 ONE = ["--model", "mnistnet", "--batch-size", "10", "--epochs", "2", "--fraction", "0.1"]
 ALL = [*SOME, "--fraction", "1", "--model", "cnn"]
 PSINET = ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--limit-test", "100"]

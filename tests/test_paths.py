@@ -139,6 +139,8 @@ def test_a_share_of_100_clients_needs_one_graph(monkeypatch):
         def exchange(self, tree, ends=None):
             return tree
 
+        agree = exchange
+
     fed = federation([*MANY, "--clients", "100"])
     fed.training = Third(fed.device, fed.args, fl.training.WAYS)
     fed.training.rank, fed.training.processes = 2, 3
@@ -307,8 +309,9 @@ class Normalised(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model, precision", [
-    ("cnn", "fp32"), ("cnn", "bf16"), ("tfcnn", "bf16"), ("vgg9", "bf16"), ("resnet18", "fp32"),
-    ("normalised", "fp32"), ("normalised", "bf16")])
+    ("cnn", "fp32"), ("cnn", "bf16"), ("tfcnn", "bf16"), ("normalised", "fp32"),
+    ("normalised", "bf16"), pytest.param("vgg9", "bf16", marks=pytest.mark.slow),
+    pytest.param("resnet18", "fp32", marks=pytest.mark.slow)])
 def test_each_tensor_of_a_model_is_proved_by_itself(model, precision, monkeypatch):
     """Where one of them stays as it was, or its rate is twice too large, that is found; rounding
     is not taken for a fault, though it is all of the bias before GroupNorm."""

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from types import SimpleNamespace
@@ -25,17 +26,22 @@ import torch
 import baselines
 import common
 import fedavg
+import fl.data
+import fl.formats
+import fl.machine
 import fl.provenance
 import fl.run
 import fl.state
 import persfl
 import psinet
 import superfed
-from conftest import QUICK, ended, equal, federation, killed, refused, run, same, write_every_round
+from conftest import QUICK as SOME
+from conftest import ended, equal, federation, killed, refused, run, same, write_every_round
 from fl.provenance import SHARED
 from fl.records import read
 
 HERE = pathlib.Path(fedavg.__file__).parent
+QUICK = [*SOME, "--model", "mnistnet"]
 GLOBAL = {"top1", "top5", "loss", "ece", "mce"}
 PERSONAL = {"mean", "weighted_mean", "std", "worst_decile", "top5", "loss", "ece", "mce"}
 
@@ -46,9 +52,9 @@ def test_the_record(tmp_path):
             "bytes_up", "bytes_down", "seconds_per_round", "peak_memory_mb",
             "diverged"} <= record.keys()
     assert record["algorithm"] == "fedavg" and record["args"]["fraction"] == 0.5
-    assert record["diverged"] is False and record["parameters"] == 94_186
+    assert record["diverged"] is False and record["parameters"] == 308_310
     # 5 rounds, 4 clients, 4 bytes
-    assert record["bytes_up"] == record["bytes_down"] == 5 * 4 * 4 * 94_186
+    assert record["bytes_up"] == record["bytes_down"] == 5 * 4 * 4 * 308_310
     split = record["split"]
     assert split["clients"] == 8 and split["sizes"] == [38] * 8 and len(split["fingerprint"]) == 16
     rounds = record["rounds"]
@@ -298,10 +304,16 @@ def test_the_state_is_written_when_that_is_worth_it(tmp_path, monkeypatch):
     assert files == ["model.pt", "result.json", "state.pt"]
 
 
-def test_a_reader_who_has_seen_enough_does_not_end_the_run(tmp_path):
-    argv = [*QUICK, "--rounds", "4", "--eval-every", "1", "--out", str(tmp_path)]
-    process = subprocess.Popen([sys.executable, HERE / "fedavg.py", *argv],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def small(toy):
+    """The flags of a run of seconds in a process of its own, which need not make `shapes`."""
+    return ["--dataset", toy, "--model", "mnistnet", "--transform", "scale", "--split", "iid",
+            "--clients", "4", "--client-test", "0.2", "--fraction", "0.5", "--epochs", "1", "--lr",
+            "0.01", "--device", "cpu"]
+
+
+def test_a_reader_who_has_seen_enough_does_not_end_the_run(toy, tmp_path):
+    argv = [*small(toy), "--rounds", "4", "--eval-every", "1", "--out", str(tmp_path)]
+    process = start("fedavg", argv)
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(timeout=100) == 0
@@ -309,7 +321,7 @@ def test_a_reader_who_has_seen_enough_does_not_end_the_run(tmp_path):
     assert record["status"] == "finished" and len(record["rounds"]) == 4
 
 
-def test_what_only_unix_has_is_not_needed(tmp_path):
+def test_what_only_unix_has_is_not_needed(toy, tmp_path):
     """As on Windows: no fcntl, resource, pwd, grp, termios, and a C library that can't be opened by
     no name."""
     code = f"""
@@ -324,11 +336,11 @@ ctypes.CDLL = missing
 del os.sched_getaffinity
 import fedavg
 fedavg.main(sys.argv[1:])
+fedavg.main([*sys.argv[1:], "--resume"])
 """
-    for more in ([], ["--resume"]):
-        command = [sys.executable, "-c", code, *QUICK, "--out", str(tmp_path), *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", code, *small(toy), "--rounds", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
     assert read(tmp_path / "result.json")["peak_memory_mb"] is None
 
 
@@ -389,10 +401,10 @@ def start(module, argv):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_ctrl_c_amid_a_client_update(tmp_path):
+def test_ctrl_c_amid_a_client_update(toy, tmp_path):
     """In a thread that trains a client, in round 4 of 6: one line says how to go on, the program
     ends at once with code 130, and --resume gives the bits of a run that was left alone."""
-    argv = [*QUICK, "--rounds", "6", "--eval-every", "3", "--parallel", "2"]
+    argv = [*small(toy), "--rounds", "6", "--eval-every", "3", "--parallel", "2"]
     (tmp_path / "mine.py").write_text(f"""
 import sys; sys.path.insert(0, {str(HERE)!r})
 import pathlib, threading, time, common, fedavg, fl.run
@@ -426,23 +438,22 @@ fedavg.main(sys.argv[1:])
 
 
 def test_kill_9_at_any_moment(toy, tmp_path):
-    """Three methods are killed at a random moment after they have written a state, and resumed to
+    """Two methods are killed at a random moment after they have written a state, and resumed to
     the bits of a run that was left alone."""
-    argv = ["--dataset", toy, "--model", "mnistnet", "--transform", "scale", "--split", "iid",
-            "--clients", "4", "--client-test", "0.2", "--fraction", "0.5", "--rounds", "300",
-            "--epochs", "1", "--lr", "0.01", "--eval-every", "50", "--device", "cpu",
-            "--parallel", "1"]
-    for module, more in ((fedavg, []), (superfed, []), (baselines, ["--method", "scaffold"])):
-        out, wait = tmp_path / module.__name__, random.uniform(0, 1)
-        process = start(module.__name__, [*more, *argv, "--out", str(out)])
+    argv = [*small(toy), "--rounds", "150", "--eval-every", "50", "--parallel", "1"]
+    methods = ((superfed, argv), (baselines, ["--method", "scaffold", *argv]))
+    started = [start(module.__name__, [*own, "--out", str(tmp_path / module.__name__)])
+               for module, own in methods]
+    for process, (module, own) in zip(started, methods):
+        out, wait = tmp_path / module.__name__, random.uniform(0, 0.5)
         while not (out / "state.pt").exists():
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
         time.sleep(wait)
         process.kill()
         process.communicate()
-        record, state = run(module, [*more, *argv, "--resume"], out)
-        whole, want = run(module, [*more, *argv], tmp_path / "whole" / module.__name__)
+        record, state = run(module, [*own, "--resume"], out)
+        whole, want = run(module, own, tmp_path / "whole" / module.__name__)
         assert equal(state, want) and same(record, whole), (module, wait)
 
 
@@ -534,6 +545,21 @@ def test_another_file_in_the_folder_is_no_state(tmp_path):
     (tmp_path / "state-factors.pt").write_bytes(b"")
     record, _ = run(fedavg, [*QUICK, "--rounds", "1", "--resume"], tmp_path)
     assert record["status"] == "finished"
+
+
+def test_a_run_waits_for_another_that_downloads(tmp_path, capsys, monkeypatch):
+    """And reads what that one has made. Here the other is this thread."""
+    monkeypatch.setattr(fl.formats, "read_torchvision", lambda *_: pytest.fail("downloaded twice"))
+    path, found, x = tmp_path / "cifar10.npz", [], np.zeros((20, 32, 32, 3), np.uint8)
+    with fl.machine.one_at_a_time(path):
+        thread = threading.Thread(target=lambda: found.append(fl.data.fetch("cifar10", path)))
+        thread.start()
+        while "another run gets cifar10" not in capsys.readouterr().out:
+            time.sleep(0.01)
+        assert not found
+        np.savez(path, x_train=x, y_train=np.arange(20) % 10, x_test=x, y_test=np.arange(20) % 10)
+    thread.join(10)
+    assert found[0]["x_train"].shape == x.shape
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
@@ -729,12 +755,26 @@ def test_tensorboard_gets_every_measure_or_is_missed_in_one_line(tmp_path, capsy
     refused(capsys, "pip install tensorboard", fedavg.main, [*argv, "--out", str(tmp_path / "no")])
 
 
-def test_work_of_the_pool_may_ask_for_the_pool():
-    """It would wait for itself."""
-    fed = federation([*QUICK, "--parallel", "2"])
-    map = fed.training.map
-    rows = list(map(lambda i: list(map(lambda j: (i, j), range(3))), range(5)))
-    assert rows == [[(i, j) for j in range(3)] for i in range(5)]
+def test_threads_are_a_few_items_ahead():
+    """While the first is slow no more than four others are made. Work may ask for all items of
+    something else, and the threads don't wait for each other."""
+    each, made = federation([*QUICK, "--parallel", "2"]).training.each, []
+
+    def work(i):
+        made.append(i)
+        if i == 0:
+            time.sleep(0.5)
+        return i, [*each(lambda j: j + 1, 3)]
+
+    first, *others = each(work, 20)
+    assert first[0] == 0 and sorted(made) == [*range(20)]
+    assert [i for i, _ in [first, *others]] == [i for _, (i, _) in [first, *others]] == [*range(20)]
+    assert all(inner == [(0, 1), (1, 2), (2, 3)] for _, (_, inner) in [first, *others])
+    made.clear()
+    found = each(work, 20)
+    next(found)
+    assert len(made) <= 6
+    assert [i for i, _ in found] == [*range(1, 20)]
 
 
 def test_a_resumed_run_leaves_no_model_of_an_earlier_round(tmp_path):
