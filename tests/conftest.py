@@ -27,7 +27,7 @@ from pretend import eager
 # a product with another number of threads is rounded otherwise, and some tests compare bits
 torch.set_num_threads(1)
 
-QUICK = ["--dataset", "shapes", "--limit", "400", "--limit-test", "200", "--clients", "8",
+QUICK = ["--dataset", "shapes", "--limit", "400", "--limit-test", "100", "--clients", "8",
          "--fraction", "0.5", "--rounds", "2", "--epochs", "1", "--lr", "0.01", "--lr-decay", "1",
          "--batch-size", "20", "--transform", "scale", "--device", "cpu"]
 
