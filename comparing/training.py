@@ -81,13 +81,14 @@ class Child:
         return self.process.poll() is not None
 
     def result(self):
-        """Returns the exit code and the last line of the error."""
+        """Returns the exit code and the last line of the error, with a note on it."""
         self.error.seek(0)
         code, said = self.process.wait(), self.error.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in said if line.strip()]
         if code < 0 or not said:  # below 0: a signal ended it, which no line explains
             return code, f"exit code {code}"
-        return code, said[-1].rpartition("error: ")[2]
+        note = f" {said.pop()}" if said[-1].startswith("(in ") and len(said) > 1 else ""
+        return code, said[-1].rpartition("error: ")[2] + note
 
     def stop(self):
         self.process.terminate()

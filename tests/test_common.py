@@ -1,5 +1,6 @@
 """Streams, flags, measures and what clients keep, against numbers derived here."""
 
+import io
 import re
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import common
+import comparing.training
 import fedavg
 from conftest import QUICK, federation, refused, saved
 
@@ -332,6 +334,16 @@ def test_an_error_names_the_client_and_a_model_its_shape(toy):
             fed.evaluate(wrong)
     with pytest.raises(ValueError, match=re.escape("shape [6, 15]")):
         fed.evaluate_clients(lambda S: w.expand(6, -1))  # not the models of S
+
+
+@pytest.mark.parametrize("said, wanted", [
+    ("Traceback ...\nKeyError: 'no'\n(in client_update of client 3)\n",
+     "KeyError: 'no' (in client_update of client 3)"),
+    ("mine.py: error: S is []\n", "S is []"), ("", "exit code 1")])
+def test_compare_py_repeats_the_error_and_the_client(said, wanted):
+    child = object.__new__(comparing.training.Child)
+    child.error, child.process = io.BytesIO(said.encode()), SimpleNamespace(wait=lambda: 1)
+    assert child.result() == (1, wanted)
 
 
 def test_features_are_what_enters_the_last_layer():
