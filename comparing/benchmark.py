@@ -20,7 +20,7 @@ import baselines
 import common
 from fl import records
 
-from . import planning, report, training
+from . import planning, ranks, report, training
 
 EQUAL = ["--dataset=cifar10", "--limit=6400", "--clients=20", "--client-test=0.25",
          "--client-val=0.125", "--model=cifarnet", "--transform=normalize", "--fraction=0.5",
@@ -200,6 +200,21 @@ class Kind:
                             [name for name in TO if name in names], self.shared)
 
 
+def mean_ranks(kinds):
+    """Returns a sentence on the mean ranks of the methods that are finished on all kinds."""
+    names = [name for name in kinds[0].known if all(kind.finished(name, 1) for kind in kinds)]
+    runs = {name: [r | {"args": {"split_seed": f"{kind.title} {r['args']['split_seed']}"}}
+                   for kind in kinds for r in kind.runs(name, kind.seeds(names))]
+            for name in names}
+    found, splits = report.ranks_over_splits(runs), SPLITS * len(kinds)
+    if not found:
+        return ""
+    ordered = ", ".join(f"{name} {rank:.1f}" for name, rank in
+                        sorted(found.items(), key=lambda pair: pair[1]))
+    return (f"Mean ranks over {splits} splits: {ordered}. Two methods differ if their ranks do by "
+            f"{ranks.critical_difference(len(found), splits):.1f} or more (Nemenyi's test, .05).")
+
+
 def words(settings):
     """{"pfedme-lambda": 15, "theta-lr": .1} -> ["pfedme-lambda=15", "theta-lr=0.1"]"""
     return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
@@ -224,8 +239,8 @@ def brief(r):
 
 
 def table(rows, grids=OWN):
-    """Returns a kind's table in Markdown. Differences whose interval excludes 0 are bold. * marks a
-    parameter at an end of its grid."""
+    """Returns a kind's table in Markdown. Differences that are not 0 after Holm's correction are
+    bold. * marks a parameter at an end of its grid."""
     others = [f"minus {name}" for name in rows[0]["against"]]
     found = [["method", "personal", *others, "worst tenth", "global", "MB sent", "minutes",
               "own settings"]]
@@ -250,9 +265,10 @@ def draw(kinds, path):
         for axis, (title, rows) in zip(np.atleast_1d(axes), kinds.items()):
             shown = [row for row in rows[::-1] if row["against"].get(TO[0])]
             for y, row in enumerate(shown):
-                mean, interval, word = row["against"][TO[0]]
-                colour = {"ahead": "C2", "behind": "C1"}.get(word, "C6")
-                axis.plot(mean, y, "o", color=colour, label=word)
+                mean, interval, order, _ = row["against"][TO[0]]
+                order = "inconclusive" if order.endswith("*") else order
+                colour = {"ahead": "C2", "behind": "C1"}.get(order, "C6")
+                axis.plot(mean, y, "o", color=colour, label=order)
                 if interval:
                     axis.plot(interval, [y, y], color=colour)
             axis.axvline(0, color="C6", linewidth=1)
@@ -277,7 +293,7 @@ def main(argv):
             kind.train(missing)
     rows = {kind.title: found for kind in kinds if (found := kind.rows())}
     text = "\n\n".join("\n".join([f"## {title}", "", *table(found, args.own)])
-                       for title, found in rows.items())
+                       for title, found in rows.items()) + f"\n\n{mean_ranks(kinds)}"
     folder = pathlib.Path(args.out) if args.file else RESULTS
     (folder / "benchmark.md").write_text(text + "\n", encoding="utf-8")
     draw(rows, folder / "benchmark.png")

@@ -11,12 +11,14 @@ import json
 import pathlib
 import re
 import statistics
+from typing import NamedTuple
 
 import numpy as np
 
 import common
 from fl.records import FREE
 
+from . import ranks
 from .planning import flags
 
 MEASURES = {  # title: its value in a record
@@ -29,10 +31,20 @@ MEASURES = {  # title: its value in a record
     "minutes": lambda r: sum(row["seconds"] + row.get("evaluation_seconds", 0)
                              for row in r["rounds"]) / 60,
 }
-GAIN, DIGITS = "gain over Local", {"MB sent": 1, "s a round": 2, "minutes": 1}  # others: 3
-COLUMNS = [*list(MEASURES)[:4], GAIN, "rounds", *list(MEASURES)[4:], "own"]
+GAIN, RANK = "gain over Local", "mean rank"
+DIGITS = {"MB sent": 1, "s a round": 2, "minutes": 1}  # others: 3
+COLUMNS = [*list(MEASURES)[:4], GAIN, RANK, "rounds", *list(MEASURES)[4:], "own"]
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
           for i in range(7)]  # common.drawing has 7 colours
+
+
+class Paired(NamedTuple):
+    """A difference of two methods' personal accuracies."""
+
+    mean: float
+    interval: tuple  # of 95 %; None for one pair of runs
+    order: str  # ahead, behind, inconclusive; "" without an interval. A * is from `mark`
+    p: float  # that the difference is 0; None without an interval
 
 
 def report(records, methods, args, shared):
@@ -78,8 +90,41 @@ def table(records, methods, against, shared):
         row["against"] = {name: to[name] for name in references}
         row[GAIN] = to[local]
         row["bold"] = bool(row["personal"]) and (
-            row["method"] == best or bool(to[best]) and to[best][2] == "inconclusive")
+            row["method"] == best or bool(to[best]) and to[best].order == "inconclusive")
+    mark(rows)
+    found = ranks_over_splits(records)
+    for row in rows:
+        row[RANK] = found.get(row["method"])
     return rows
+
+
+def ranks_over_splits(records):
+    """Returns {method: its mean rank over the splits, by the mean personal accuracy of its seeds},
+    of the methods with a result on each split; {} for one split."""
+    by_split = {}
+    for name, runs in records.items():
+        for r in runs:
+            if not r["diverged"] and "personal" in r["final"]:
+                at = by_split.setdefault(r["args"]["split_seed"], {})
+                at.setdefault(name, []).append(MEASURES["personal"](r))
+    names = [name for name in records if all(name in at for at in by_split.values())]
+    if len(by_split) < 2 or len(names) < 2:
+        return {}
+    scores = [[np.mean(at[name]) for name in names] for at in by_split.values()]
+    return dict(zip(names, ranks.mean_ranks(scores).tolist()))
+
+
+def mark(rows):
+    """Adds a * to each order of `against` that Holm's correction over the table's pairs of methods
+    makes inconclusive."""
+    p = {frozenset((row["method"], name)): pair.p for row in rows
+         for name, pair in row["against"].items() if pair and pair.interval}
+    corrected = dict(zip(p, ranks.holm([*p.values()])))
+    for row in rows:
+        for name, pair in row["against"].items():
+            if pair and pair.order in ("ahead", "behind") and (
+                    corrected[frozenset((row["method"], name))] > 0.05):
+                row["against"][name] = pair._replace(order=f"{pair.order}*")
 
 
 def own_settings(method, shared):
@@ -109,9 +154,7 @@ def spreads(values, splits):
 
 
 def paired(runs, others):
-    """Returns the mean difference of the personal accuracy over equal splits, seeds and clients,
-    its 95 % interval, and "ahead", "behind" or "inconclusive" (None and "" for one pair of runs);
-    None without a pair.
+    """Returns the Paired difference over equal splits, seeds and clients; None without a pair.
 
     The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
     split, clients, because both vary. A split's seeds get the same clients, because a client's
@@ -127,13 +170,16 @@ def paired(runs, others):
     splits = [np.array(D) for D in by_split.values()]  # [runs, K] each
     mean = float(np.concatenate([D.mean(1) for D in splits]).mean())
     if sum(map(len, splits)) == 1:
-        return mean, None, ""
+        return Paired(mean, None, "", None)
     sampled = []
     for counts, weights in draws(tuple(D.shape for D in splits)):
         means = [drawn / D.shape[1] @ D.T for drawn, D in zip(counts, splits)]
         sampled.append((weights * np.concatenate(means, 1)).sum(1))
+    sampled = np.concatenate(sampled)
     low, high = map(float, np.percentile(sampled, [2.5, 97.5]))
-    return mean, (low, high), "ahead" if low > 0 else "behind" if high < 0 else "inconclusive"
+    order = "ahead" if low > 0 else "behind" if high < 0 else "inconclusive"
+    tail = 1 + min((sampled <= 0).sum(), (sampled >= 0).sum())  # 1: no sample proves p = 0
+    return Paired(mean, (low, high), order, float(min(1, 2 * tail / (1 + len(sampled)))))
 
 
 @functools.lru_cache(1)
@@ -169,6 +215,8 @@ def cell(title, value):
         return str(value)
     if title == GAIN:
         return f"{value[0]:+.3f}"
+    if title == RANK:
+        return f"{value:.1f}"
     if title in DIGITS:
         return f"{value[0]:.{DIGITS[title]}f}"
     return " ± ".join(f"{z:.3f}" for z in value if z is not None)
@@ -182,14 +230,13 @@ def paired_table(rows):
 
 
 def difference(pair):
-    """Returns what paired() has returned as text: the mean with its interval, and the order."""
+    """Returns a Paired as text: the mean with its interval, and the order."""
     if not pair:
         return "", ""
-    mean, interval, order = pair
-    text = f"{mean:+.3f}"
-    if interval:
-        text += f" [{interval[0]:+.3f}, {interval[1]:+.3f}]"
-    return text, order
+    text = f"{pair.mean:+.3f}"
+    if pair.interval:
+        text += f" [{pair.interval[0]:+.3f}, {pair.interval[1]:+.3f}]"
+    return text, pair.order
 
 
 def lines(titles, body):
@@ -226,7 +273,17 @@ def about_differences(rows):
     if rows[0]["runs"] == 1:
         return f"{text}. One run of each method gives no interval, so nothing is decided."
     return (f"{text}, with 95 % bootstrap intervals over runs and clients. A method is ahead or "
-            "behind if its interval excludes 0.")
+            "behind if its interval excludes 0; *: not after Holm's correction over the table's "
+            "pairs of methods.")
+
+
+def about_ranks(rows, splits):
+    """Returns words on the column of mean ranks, if there is one."""
+    methods = sum(bool(row[RANK]) for row in rows)
+    if not methods:
+        return ""
+    return (f" Mean ranks are over the {splits} splits; two methods differ if their ranks do by "
+            f"{ranks.critical_difference(methods, splits):.1f} or more (Nemenyi's test, .05).")
 
 
 def count(n, word):
@@ -270,7 +327,7 @@ def page(rows, records, methods, args, shared):
              f"The {'split' if args.split_seeds == 1 else 'first split'}: {about_split(some)}.",
              f"Accuracies after the last round, without runs that diverged: {about_runs(args)}.\n"
              "docs/compare.md explains the columns. Times are those on "
-             f"{some['environment']['device']}.",
+             f"{some['environment']['device']}.{about_ranks(rows, args.split_seeds)}",
              "\n".join(lines(*main_table(rows)))]
     titles, body = paired_table(rows)
     if body:
@@ -307,7 +364,8 @@ def latex(rows, some, args):
         if row["bold"]:
             at = titles.index("personal")
             line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
-    caption = f"{about} Accuracies after the last round: {about_runs(args)}. {bold}."
+    caption = (f"{about} Accuracies after the last round: {about_runs(args)}. {bold}."
+               + about_ranks(rows, args.split_seeds))
     text = ["% needs \\usepackage{array,booktabs,graphicx}",
             tabular("compare", caption, titles, body)]
     titles, body = paired_table(rows)

@@ -187,6 +187,11 @@ def test_the_page_has_the_tables_of_the_committed_runs(tmp_path):
     for k in kinds:
         for line in benchmark.table(k.rows()):
             assert line in page
+    ranks = benchmark.mean_ranks(kinds)
+    assert ranks in (planning.HERE / "results" / "benchmark" / "benchmark.md").read_text()
+    said = {"fedslr": "5.7 of 23", "apfl": "8.0", "fedrep": "8.1", "per-fedavg": "17.2"}
+    assert all(f"{name} {z.split()[0]}" in ranks and f"{z})" in page for name, z in said.items())
+    assert "do by 11.6 or more" in ranks and "must differ by 11.6" in page
     numbers = re.findall(r"^\|[a-z-]+[^|]*\|0\.\d+\|", page, re.M)
     assert len(numbers) == len(kinds) * len(planning.METHODS)  # no row of a method that left
 
