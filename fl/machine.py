@@ -157,7 +157,9 @@ def device_name(device):
         return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return f"{found.group(1) if found else platform.processor() or 'CPU'} ({cores()} cores)"
+    name = found.group(1) if found else platform.processor() or "CPU"
+    # CPUs of one name with other instructions round otherwise
+    return f"{name} ({cores()} cores, {torch.backends.cpu.get_cpu_capability()})"
 
 
 def free_memory(device):
