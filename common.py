@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fl.data
 import fl.net
 import fl.splits
-from fl.data import DATASETS, images_for, load_data
+from fl.data import images_for
 from fl.flags import (
     Parser,
     fraction,
@@ -31,14 +31,14 @@ from fl.flags import (
     positive_fraction,
     positive_int,
 )
-from fl.machine import find_device, is_main_process, now, refuse, say
+from fl.machine import find_device, now, refuse, say
 from fl.models import MODELS
-from fl.net import Net, find, load_file, with_part
+from fl.net import Net, load_file, with_part
 from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
-from fl.training import Training, form_of, grad, may_look, naming, step
+from fl.training import Training, check_clients, form_of, grad, may_look, naming, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"
@@ -134,14 +134,14 @@ class Federation:
 
         Results do not depend on how many clients train at once; on a GPU up to rounding.
         """
+        check_clients(S, self.K)
         epochs = self.args.epochs if epochs is None else epochs
-        images = images or [self.split.train[k] for k in S]
+        images = [self.split.train[k] for k in S] if images is None else images
         for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
             if len(z) != len(S):
                 refuse(f"federation.train: {name} has {len(z)} rows for {len(S)} clients; give it "
                        "one for each client of S, as V[S]")
-        clients = [Epochs(self, int(k), index, t, epochs, draw, order)
-                   for k, index in zip(S, images)]
+        clients = [Epochs(self, int(k), i, t, epochs, draw, order) for k, i in zip(S, images)]
         return self.training.train(self, client_update, own, clients, shared)
 
     def one_by_one(self, client_update, own, clients, shared):
@@ -224,7 +224,7 @@ class Federation:
         images, if there are any and `images` is None.
         images: for each client the numbers of the images to measure on, not its test images.
         """
-        own = images or self.split.test
+        own = self.split.test if images is None else images
         index = np.concatenate(own)
         if torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
@@ -251,7 +251,7 @@ class Federation:
     def losses(self, w, images=None):
         """Returns w's mean cross-entropy on each client's training images (or on those numbered
         images[k]): [K]. w: [d]."""
-        images = images or self.split.train
+        images = self.split.train if images is None else images
         index = np.concatenate(images)
         client = torch.from_numpy(self.everyone.repeat([*map(len, images)])).to(self.device)
         labels = self.labels[torch.as_tensor(index, device=self.device)]

@@ -64,9 +64,9 @@ def local_training(net, args):
     return client_update
 
 
-def main(argv=None, federation=None):
-    federation = federation or common.Federation(arguments(argv))
-    args = federation.args
+def main(argv=None):
+    args = arguments(argv)
+    federation = common.Federation(args)
     run = common.Run(__file__, federation)
     client_update = local_training(federation.net, args)
 

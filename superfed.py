@@ -125,11 +125,11 @@ def local_training(net, args):
     return client_update
 
 
-def main(argv=None, federation=None):
+def main(argv=None, federation=None, file=__file__):
     federation = federation or common.Federation(arguments(argv))
     args = federation.args
     phase_two_from = first_round_of_phase_two(args)  # the first t >= L*R
-    run = common.Run(__file__, federation, fixed_rounds="Phase II's start, L*R, depends on R",
+    run = common.Run(file, federation, fixed_rounds="Phase II's start, L*R, depends on R",
                      marks={phase_two_from + 1: "Phase II begins"})  # counted from 1
     run.note(f"phases  Phase II begins with round {phase_two_from + 1}"
              if phase_two_from < args.rounds else "phases  no Phase II")

@@ -78,7 +78,7 @@ def arguments(argv):
     args = p.parse_args(argv)
     if not args.file and args.tune:
         p.error("--tune is for a file of your own; the other methods have their grids")
-    args.mine = pathlib.Path(args.file).stem if args.file else None
+    args.mine = planning.name_of(args.file) if args.file else None
     if args.mine in planning.METHODS:
         p.error(f"{args.file}: the benchmark has a {args.mine}; give the file another name")
     args.own = dict(OWN)

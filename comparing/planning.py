@@ -137,7 +137,12 @@ def named(methods):
         elif word == "all":
             yield from ((method, method) for method in METHODS)
         else:
-            yield word if word in METHODS else pathlib.Path(word).stem, word
+            yield word if word in METHODS else name_of(word), word
+
+
+def name_of(file):
+    """Returns the name of a method of somebody's file, as NAME=METHOD takes it."""
+    return pathlib.Path(file).stem.replace(".", "_").lstrip("_")
 
 
 def words_of(sets, option):

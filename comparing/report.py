@@ -88,10 +88,12 @@ def table(records, methods, against, shared):
         to = {name: None if name in (None, row["method"]) else
               paired(records[row["method"]], records[name]) for name in {*references, best, local}}
         row["against"] = {name: to[name] for name in references}
-        row[GAIN] = to[local]
-        row["bold"] = bool(row["personal"]) and (
-            row["method"] == best or bool(to[best]) and to[best].order == "inconclusive")
+        row[GAIN], row["to best"] = to[local], to[best]
     mark(rows)
+    for row in rows:
+        pair = row["against"].get(best, row["to best"])
+        row["bold"] = bool(row["personal"]) and (
+            row["method"] == best or bool(pair) and pair.order not in ("ahead", "behind", ""))
     found = ranks_over_splits(records)
     for row in rows:
         row[RANK] = found.get(row["method"])

@@ -297,7 +297,7 @@ def remarks(data):
     has, tested = (np.bincount(data.labels[part], minlength=data.classes)
                    for part in (slice(data.n_train), data.central))
     for lacking, kind in ((has == 0, "training"), ((has > 0) & (tested == 0), "test")):
-        which = [str(data.names[c] if data.names else c) for c in np.flatnonzero(lacking)]
+        which = [str(dict(enumerate(data.names)).get(c, c)) for c in np.flatnonzero(lacking)]
         if which:
             notes.append(f"note    no {kind} image is of class {', '.join(which[:10])}"
                          + f" and {len(which) - 10} more" * (len(which) > 10))

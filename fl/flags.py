@@ -139,7 +139,7 @@ def parser(doc, **defaults):
               "gives; loop: plainly one client after the other")
     flag("--eval-every", type=positive_int, default=5,
          help="rounds between evaluations; the last is always evaluated")
-    if "target" in defaults:  # of files that hand their global model to run.evaluates
+    if "target" in defaults:  # of files that call run.stop_at_target
         flag("--target", type=positive_fraction, nargs="*", metavar="TOP1",
              help="measure the global model after every round; stop when its accuracy has reached "
                   "all these")

@@ -425,7 +425,7 @@ class Run:
         state.restore(self.state, saved, self.federation.device)
         self.history, self.per_client = saved["history"], saved["per_client"]
         done, past, now = len(self.history), saved["environment"], self.environment
-        if self.targets and done and self.history[-1]["top1"] >= max(self.targets):
+        if self.targets and done and self.history[-1].get("top1", 0) >= max(self.targets):
             self.last = done
         other = f", by torch {past['torch']}" if past["torch"] != now["torch"] else ""
         self.note(f"resume  {self.state_file}: {done} of {self.args.rounds} rounds are done{other}")

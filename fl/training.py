@@ -162,8 +162,6 @@ class Training:
     def train(self, fed, client_update, own, clients, shared):
         """Federation.train, with the Epochs of the clients."""
         S = [one.client for one in clients]
-        if not S or min(S) < 0 or max(S) >= fed.K:
-            refuse(f"federation.train: S is {S}; it needs a client, and numbers below {fed.K}")
         if empty := [one.client for one in clients if not len(one.images)]:
             refuse(f"federation.train: `images` has none for client {empty[0]}; leave it out of S")
         if S != self.agree(S):
@@ -291,6 +289,11 @@ def compare(net, start, wanted, found, precision):
             rounding = 1e-6 * w.norm() + least * w.numel() ** 0.5
             if not (g - w).norm() <= tolerance * c.norm() + rounding:
                 raise ValueError("a minibatch does not give what the plain loop gives")
+
+
+def check_clients(S, K):
+    if not len(S) or min(S) < 0 or max(S) >= K:
+        refuse(f"federation.train: S is {[*map(int, S)]}; it needs a client, and numbers below {K}")
 
 
 def form_of(found, first=None):

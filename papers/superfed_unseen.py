@@ -33,13 +33,22 @@ class Federation(common.Federation):
         return np.sort(rng.choice(self.seen, min(m, len(self.seen)), replace=False))
 
 
-def main(argv=None):
+def arguments(argv):
+    """Returns superfed.py's arguments and `unseen`, which a resumed run must not change either."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--unseen", type=common.positive_int, default=20)
-    own, argv = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    federation = Federation(superfed.arguments(argv), own.unseen)
-    superfed.main(federation=federation)
-    out = federation.args.out or f"runs/superfed-{federation.data.name}-{federation.args.seed}"
+    argv = sys.argv[1:] if argv is None else argv
+    own, rest = parser.parse_known_args(argv)
+    args = superfed.arguments(rest)
+    args.unseen, args.argv = own.unseen, [*map(str, argv)]
+    return args
+
+
+def main(argv=None):
+    args = arguments(argv)
+    federation = Federation(args, args.unseen)
+    superfed.main(federation=federation, file=__file__)
+    out = args.out or f"runs/superfed_unseen-{federation.data.name}-{args.seed}"
     state = torch.load(f"{out}/state.pt", weights_only=True, map_location=federation.device)
     found = measures(federation, state["state"]["w_f"], state["state"]["w_l"])
     for name, accuracy in found.items():

@@ -242,6 +242,8 @@ SLIPS = {
     "nobody": (dict(sample=lambda self, fed, t: fed.sample(t, 0)), "train: S is []"),
     "a client from the end": (dict(sample=lambda self, fed, t: np.array([-1, 1])),
                               "train: S is [-1, 1]; it needs a client, and numbers below 6"),
+    "a client that is not there": (dict(sample=lambda self, fed, t: np.array([6])),
+                                   "train: S is [6]; it needs a client, and numbers below 6"),
     "images of all clients": (dict(images=lambda self, fed, S: fed.split.train),
                               "train: `images` has 6 rows for 3 clients"),
     "a client without images": (dict(images=lambda self, fed, S: [[0], [1], []]),

@@ -603,6 +603,13 @@ def test_how_often_the_interval_covers_the_truth(of_runs, of_clients, noise, cov
     assert hits / 400 == pytest.approx(covered, abs=0.005)
 
 
+def test_names_of_files():
+    """A dot would end the name in --set; a name that the program makes is one that it takes."""
+    for file, name in (("a/mine.v2.py", "mine_v2"), ("_mine.py", "mine")):
+        assert planning.name_of(file) == name
+        assert [*planning.named(f"{name}={file}")] == [*planning.named(file)] == [(name, file)]
+
+
 def test_holms_correction_and_ranks():
     """By hand: .005 * 4, .01 * 3, .03 * 2, and .04, which is no smaller than the one before. The
     critical difference of 4 methods on 14 data sets is Demsar's."""

@@ -1005,3 +1005,11 @@ def test_ctrl_c_while_decoding_is_one_line(tmp_path):
                           cwd=pathlib.Path(__file__).parent.parent)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
     assert {path.name for path in root.iterdir()} == {"train", "test"}
+
+
+def test_more_classes_than_names(tmp_path, capsys):
+    np.savez(tmp_path / "two.npz", **images(classes=2) | {"classes": np.array(["ant", "bee"])})
+    fedavg.main(["--dataset", str(tmp_path / "two.npz"), "--classes", "3", "--clients", "4",
+                 "--split", "iid", "--model", "mnistnet", "--rounds", "1", *CPU,
+                 "--out", str(tmp_path / "out")])
+    assert "no training image is of class 2" in capsys.readouterr().out

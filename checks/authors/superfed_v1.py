@@ -50,7 +50,7 @@ def main(argv=None):
 
     superfed.mix, superfed.loss_3 = mix, loss_3
     superfed.first_round_of_phase_two = first_round_of_phase_two
-    return superfed.main(federation=federation)
+    return superfed.main(federation=federation, file=__file__)
 
 
 if __name__ == "__main__":
