@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from .files import find, fresh, load_file  # noqa: F401
 from .machine import first_line, generators, refuse
@@ -425,8 +426,15 @@ def check(net, precision):
             raise ValueError("its spectral_norm has buffers that must follow the weights; use "
                              "parametrizations.weight_norm, or divide by torch.linalg."
                              "matrix_norm(weight, 2) in forward")
+    if hooked := [name for name, z in net.module.named_parameters() if z._backward_hooks]:
+        raise ValueError(f"{hooked[0]} has a hook on its gradient, which would not be called; use "
+                         "requires_grad = False, or multiply the weight by a mask in forward")
     rng = np.random.default_rng(0)
-    w_0, w_1 = (net.drawn(rng)[0] for _ in range(2))
+    (w_0, *at_0), (w_1, *_), (again, *at_again) = (
+        net.drawn(rng), net.drawn(rng), net.drawn(np.random.default_rng(0)))
+    if not all(map(torch.equal, tree_leaves((w_0, at_0)), tree_leaves((again, at_again)))):
+        raise ValueError("two calls with one --seed give other weights or buffers: it draws from a "
+                         "generator without a seed; use torch's functions, or np.random's")
     net.state_dict(w_0)  # must not fail when the run ends
     scale = net.per_weight([float(z.square().mean().sqrt()) or 0.1 for z in w_0.split(net.sizes)])
     noise = torch.from_numpy(rng.standard_normal(net.d).astype(np.float32)).to(net.device)

@@ -292,6 +292,8 @@ def compare(net, start, wanted, found, precision):
 
 
 def check_clients(S, K):
+    if str(getattr(S, "dtype", "")).endswith("bool"):  # True is the number 1
+        refuse("federation.train: S is a mask; it needs the clients' numbers, as np.flatnonzero(S)")
     if not len(S) or min(S) < 0 or max(S) >= K:
         refuse(f"federation.train: S is {[*map(int, S)]}; it needs a client, and numbers below {K}")
 

@@ -242,6 +242,8 @@ SLIPS = {
     "nobody": (dict(sample=lambda self, fed, t: fed.sample(t, 0)), "train: S is []"),
     "a client from the end": (dict(sample=lambda self, fed, t: np.array([-1, 1])),
                               "train: S is [-1, 1]; it needs a client, and numbers below 6"),
+    "a mask": (dict(sample=lambda self, fed, t: torch.ones(6, dtype=torch.bool)),
+               "train: S is a mask"),
     "a client that is not there": (dict(sample=lambda self, fed, t: np.array([6])),
                                    "train: S is [6]; it needs a client, and numbers below 6"),
     "images of all clients": (dict(images=lambda self, fed, S: fed.split.train),

@@ -66,8 +66,8 @@ def compared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "Child", Here)
         patch.setitem(fl.plots.STYLE, "savefig.dpi", 50)  # quicker
-        terminal = io.BytesIO()
-        patch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
+        terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+        patch.setattr(sys, "stdout", terminal)
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         code = compare.main([
             "--methods", f"local,own={OWN},persfl", "--dataset", str(out / "toy.npz"), *SMALL,
@@ -78,7 +78,7 @@ def compared(tmp_path_factory):
     found = {str(path.parent.relative_to(out / "out")): records.read(path)
              for path in out.rglob("result.json")}
     assert code == 0
-    return out / "out", found, terminal.getvalue().decode("ascii")
+    return out / "out", found, terminal.buffer.getvalue().decode("ascii")
 
 
 def test_the_tables_are_those_of_the_records(compared):

@@ -483,6 +483,16 @@ def test_what_is_noted(forward, more, d, note, tmp_path):
     assert net.notes == [note] and net.d == d
 
 
+@pytest.mark.parametrize("more, words", [
+    ("self.conv.weight.register_hook(lambda g: 0 * g)", "conv.weight has a hook on its gradient"),
+    ("self.conv.weight.data += torch.from_numpy(np.random.default_rng().random(1)).float()",
+     "two calls with one --seed give other weights"),
+    ("self.register_buffer('R', torch.from_numpy(np.random.default_rng().random(1)).float())",
+     "two calls with one --seed give other weights")])
+def test_what_a_copy_of_the_network_would_lose(more, words, tmp_path, capsys):
+    refused(capsys, words, common.Net, changed(tmp_path, "super().forward(x)", more), *IMAGES)
+
+
 def test_frozen_parameters_stay_as_they_are(toy, tmp_path):
     """They are in the network and in model.pt."""
     file = tmp_path / "mine.py"
