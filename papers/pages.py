@@ -112,7 +112,7 @@ Other runs are in folders of their own, and the papers' pages in [docs](../docs/
 `fedslr` (a small CNN; ResNet-18), `fedavg-starts`, `fedavg-beyond`, `fedavgm-seeds`,
 `superfed-own-start`, `superfed-local`, `superfed-official`, `psinet-softmax`, `psinet-bn`,
 `persfl-normalize`, `persfl-local`, `precision`, and [comparisons of
-methods](../docs/compare.md): `compare`, `compare-plain` and `compare-cifar10`.
+methods](../docs/compare.md): `compare`, `benchmark`.
 [LOG.md](LOG.md) lists what was tried without success.
 """
 NOT_HERE = """

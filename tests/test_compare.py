@@ -708,13 +708,12 @@ def test_the_paper_s_table():
 # What is committed
 
 
-@pytest.mark.parametrize("folder", ["compare", "compare-cifar10"])
-def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder, tmp_path):
+def test_the_committed_table_is_made_of_its_records_by_the_page_s_command(tmp_path):
     """Settings, table and notes, to the last character. A record of other settings would be
     refused."""
-    out = HERE / "results" / folder
+    out = HERE / "results" / "compare"
     page = (HERE / "docs" / "compare.md").read_text().replace("\\\n", " ")
-    command = re.search(rf"python compare.py (.* --out) runs/{folder}$", page, re.M)[1]
+    command = re.search(r"python compare.py (.* --out) runs/compare$", page, re.M)[1]
     args, shared = compare.arguments([*command.split(), str(out)])
     methods = planning.plan(args.methods, args.set, shared)
     runs = [training.record(run) for run in compare.jobs(methods, args, shared)]
@@ -726,15 +725,12 @@ def test_committed_tables_are_made_of_their_records_by_the_page_s_command(folder
     report.write_csv(rows, found, tmp_path)
     for name in ("compare.csv", "runs.csv"):
         assert (tmp_path / name).read_text() == (out / name).read_text()
-    if folder == "compare-cifar10":
-        assert "\n".join(report.lines(*report.paired_table(rows))) in page
 
 
 @pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
-@pytest.mark.parametrize("folder", ["compare", "compare-cifar10"])
-def test_a_paper_of_two_columns_takes_the_committed_table(folder, tmp_path):
+def test_a_paper_of_two_columns_takes_the_committed_table(tmp_path):
     """LaTeX finds no error, and nothing is wider than the page. An empty box is the figure."""
-    text = (HERE / "results" / folder / "compare.tex").read_text()
+    text = (HERE / "results" / "compare" / "compare.tex").read_text()
     packages = re.match("% needs (.*)", text)[1]
     text = re.sub(r"\\includegraphics.*", r"\\rule{1cm}{1cm}", text)
     (tmp_path / "paper.tex").write_text(
