@@ -39,10 +39,15 @@ def first_round_of_phase_two(args):
     return max(int(args.start * args.rounds) - 1, 0)  # D4
 
 
-def main(argv=None):
+def arguments(argv):
     argv = sys.argv[1:] if argv is None else [*map(str, argv)]
-    # D4; a flag given later wins
-    federation = Federation(superfed.arguments(["--lr-decay", "0.995", *argv]))
+    args = superfed.arguments(["--lr-decay", "0.995", *argv])  # D4; a flag given later wins
+    args.argv = argv
+    return args
+
+
+def main(argv=None):
+    federation = Federation(arguments(argv))
     own = mixed(federation.net)
 
     def mix(w_f, w_l, lam):
