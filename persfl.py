@@ -21,7 +21,8 @@ our choices, also D10 (means of five seeds):
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: G_{E_G+1} is everybody's teacher. On DS-3 the paper's FedAvg has twice our rounds.
+    D8  Line 11: G_{E_G+1} is everybody's teacher. On CIFAR-10's DS-3 and MNIST's DS-2 the paper's
+        FedAvg has twice our rounds.
     D9  Users are dealt only training images, 6,000 in MNIST's DS-1, as in the authors' logs.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline.
 

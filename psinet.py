@@ -15,7 +15,7 @@ proportions. docs/psinet.md explains our choices:
     D1  Line 3: each group of the first grouped layer sees all channels. The layer is initialised
         like the ungrouped one.
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size
-        (in VGG-16, of its size before rounding).
+        (in VGG-16 and cnn, of its size before rounding).
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
     D5  Lines 9, 10 weight node i by its images. A group that no node of S has keeps its value.

@@ -81,9 +81,9 @@ def parser(doc, **defaults):
               "array client_train of a .npz, the users of LEAF)")
     flag("--alpha", type=nonnegative, default=1.0,
          help="alpha of the Dirichlet splits. dirichlet-classes, fedma: of each class's shares "
-              "over the clients; fedslr, unequal-classes: of each client's shares over the "
-              "classes; dirichlet-hsu: alpha * p, where p are the classes' shares; others refuse "
-              "it")
+              "over the clients; fedslr: of each client's shares over the classes; "
+              "unequal-classes: of Gamma amounts before scaling; dirichlet-hsu: alpha * p, where p "
+              "are the classes' shares; others refuse it")
     flag("--per-client", type=positive_int, default=2,
          help="s, shards (--split shards) or classes (--split classes, "
               "unequal-classes, lognormal) a client; others refuse it")

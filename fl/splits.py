@@ -262,8 +262,9 @@ def split_dirichlet_classes(labels, classes, rng, args, balance=False):
 
 def split_classes(labels, classes, rng, args, unequal=False):
     """Gives each client s random classes, and all equally many images: equally many of each class
-    (Psi-Net's "N x c"; FedPer's), or, with unequal, what `shares` says (PersFL's DS-1). The next
-    client takes the classes that the fewest clients have; ties are broken at random."""
+    (Psi-Net's "N x c"; FedPer's), or, with unequal, amounts by `shares` (PersFL's DS-1 may have
+    such; these are ours). The next client takes the classes that the fewest clients have; ties are
+    broken at random."""
     holders, chosen = np.zeros(classes, int), []
     for _ in range(args.clients):
         chosen.append(np.lexsort((rng.random(classes), holders))[: args.per_client])
@@ -284,10 +285,10 @@ def split_classes(labels, classes, rng, args, unequal=False):
 
 def shares(has, n, rng, args, least=10):
     """Returns how many images of each class each client gets: [K, classes]. has [K, classes] says
-    which classes are its own, n how many images a class has for each of its holders. A client gets
-    `least` of each, and of the rest amounts ~ Gamma(alpha), scaled until all clients have equally
-    many and each class is used up (iterative proportional fitting). One image of n is left out,
-    since amounts are rounded."""
+    which classes are its own, n how many images every class has at least for each of its holders. A
+    client gets `least` of each, and of the rest amounts ~ Gamma(alpha), scaled until all clients
+    have equally many and each class gives n-1 per holder (iterative proportional fitting). One of n
+    is left out, since amounts are rounded."""
     if (rest := n - least - 1) < 1:
         refuse(f"--split unequal-classes gives each client {least} images or more of each of its "
                "classes; use fewer --clients or more images")
