@@ -18,7 +18,7 @@ class Table(NamedTuple):
     name: str
     title: str
     columns: list
-    rows: dict  # label -> published values, one for each column
+    rows: dict  # row -> {column: published value}
     cell: object  # (row, column) -> (command, measure); of a list of commands the best counts
     rank: int  # 1 is run first
     note: str  # what one must know to read it
@@ -26,27 +26,29 @@ class Table(NamedTuple):
     draw: object  # a function of figures.py, or None
 
 
-def values_of(text):
-    """{row: its values} of lines `row | values`."""
-    lines = (line.split("|") for line in text.strip().splitlines())
-    return {row.strip(): values.split() for row, values in lines}
-
-
 def table(name, title, columns, text, cell, rank, note="", why=None, draw=None):
-    """text: a line `row | values` for each row. A value is verbatim, or ? (lost in our copy), or -
-    (not in the paper)."""
-    if isinstance(columns, str):
-        columns = columns.split()
-    rows = values_of(text)
-    assert all(len(values) == len(columns) for values in rows.values()), name
+    columns = columns.split() if isinstance(columns, str) else columns
+    rows = values_of(text, columns)
     return Table(name, title, columns, rows, cell, rank, note, why or {}, draw)
 
 
-def pairs(*parts):
-    """All combinations of the words between the bars: pairs("a|b", "x|y") is a x, a y, b x, b y."""
-    return [" ".join(words) for words in itertools.product(*(part.split("|") for part in parts))]
+def values_of(text, columns):
+    """Returns {row: {column: value}} of a line `row | values` for each row. A value is verbatim, or
+    ? (lost in our copy), or - (not in the paper)."""
+    lines = (line.split("|") for line in text.strip().splitlines())
+    return {row.strip(): dict(zip(columns, values.split(), strict=True)) for row, values in lines}
 
 
 def unknown(rows, columns):
-    """A table's text where every value is lost: figures, mostly."""
-    return "\n".join(f"{row} | {'? ' * columns}" for row in rows)
+    """Returns a table's text where every value is lost: figures, mostly."""
+    return "\n".join(f"{row} | {'? ' * len(columns)}" for row in rows)
+
+
+def pairs(*parts):
+    """Returns all combinations: pairs("a|b", "x|y") is a x, a y, b x, b y."""
+    return [" ".join(words) for words in itertools.product(*(part.split("|") for part in parts))]
+
+
+def settings(*texts):
+    """Returns {"E": "1", "C": "0.1"} of "FedAvg E=1", "C=0.1"."""
+    return dict(word.split("=") for text in texts for word in text.split() if "=" in word)

@@ -76,29 +76,29 @@ def reproduce(found):
 
 
 def show(found, every):
-    """Prints a line for each table; every: also each run with its command, and the cells that are
-    read from it."""
-    here = {name: [r for r in found
-                   if any(cell.table == name for cell in runs.commands()[r.command])]
-            for name in TABLES}
-    here = {name: some for name, some in here.items() if some}
+    """Prints a line for each table; every: before it each run and the cells that are read from it.
+    """
+    here, read = {}, runs.commands()
+    for name in TABLES:
+        some = [r for r in found if any(cell.table == name for cell in read[r.command])]
+        if some:
+            here[name] = some
     for name, some in here.items() if every else ():
         common.say(f"{name}  {TABLES[name].title}")
         for r in some:
             rounds = f", {len(r.record['rounds'])} of {r.wanted} rounds" if r.record else ""
             common.say(f"  {r.state}{rounds}: python {shlex.join(r.argv)}")
-            mine = [c for c in runs.commands()[r.command] if c.table == name and r.seed == 0]
+            mine = [c for c in read[r.command] if c.table == name and r.seed == 0]
             for row, own in itertools.groupby(mine, lambda cell: cell.row):
                 own = ", ".join(f"{cell.column} {cell.published}" for cell in own)
                 common.say(f"      {row}: {own}")
     titles = "cells", "done", "short", "empty", "runs", "left"
     common.say(f"{'table':<20}{''.join(f'{word:>6}' for word in titles)}  title")
     for name, some in here.items():
-        cells, _, _, *states = pages.counts(name)
-        row = cells, *states, len(some), sum(not r.ended for r in some)
-        common.say(f"{name:<20}{''.join(f'{n:>6}' for n in row)}  {TABLES[name].title}")
-    left = sum(not r.ended for r in found)
-    common.say(f"\n{len(found)} different runs, {left} left")
+        row = pages.counts(name) | {"runs": len(some), "left": sum(not r.ended for r in some)}
+        numbers = "".join(f"{row[title]:>6}" for title in titles)
+        common.say(f"{name:<20}{numbers}  {TABLES[name].title}")
+    common.say(f"\n{len(found)} different runs, {sum(not r.ended for r in found)} left")
 
 
 def run_command(argv):

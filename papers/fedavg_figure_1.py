@@ -39,27 +39,26 @@ def main(argv=None, out=RESULTS):
     more = sys.argv[1:] if argv is None else argv
     args = common.parse(p, fedavg.BY_DATASET, [*SETTING.split(), *more])
     federation = common.Federation(args)
-    client_update, two = fedavg.local_training(federation.net, args), np.array([0, 1])
+    client_update = fedavg.local_training(federation.net, args)
     first, other = (federation.net.init(common.stream(args.seed + i, "initialisation"))
                     for i in (0, 1))
-    found = {}
+    loss = {}
     for name, second in (("shared", first), ("different", other)):
-        own, eta = [torch.stack([first, second])], federation.eta(0)
-        W = federation.train(client_update, two, 0, own=own, shared=[eta])
-        found[name] = losses(federation, W)
+        W = federation.train(client_update, [0, 1], 0, own=[torch.stack([first, second])],
+                             shared=[federation.eta(0)])
+        loss[name] = losses(federation, W)
     record = {"args": vars(args), "commit": provenance.commit([__file__]), "theta": THETA.tolist(),
-              "loss": found}
+              "loss": loss}
     (out / "fedavg-figure-1.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(record, out / "fedavg-figure-1.png")
+    draw(loss, out / "fedavg-figure-1.png")
     return record
 
 
-def draw(record, path):
-    theta = np.array(record["theta"])
+def draw(losses, path):
     with common.drawing(path, 1, 2, (10, 4)) as axes:
-        for axis, (name, loss) in zip(axes, record["loss"].items()):
-            better = min(loss[np.abs(theta - end).argmin()] for end in (0, 1))
-            axis.plot(theta, loss, marker="o", label=r"the network $\theta w + (1-\theta) w'$")
+        for axis, (name, loss) in zip(axes, losses.items()):
+            better = min(loss[np.abs(THETA - end).argmin()] for end in (0, 1))
+            axis.plot(THETA, loss, marker="o", label=r"the network $\theta w + (1-\theta) w'$")
             axis.axhline(better, color="black", linestyle="--",
                          label="the better of the two networks w and w'")
             axis.set(title=f"{name} initial weights", xlabel=r"$\theta$",

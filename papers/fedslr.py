@@ -1,6 +1,6 @@
 """FedSLR's tables and its Figure 3."""
 
-from . import DATA, figures, pairs, table, unknown
+from . import DATA, figures, pairs, settings, table, unknown
 
 TITLE = ("Huang et al. 2023, Fusion of Global and Local Knowledge for Personalized Federated "
          "Learning (FedSLR)")
@@ -10,7 +10,8 @@ COMMON = ("--client-test 0 --fraction 0.1 --rounds 1000 --epochs 2 --batch-size 
 # the settings in which the paper compares methods, for files with other defaults
 SETTINGS = {"fedslr": f"--split fedslr --alpha 0.1 {COMMON}", "fedslr-iid": f"--split iid {COMMON}"}
 
-MODEL = {"GKR": "gkr/mean", "mixed": "personal/mean"}
+MODEL = {"GKR": "gkr/mean", "mixed": "personal/mean", "FedSLR (GKR)": "gkr/mean",
+         "FedSLR (mixed)": "personal/mean"}
 OTHERS = {"LGFedAvg": "lg-fedavg", "Ditto": "ditto --ditto-lambda 0.1 --personal-epochs 1",  # B.2
           "FedDyn": "feddyn --feddyn-alpha 0.1", "APFL": "apfl --apfl-alpha 0.5"}
 BOTH = pairs("GKR|mixed", "acc|GB|10^6")
@@ -28,11 +29,11 @@ def run(name, part="Non-IID", more=""):
 
 def table_1(row, column):
     name, part = column.split()
-    if row.startswith("FedSLR"):
-        return run(name, part), MODEL[row[8:-1]]
+    if row in MODEL:
+        return run(name, part), MODEL[row]
     method = OTHERS.get(row, row.lower())
-    steps = " --lr 0.001 --per-fedavg-alpha 0.01" if row == "Per-FedAvg" else ""  # B.2
     setting = "@fedslr-iid" if part == "IID" else "@fedslr"
+    steps = " --lr 0.001 --per-fedavg-alpha 0.01" if row == "Per-FedAvg" else ""  # B.2
     more = f"{setting}{test_share(name, part)}{steps}"
     return f"baselines.py --method {method} --dataset {DATA[name]} {more}", "personal/mean"
 
@@ -41,31 +42,29 @@ def table_2(row, column):
     """A client's model: APFL's is two, FedSpa's half of one."""
     name, measure = column.split()
     command = table_1(row.replace(" (*)", ""), f"{name} Non-IID")[0]
-    numbers = {"APFL": "2*parameters", "FedSpa": "0.5*parameters"}.get(row, "parameters")
-    if row.startswith("FedSLR"):
-        numbers = f"numbers/{row[8:-1].lower()}"
-    return command, "bytes" if measure == "GB" else numbers
+    if measure == "GB":
+        return command, "bytes"
+    size = {"APFL": "2*parameters", "FedSpa": "0.5*parameters", "FedSLR (GKR)": "numbers/gkr",
+            "FedSLR (mixed)": "numbers/mixed"}
+    return command, size.get(row, "parameters")
 
 
 def one_flag(row, column):
     """CIFAR-100 with one flag changed, which the row names."""
     flag, value = row.split("=")
-    default = {"lambda": "1e-4", "mu": "1e-3", "eta_g": "10", "epochs": "2"}[flag]
     model, _, measure = column.partition(" ")
-    more = "" if value == default else f" --{flag.replace('_', '-')} {value}"
-    parts = {"acc": MODEL[model], "GB": "bytes", "10^6": f"numbers/{model.lower()}",
-             "std": "numbers/mixed_std"}
-    return run("CIFAR-100", "Non-IID", more), parts[measure]
+    more = f" --{flag.replace('_', '-')} {value}"
+    if row in ("lambda=1e-4", "mu=1e-3", "eta_g=10", "epochs=2"):  # the default
+        more = ""
+    parts = {"": MODEL[model], "acc": MODEL[model], "GB": "bytes",
+             "10^6": f"numbers/{model.lower()}", "std": "numbers/mixed_std",
+             "ms": "latency/factorised_ms"}
+    return run("CIFAR-100", more=more), parts[measure]
 
 
 def table_7(row, column):
-    more = f" --lambda 10 --mu {row[3:]} --p-start copy"
-    return run("CIFAR-100", more=more), "personal/mean"
-
-
-def table_9(row, column):
-    measure = "numbers/gkr" if column == "10^6" else "latency/factorised_ms"
-    return one_flag(row, "GKR acc")[0], measure
+    mu = settings(row)["mu"]
+    return run("CIFAR-100", more=f" --lambda 10 --mu {mu} --p-start copy"), "personal/mean"
 
 
 TABLES = [
@@ -142,7 +141,7 @@ TABLES = [
     lambda=1e-3 | 54.26
     lambda=1e-4 | 64.22
     lambda=1e-5 | 63.63
-    """, lambda row, column: one_flag(row, "GKR acc"), 3,
+    """, one_flag, 3,
           "The GKR does not depend on p, so these are Table 3's runs."),
     table("fedslr-9", "Table 9: latency of the GKR, 20 images, CIFAR-100", "10^6 ms", """
     lambda=0    | 11.17 10.98
@@ -151,11 +150,11 @@ TABLES = [
     lambda=1e-4 |  5.54  9.24
     lambda=5e-4 |  3.09  7.62
     lambda=1e-3 |  1.27  6.53
-    """, table_9, 5,
+    """, lambda row, column: one_flag(row, f"GKR {column}"), 5,
           "The paper's times are of a Tesla M60. Ours are measured after a run, by `python -m "
           "papers.fedslr_factors FOLDER`, where FOLDER is the folder of the run's record."),
     table("fedslr-figure-3", "Figure 3: accuracy by client, CIFAR-100, Non-IID", "mean",
-          unknown(("FedAvg", "SCAFFOLD", "FedDyn", "Ditto", "FedSpa", "FedSLR (mixed)"), 1),
+          unknown(("FedAvg", "SCAFFOLD", "FedDyn", "Ditto", "FedSpa", "FedSLR (mixed)"), ["mean"]),
           lambda row, column: table_1(row, "CIFAR-100 Non-IID"), 1,
           "The paper shows violins. Which data set they are of is lost in our copy.",
           draw=figures.clients),

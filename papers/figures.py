@@ -1,8 +1,8 @@
 """Figures in the papers' forms.
 
 `draw` calls one of the functions below it with the path of the picture, its title, and a list of
-(cell, shown, note). shown: what pages.py shows of the cell; a figure that needs a whole run
-takes that of the first seed. note: what is not as in the paper, such as fewer rounds.
+(cell, shown). shown: what pages.py shows of the cell, and as its `note` what is not as in the
+paper, such as fewer rounds. A figure that needs a whole run takes that of the first seed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import numpy as np
 
 import common
 
-from . import reading
+from . import reading, settings
 
 WORDS = {"MM": "Model Mixing", "LM": "Layer Mixing", "LU": "fine-tuned",
          **{name: f"${name}$" for name in "BCEGL"},
@@ -26,13 +26,13 @@ def words(text):
 
 def draw(figure, path, title, found):
     """The title names the data set and the split if all cells share them, and so with the note."""
-    settings = {common.setting(shown.results[0].record) for _, shown, _ in found}
-    notes, title = {note for *_, note in found}, words(title)
+    title, notes = words(title), {shown.note for _, shown in found}
     if len(notes) == 1:
-        found = [(cell, shown, "") for cell, shown, _ in found]
+        found = [(cell, shown._replace(notes=[])) for cell, shown in found]
         title += notes.pop().replace(" [", "\n[")
-    if len(settings) == 1:
-        title += "\n" + settings.pop()
+    shared = {common.setting(shown.results[0].record) for _, shown in found}
+    if len(shared) == 1:
+        title += "\n" + shared.pop()
     figure(path, title, found)
 
 
@@ -50,9 +50,9 @@ def panels(path, title, n, columns, size):
 
 def lambdas(path, title, found):
     """Accuracy over lambda, a panel for each combination; dashed: the paper's best accuracy."""
-    found = [entry for entry in found if "global" not in entry[0].row]
+    found = [(cell, shown) for cell, shown in found if "global" not in cell.row]
     with panels(path, title, len(found), 4, (4, 3.8)) as axes:
-        for axis, (cell, shown, note) in zip(axes, found):
+        for axis, (cell, shown) in zip(axes, found):
             at = reading.final(shown.results[0].record)["lambdas"]
             x, mean, std = (np.array([point[key] for point in at])
                             for key in ("lambda", "mean", "std"))
@@ -62,66 +62,65 @@ def lambdas(path, title, found):
             if published := reading.number(cell.published):
                 axis.axhline(published / 100, color="black", linestyle="--", linewidth=1.2,
                              label=r"the paper, best $\lambda$")
-            axis.set(title=words(f"{cell.row}, {cell.column}") + note, ylim=(0, 1))
+            axis.set(title=words(f"{cell.row}, {cell.column}") + shown.note, ylim=(0, 1))
             axis.set_xlabel(r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)")
         axes[0].set_ylabel("accuracy of personal models")
 
 
 def rounds(path, title, found):
     """The global model over the rounds; dotted: Phase II begins; dashed: the paper's accuracy."""
-    found = [entry for entry in found if entry[0].measure in ("global/top1", "global/loss")]
-    keys = ("top1", "loss") if any(cell.column == "loss" for cell, _, _ in found) else ("top1",)
-    found = [entry for entry in found if entry[0].measure == "global/top1"]
-    with panels(path, title, len(keys), 2, (8 if len(keys) == 1 else 6.5, 4.8)) as axes:
-        for axis, key in zip(axes, keys):
+    measures = {"top1": "accuracy"}
+    if any(cell.column == "loss" for cell, _ in found):
+        measures["loss"] = "loss"
+    found = [(cell, shown) for cell, shown in found if cell.measure == "global/top1"]
+    with panels(path, title, len(measures), 2, (6.5, 4.8)) as axes:
+        for axis, (key, measure) in zip(axes, measures.items()):
             known = {}  # FedProx and FedProx-LU have one global model
-            for cell, shown, note in found:
-                record = shown.results[0].record
+            for cell, shown in found:
+                record, method = shown.results[0].record, words(cell.row.replace("-", " "))
                 x, y = reading.curve(record, "global", key)
-                column = "" if "top-1" in cell.column else f" {words(cell.column)}"
-                method = words(cell.row.replace("-", " "))
                 if y in known:
                     known[y].set_label(f"{method}, {known[y].get_label()}")
                     continue
-                curve = known[y] = axis.plot(x, y, label=method + column + note)[0]
+                column = "" if "top-1" in cell.column else f" {words(cell.column)}"
+                known[y], = axis.plot(x, y, label=method + column + shown.note)
+                colour = known[y].get_color()
                 if record["args"].get("start"):
                     begins = record["args"]["start"] * record["args"]["rounds"] + 0.5
-                    axis.axvline(begins, color=curve.get_color(), linestyle=":",
+                    axis.axvline(begins, color=colour, linestyle=":",
                                  label=f"{method}: Phase II begins")
                 if key == "top1" and (published := reading.number(cell.published)):
-                    axis.axhline(published / 100, color=curve.get_color(), linestyle="--",
-                                 linewidth=1.2)
-            measure = {"top1": "accuracy", "loss": "loss"}[key]
+                    axis.axhline(published / 100, color=colour, linestyle="--", linewidth=1.2)
             axis.set(xlabel="round", ylabel=f"{measure} of the global model")
             axis.set_ylim(bottom=0)
-        if any(reading.number(cell.published) for cell, *_ in found):
+        if any(reading.number(cell.published) for cell, _ in found):
             axes[0].plot([], [], color="gray", linestyle="--", linewidth=1.2, label="the paper")
 
 
 def columns(path, title, found):
     """Accuracy over alpha, eta or eta/(1-beta): a panel for each E and C, a line for each method,
     alpha or beta."""
-    where, name = {}, found[0][0].column.split("=")[0]
-    for cell, shown, note in found:
+    where, over = {}, r"$\eta$"
+    for cell, shown in found:
         line, panel = cell.row.split(" ", 1)
-        beta = float(line[5:]) if line.startswith("beta") else 0.0
-        x = float(cell.column.split("=")[1]) / (1 - beta) or 0.01
-        where.setdefault(panel, {}).setdefault(line, []).append((x, shown.mean / 100, note))
+        at = {name: float(value) for name, value in settings(cell.row, cell.column).items()}
+        x = at["eta"] if "eta" in at else at["alpha"] or 0.01
+        if "beta" in at:
+            x, over = x / (1 - at["beta"]), r"$\eta$$\,/\,(1-\beta)$"
+        where.setdefault(panel, {}).setdefault(line, []).append((x, shown.mean / 100, shown.note))
     if max(len(points) for lines in where.values() for points in lines.values()) == 1:
         return  # nothing to draw a line through
-    over = r"$\alpha$: alike to unlike clients" if name == "alpha" else r"$\eta$"
-    over += r"$\,/\,(1-\beta)$" * found[0][0].row.startswith("beta")
     with panels(path, title, len(where), 3, (4.8, 4)) as axes:
         for axis, (panel, lines) in zip(axes, where.items()):
-            unlike = set()
+            notes = set()
             for line, points in lines.items():
-                x, y, notes = zip(*points)
+                x, y, note = zip(*points)
                 axis.plot(x, y, marker="o", label=words(line))
-                unlike |= {*notes}
-            about = unlike.pop() if len(unlike) == 1 else " [rounds, settings: see the table]"
+                notes |= {*note}
+            about = notes.pop() if len(notes) == 1 else " [rounds, settings: see the table]"
             axis.set(title=words(panel) + about, xscale="log", ylim=(0, 1), xlabel=over)
-            if name == "alpha":
-                axis.set_xlim(150, 0.007)
+            if "eta" not in at:
+                axis.set(xlabel=r"$\alpha$: alike to unlike clients", xlim=(150, 0.007))
                 axis.set_xticks([100, 10, 1, 0.1, 0.01], ["100", "10", "1", "0.1", "0"])
         axes[0].set_ylabel("accuracy of the global model")
 
@@ -129,10 +128,10 @@ def columns(path, title, found):
 def clients(path, title, found):
     """A violin of the clients' accuracies for each method."""
     with panels(path, title, 1, 1, (8, 4)) as (axis,):
-        records = [shown.results[0].record for _, shown, _ in found]
+        records = [shown.results[0].record for _, shown in found]
         axis.violinplot([record["final"]["personal"]["per_client"] for record in records],
                         showmedians=True)
-        names = [(cell.row + note).replace(" ", "\n") for cell, _, note in found]
+        names = [(cell.row + shown.note).replace(" ", "\n") for cell, shown in found]
         axis.set_xticks(range(1, len(found) + 1), names)
         axis.set(ylabel="accuracy of a client")
 
@@ -140,9 +139,9 @@ def clients(path, title, found):
 def users(path, title, found):
     """A panel for each data set, in it a bar for each user and split."""
     where = {}
-    for cell, shown, note in found:
+    for cell, shown in found:
         data, split = cell.column.split()
-        where.setdefault(data, {}).setdefault(split + note, []).append(shown.mean)
+        where.setdefault(data, {}).setdefault(split + shown.note, []).append(shown.mean)
     with panels(path, title, len(where), 1, (9, 3.2)) as axes:
         for axis, (data, heights) in zip(axes, where.items()):
             for i, (split, values) in enumerate(heights.items()):

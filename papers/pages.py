@@ -1,13 +1,14 @@
-"""The pages under results/: README.md, and for each paper <paper>.md and <paper>-runs.md. They
-depend on the records alone."""
+"""The pages under results/: README.md, whose text is in overview.md, and for each paper <paper>.md
+and <paper>-runs.md. They depend on the records alone."""
 
 import functools
+import pathlib
 from typing import NamedTuple
 
 import common
 
 from . import figures, reading, runs
-from .runs import PAPERS, TABLES, bf16, cells
+from .runs import PAPERS, TABLES, cells
 
 
 class Shown(NamedTuple):
@@ -17,7 +18,11 @@ class Shown(NamedTuple):
     mean: float  # in the papers' unit; None if the record does not have it
     std: float  # over seeds; None for one
     short: bool  # fewer rounds than wanted
-    note: str  # rounds, if not all; diverged; half precision; settings tried
+    notes: list  # rounds, if not all; diverged; half precision; settings tried
+
+    @property
+    def note(self):
+        return f" [{', '.join(self.notes)}]" if self.notes else ""
 
 
 def view(command, measure, scale):
@@ -38,10 +43,10 @@ def view(command, measure, scale):
         notes.append(f"{n} of {of} rounds")
     if diverged:
         notes.append(f"{diverged} of {len(found)} diverged")
-    if any(map(bf16, use)):
+    if any(r.bf16 for r in use):
         notes.append("bf16")
     values = [reading.last(r.record, measure) for r in use if r.state != "diverged"]
-    return Shown(use, *reading.combine(values, measure), n < of, ", ".join(notes))
+    return Shown(use, *reading.combine(values, measure), n < of, notes)
 
 
 @functools.cache
@@ -56,7 +61,7 @@ def shown(cell):
             best = max(found, key=lambda s: reading.goodness(s.mean, cell.measure))
             if len(cell.commands) > 1:
                 tried = f"{len(found)} of {len(cell.commands)} settings tried"
-                best = best._replace(note=f"{best.note}, {tried}" if best.note else tried)
+                best = best._replace(notes=[*best.notes, tried])
             if best.results[0].ended:
                 return best
             interrupted = interrupted or best
@@ -64,14 +69,13 @@ def shown(cell):
 
 
 def counts(name):
-    """Counts a table's cells: all, of these one user's, and those without a published number; then
-    those with all rounds, with fewer, without a result."""
+    """Returns how many cells of each kind a table has, in the order of the overview's columns."""
     every = [*cells(name)]
     found = [shown(cell) for cell in every]
-    users = sum(cell.row.startswith("User") for cell in every)
-    lost = sum(cell.published == "?" for cell in every)
-    fewer, none = sum(s.short for s in found if s), found.count(None)
-    return len(found), users, lost, len(found) - fewer - none, fewer, none
+    short, empty = sum(s.short for s in found if s), found.count(None)
+    return {"cells": len(every), "one user's": sum(cell.row.startswith("User") for cell in every),
+            "not published": sum(cell.published == "?" for cell in every),
+            "done": len(every) - short - empty, "short": short, "empty": empty}
 
 
 def ours(cell, s):
@@ -97,40 +101,10 @@ def line(*words):
     return "| " + " | ".join(map(str, words)) + " |"
 
 
-OVERVIEW = """# The papers' tables, and ours
+def head(*titles):
+    return [line(*titles), line(*["---"] * len(titles))]
 
-`python -m papers --tables` writes this page, and two pages for each paper, from the records in
-this folder. Don't edit them. `make reproduce` runs what is missing.
 
-A cell is one number of a table. *one user's*: one of PersFL's ten users, whose cells say no more
-than their means, since our user k has other images than the paper's. *not published*: the number is
-lost in our copy of the paper, or only drawn there. *done*: our run has as many rounds as the
-paper's (for Psi-Net this number is our guess), with one seed or more. *short*: it has fewer.
-*empty*: not run.
-
-Other runs are in folders of their own, and the papers' pages in [docs](../docs/) quote them:
-`fedslr` (a small CNN; ResNet-18), `fedavg-starts`, `fedavg-beyond`, `fedavgm-seeds`,
-`superfed-own-start`, `superfed-local`, `superfed-official`, `psinet-softmax`, `psinet-bn`,
-`persfl-normalize`, `persfl-local`, `precision`, and [comparisons of
-methods](../docs/compare.md): `compare`, `benchmark`.
-[LOG.md](LOG.md) lists what was tried without success.
-"""
-NOT_HERE = """
-What the papers describe and no cell above has:
-
-| in the paper | here |
-| --- | --- |
-| SuPerFed: unseen clients (abstract) | `python -m papers.superfed_unseen`; no number in the text |
-| Psi-Net: MobileNetV1 | not here: our copy has no numbers of it |
-| Psi-Net: total variance of layers | `python -m papers.psinet_depth`; not run on CIFAR-10 |
-| FedSLR: LPGD, GPGD, S+LR, LR+LR, S+S | not here: discussed without a number |
-| FedSLR: ResNet-18 | 20 of 1,000 rounds on [its page](../docs/fedslr.md); the rest takes a GPU |
-| PersFL: users who join later | not here: no number in the paper |
-| PersFL: Figures 3 to 8, lambda and T | drawn only; our records have all students' accuracies |
-| PersFL: fairness (5.2) | the rows SD of its tables, and [claims.md](../docs/claims.md#persfl) |
-| FedAvgM: E = 5, C = .4 | cells of its figures; not run, since E = 1, C = .05 already takes hours |
-| EMNIST (SuPerFed) | not here: we could not get its images; `--dataset FILE.npz` takes them |
-"""
 HOW_TO_READ = """How to read a cell:
 
 - `47.06 / 48.31 ± 2.08 (2)`: the paper has 47.06. We have 48.31 after the last round. It is the
@@ -141,8 +115,7 @@ HOW_TO_READ = """How to read a cell:
 - **!**: ours differs from the paper's by more than the standard deviation. Only runs of full length
   and with two seeds or more are judged.
 - `[40 of 200 rounds]`: our run is shorter than the paper's. `[bf16]`: it was computed in half
-  precision. `[3 of 4 settings tried]`: we show the best of those 3.
-"""
+  precision. `[3 of 4 settings tried]`: we show the best of those 3."""
 RUNS_ARE = """The runs that made the numbers of [the tables]({paper}.md). The command is for seed 0;
 for seed s add `--seed s --split-seed s`. Minutes are for one seed, with evaluation.
 `python -m papers --again RECORD` repeats one and compares the results.
@@ -161,9 +134,9 @@ def pages(paper):
     title = PAPERS[paper].TITLE
     links = (f"[The code](../{paper}.py). [About it](../docs/{paper}.md). "
              f"[All papers](README.md). [Our {len(made)} runs]({paper}-runs.md).")
-    text = [f"# {title}", "", links, "", HOW_TO_READ.strip(), *tables]
+    text = [f"# {title}", "", links, "", HOW_TO_READ, *tables]
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
-                 line("python ...", "seeds", "rounds", "device", "minutes"), line(*["---"] * 5),
+                 *head("python ...", "seeds", "rounds", "device", "minutes"),
                  *map(run_line, made.values())]
     return "\n".join(text) + "\n", "\n".join(runs_text) + "\n"
 
@@ -173,15 +146,15 @@ def table_lines(t, found):
     text = ["", f"## {t.name}", "", f"**{t.title}.** {t.note}".strip(), ""]
     if (runs.RESULTS / f"{t.name}.svg").exists():
         text += [f"![{t.title}]({t.name}.svg)", ""]
-    text += [line("", *t.columns), line(*["---"] * (len(t.columns) + 1))]
+    text += head("", *t.columns)
     explained = set()
     for row in t.rows:
         words = []
         for column in t.columns:
             cell, s = found.get((row, column), (None, None))
             if s:
-                mark, note = " **!**" * differs(cell, s), f" [{s.note}]" * bool(s.note)
-                words.append(f"{cell.published} / {ours(cell, s)}{mark}{note}")
+                mark = " **!**" if differs(cell, s) else ""
+                words.append(f"{cell.published} / {ours(cell, s)}{mark}{s.note}")
                 explained |= {"All", row, f"{row}/{column}"}
             else:
                 words.append(f"{cell.published} / ·" if cell else "-")
@@ -199,7 +172,7 @@ def run_line(found):
     command = runs.written_out(first.command)
     if first.scale != 1:
         command += f" --rounds {first.wanted}"
-    if bf16(first):
+    if first.bf16:
         command += " --precision bf16"
     minutes = {}  # on each device
     for r in found:
@@ -212,27 +185,34 @@ def run_line(found):
 
 def overview():
     """Returns the text of README.md, with a line for each table."""
-    titles = ("table", "in the paper", "cells", "one user's", "not published", "done", "short",
-              "empty")
-    text = [OVERVIEW, line(*titles), line(*["---"] * len(titles))]
     found = {name: counts(name) for name in TABLES}
-    for name, t in TABLES.items():
-        text.append(line(f"[{name}]({name.split('-')[0]}.md#{name})", t.title, *found[name]))
-    text.append(line("all", "", *map(sum, zip(*found.values()))))
-    return "\n".join([*text, NOT_HERE])
+    kinds = next(iter(found.values()))
+    text = head("table", "in the paper", *kinds)
+    for name, of in found.items():
+        link = f"[{name}]({name.split('-')[0]}.md#{name})"
+        text.append(line(link, TABLES[name].title, *of.values()))
+    text.append(line("all", "", *(sum(of[kind] for of in found.values()) for kind in kinds)))
+    template = pathlib.Path(__file__).with_name("overview.md").read_text(encoding="utf-8")
+    return template.replace("{table}", "\n".join(text))
+
+
+def draw(t):
+    """Draws the figure of a table, if it has one and a run."""
+    found = [(cell, shown(cell)) for cell in cells(t.name)] if t.draw else []
+    found = [(cell, s) for cell, s in found if s and s.mean is not None]
+    if found:
+        paper = PAPERS[t.name.split("-")[0]].TITLE.split(",")[0]
+        title = f"Our runs of {paper}, {t.title}"
+        figures.draw(t.draw, runs.RESULTS / f"{t.name}.png", title, found)
 
 
 def rebuild():
     """Draws the figures and writes the pages."""
     for t in TABLES.values():
-        found = [(cell, shown(cell)) for cell in cells(t.name)] if t.draw else []
-        found = [(cell, s, f" [{s.note}]" if s.note else "") for cell, s in found
-                 if s and s.mean is not None]
-        if found:
-            title = f"Our runs of {PAPERS[t.name.split('-')[0]].TITLE.split(',')[0]}, {t.title}"
-            figures.draw(t.draw, runs.RESULTS / f"{t.name}.png", title, found)
-    (runs.RESULTS / "README.md").write_text(overview(), encoding="utf-8")
+        draw(t)
+    texts = {"README": overview()}
     for paper in PAPERS:
-        for name, text in zip((paper, f"{paper}-runs"), pages(paper)):
-            (runs.RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
+        texts[paper], texts[f"{paper}-runs"] = pages(paper)
+    for name, text in texts.items():
+        (runs.RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     common.say(f"pages   {runs.RESULTS / 'README.md'} and two for each paper")

@@ -1,5 +1,7 @@
 """PersFL's tables and its Figure 2. They are means of five runs: --seeds 5."""
 
+from functools import partial
+
 from . import DATA, figures, pairs, table, unknown, values_of
 
 TITLE = ("Divi et al. 2021, Unifying Distillation with Personalization in Federated Learning "
@@ -22,84 +24,57 @@ TABLE_7 = """
     pFedMe     | 800 1000  800   800  800  800
     Per-FedAvg | 800  800 1000   800  800  800
     """
-ROUNDS = {row: dict(zip(SIX, values)) for row, values in values_of(TABLE_7).items()}
-PFEDME = {  # eta, eta_p, beta, lambda, B
-    "CIFAR-10 DS-1": (0.01, 0.001, 1, 15, 128), "CIFAR-10 DS-2": (0.01, 0.0025, 1, 15, 128),
-    "CIFAR-10 DS-3": (0.01, 0.05, 2, 30, 20), "MNIST DS-1": (0.02, 0.0025, 1, 15, 128),
-    "MNIST DS-2": (0.01, 0.0075, 1, 15, 128), "MNIST DS-3": (0.01, 0.05, 2, 30, 20),
-}
-PER_FEDAVG = {  # alpha, beta
-    "CIFAR-10 DS-1": (0.001, 0.001), "CIFAR-10 DS-2": (0.01, 0.0025),
-    "CIFAR-10 DS-3": (0.01, 0.0025), "MNIST DS-1": (0.001, 0.001), "MNIST DS-2": (0.01, 0.01),
-    "MNIST DS-3": (0.01, 0.01),
-}
+ROUNDS = values_of(TABLE_7, SIX)
+# In a round the authors take 20 minibatches of a user, in Per-FedAvg 20 pairs. In MNIST's DS-1 a
+# user has 3, so 7 epochs make 21. Elsewhere one epoch has 11 to 351 minibatches, in DS-3 from 1 on.
+# There two epochs make sure of a pair.
+FLAGS = {"FedPer": {}, "pFedMe": values_of("""
+    --lr               | 0.01  0.01   0.01   0.02   0.01   0.01
+    --theta-lr         | 0.001 0.0025 0.05   0.0025 0.0075 0.05
+    --pfedme-beta      | 1     1      2      1      1      2
+    --pfedme-lambda    | 15    15     30     15     15     30
+    --batch-size       | 128   128    20     128    128    20
+    --epochs           | -     -      -      7      -      -
+    """, SIX), "Per-FedAvg": values_of("""
+    --per-fedavg-alpha | 0.001 0.01   0.01   0.001  0.01   0.01
+    --lr               | 0.001 0.0025 0.0025 0.001  0.01   0.01
+    --batch-size       | 128   128    128    128    128    128
+    --epochs           | -     -      2      14     -      2
+    """, SIX)}
 
 
 def run(method, where, more=""):
     """where: data set and split. FedAvg's column is PersFL's Stage 1 if both have as many rounds,
     and a run of its own otherwise."""
     name, part = where.split()
-    rounds = ROUNDS[method.replace("-GD", "")][where]
-    if method.startswith("PersFL") or (method == "FedAvg" and rounds == ROUNDS["PersFL"][where]):
+    rounds = ROUNDS[method][where]
+    if method == "PersFL" or (method == "FedAvg" and rounds == ROUNDS["PersFL"][where]):
         return f"persfl.py --dataset {DATA[name]} --split {SPLIT[part]}{more}"
-    net = "@mnistnet" + " @600-images" * (part == "DS-1") if name == "MNIST" else "@cifarnet"
-    if method == "FedAvg":
-        return (f"fedavg.py --dataset {DATA[name]} @{part} @persfl --batch-size 20 {net} --target "
-                f"--rounds {rounds}")
-    own = ""
-    if method == "pFedMe":
-        own = (" --lr {} --theta-lr {} --pfedme-beta {} --pfedme-lambda {} --batch-size {}"
-               .format(*PFEDME[where]))
-    if method == "Per-FedAvg":
-        own = " --per-fedavg-alpha {} --lr {} --batch-size 128".format(*PER_FEDAVG[where])
-    # In a round the authors take 20 minibatches of a user, in Per-FedAvg 20 pairs. In MNIST's DS-1
-    # a user has 3, so 7 epochs make 21. Elsewhere one epoch has 11 to 351 minibatches, in DS-3 from
-    # 1 on. There two epochs make sure of a pair.
+    setting = f"--dataset {DATA[name]} @{part} @persfl"
+    net = "@mnistnet" if name == "MNIST" else "@cifarnet"
     if where == "MNIST DS-1":
-        own += {"pFedMe": " --epochs 7", "Per-FedAvg": " --epochs 14"}.get(method, "")
-    elif method == "Per-FedAvg" and part == "DS-3":
-        own += " --epochs 2"
-    return (f"baselines.py --method {method.lower()} --dataset {DATA[name]} @{part} @persfl {net} "
-            f"--rounds {rounds}{own}")
+        net += " @600-images"
+    if method == "FedAvg":
+        return f"fedavg.py {setting} --batch-size 20 {net} --target --rounds {rounds}"
+    own = "".join(f" {flag} {values[where]}" for flag, values in FLAGS[method].items()
+                  if values[where] != "-")
+    return f"baselines.py --method {method.lower()} {setting} {net} --rounds {rounds}{own}"
 
 
-def of_user(row):
-    return row.split()[-1] if row.startswith("User") else row  # a number, Avg or SD
+def by_method(row, column, data):
+    """A cell of Tables 2 and 3."""
+    method, part = column.split()
+    command = run(method, f"{data} {part}")
+    vector = f"users/{method}" if command.startswith("persfl.py") else "personal/per_client"
+    return command, f"{vector}/{row.removeprefix('User ')}"
 
 
-def tables_2_and_3(name):
-    def cell(row, column):
-        method, part = column.split()
-        command = run(method, f"{name} {part}")
-        vector = f"users/{method}" if command.startswith("persfl.py") else "personal/per_client"
-        return command, f"{vector}/{of_user(row)}"
-
-    return cell
-
-
-def table_4(row, column):
-    where, teacher = column.rsplit(" ", 1)
-    more = " --teacher final" if teacher == "final" else ""
-    return run("PersFL", where, more), f"users/PersFL/{of_user(row)}"
-
-
-def table_5(row, column):
-    where, choice = column.rsplit(" ", 1)
-    return run("PersFL", where), f"users/{choice}/{of_user(row)}"
-
-
-def table_6(row, column):
-    where, method = column.rsplit(" ", 1)
-    more = " --soft ce" if method == "PersFL-GD" else ""
-    return run(method, where, more), f"users/PersFL/{of_user(row)}"
-
-
-def table_7(row, column):
-    return run(row, column), "args/rounds"
-
-
-def figure_2(row, column):
-    return run("PersFL", column), f"users/teacher's round/{of_user(row)}"
+def of_persfl(row, column):
+    """A cell of Tables 4 to 6: a column is a data set, a split, and what the table compares."""
+    where, what = column.rsplit(" ", 1)
+    flags = {"final": " --teacher final", "PersFL-GD": " --soft ce"}
+    measure = what if what in ("T", "lambda", "teacher's round") else "PersFL"
+    return run("PersFL", where, flags.get(what, "")), f"users/{measure}/{row.removeprefix('User ')}"
 
 
 SD = "SD is over users, of their averages over runs. "
@@ -120,7 +95,7 @@ TABLES = [
     User 9 | 48.6 49.1 53.5  91   58.8 80.3  88.5 54.3 77.9  81.7 58.3 73.8  76.6 55.3 72.7
     Avg    | 45   48.7 46.6  81.9 59.6 82.3  78.2 55.1 79.2  69   59.2 78.1  66.9 57.6 77.8
     SD     | 5.1  2    9.4   4.9  1.7  7.2   5.6  2.1  7.9   6.7  1.4  9.2   5.1  1.5  9.5
-    """, tables_2_and_3("CIFAR-10"), 2, SD, {
+    """, partial(by_method, data="CIFAR-10"), 2, SD, {
         "All": OTHER_USERS + UNKNOWN + "In DS-3 our users share all 50,000 training images. The "
                                        "authors' users have about 28,600 in all (D9). Which of "
                                        "these causes which part of the gaps is not known.",
@@ -138,16 +113,15 @@ TABLES = [
     User 9 | 91.3 86.7 95.9  98.5 89.7 99.7  98.5 86.7 99.6  96.2 88.6 98.3  99.2 89.1 97.4
     Avg    | 92   85.5 96.4  98.6 88   99.4  98.3 85.5 99.4  94.8 87.1 98.2  98.9 87.6 97.3
     SD     | 1.7  1.3  1.3   0.4  1.3  0.3   0.3  1.3  0.5   1    1.2  0.5   0.6  1    0.8
-    """, tables_2_and_3("MNIST"), 2,
+    """, partial(by_method, data="MNIST"), 2,
           SD + "FedPer's DS-2 equals FedAvg's, digit for digit. Probably this is a copying error "
                "of the paper.", {
-        "All": OTHER_USERS + UNKNOWN + "Images are scaled to [0, 1] here. In DS-1, normalised "
-                                       "images bring FedAvg to 91.4 and PersFL to 95.2. In DS-2, "
-                                       "images that are also moved and mirrored once bring them to "
-                                       "85.7 and 87.9 ([what was measured](../docs/persfl.md)). "
-                                       "What is left in DS-1 has no explanation. In DS-3 our "
-                                       "users' sizes are far more uneven than those in the "
-                                       "authors' logs (D9).",
+        "All": OTHER_USERS + UNKNOWN + (
+            "Images are scaled to [0, 1] here. In DS-1, normalised images bring FedAvg to 91.4 "
+            "and PersFL to 95.2. In DS-2, images that are also moved and mirrored once bring them "
+            "to 85.7 and 87.9 ([what was measured](../docs/persfl.md)). What is left in DS-1 has "
+            "no explanation. In DS-3 our users' sizes are far more uneven than those in the "
+            "authors' logs (D9)."),
         "Avg/Per-FedAvg DS-1":
             "The authors' code takes two plain steps where the method takes one (D2 of "
             "per_fedavg). With two steps FedAvg has 89.3 ([what was measured](../docs/persfl.md)). "
@@ -168,7 +142,7 @@ TABLES = [
     User 9 | 90.4 91    56.3 58.8  79.5 80.3  98.5 98.5  89.6 89.7  99.7 99.7
     Avg    | 80.9 81.9  58   59.6  81.6 82.3  98.6 98.6  88.1 88    99.4 99.4
     SD     | 5    4.9   1.8  1.7   7.5  7.2   0.3  0.4   1.2  1.3   0.3  0.3
-    """, table_4, 3, "", {
+    """, of_persfl, 3, "", {
         "All": "As for Tables 2 and 3. The two columns of a split have different numbers of runs, "
                "and the numbers differ for that reason, too. With the same seeds they differ by .3 "
                "points at most ([PersFL's page](../docs/persfl.md)).",
@@ -185,7 +159,7 @@ TABLES = [
     User 7 | 12.2 0.4    2.6 0.65   4.2 0.1   1   0     11.4 0.45  1   0
     User 8 | 12.2 0.5   21   0.75   2.6 0.35  1   0.1    3.4 0.6   1   0
     User 9 | 20.2 0.3   17   0.75   8.2 0.6   1   0      6.6 0.5   1   0
-    """, table_5, 2, "", {
+    """, of_persfl, 2, "", {
         "All": OTHER_USERS + "So compare columns. On MNIST the mean lambda over five runs is .08 "
                              "in DS-1 (paper: .035) and .22 in DS-2 (.51). With normalised images "
                              "it is .045 in DS-1. With images that are also moved and mirrored "
@@ -205,15 +179,18 @@ TABLES = [
     User 9 | 91   90.5  58.8 56.3  80.3 79.5  98.5 98.8  89.7 88.7  99.7 99.8
     Avg    | 81.9 81.5  59.6 58.2  82.3 81.7  98.6 98.7  88   87.3  99.4 99.5
     SD     | 4.9  4.9   1.7  1.6   7.2  7.4   0.4  0.3   1.3  1.3   0.3  0.4
-    """, table_6, 3, "", {
+    """, of_persfl, 3, "", {
         "All": "As for Tables 2 and 3. PersFL and PersFL-GD have the same gradients (D5 in "
                "persfl.py). On MNIST's DS-1 they agree for every user. On CIFAR-10's their records "
                "are of two machines, and there Stage 1 differs, too. The two columns of a split "
                "have different numbers of runs: with seed 0 PersFL has 73.88 on CIFAR-10's DS-1, "
                "and 94.67 on MNIST's.",
     }),
-    table("persfl-7", "Table 7: rounds", SIX, TABLE_7, table_7, 2,
+    table("persfl-7", "Table 7: rounds", SIX, TABLE_7,
+          lambda row, column: (run(row, column), "args/rounds"), 2,
           "This is a setting, not a result."),
     table("persfl-figure-2", "Figure 2: the rounds of the users' teachers", SIX,
-          unknown([f"User {k}" for k in range(10)], 6), figure_2, 2, draw=figures.users),
+          unknown([f"User {k}" for k in range(10)], SIX),
+          lambda row, column: (run("PersFL", column), f"users/teacher's round/{row[5:]}"), 2,
+          draw=figures.users),
 ]

@@ -1,6 +1,6 @@
 """Psi-Net's tables, and figures of the paper's later version, Fed2."""
 
-from . import figures, table
+from . import figures, settings, table
 
 TITLE = "Yu et al. 2020, Heterogeneous Federated Learning (Psi-Net, later Fed2)"
 SETTINGS = {  # the setting in which the paper compares methods, for files with other defaults
@@ -21,20 +21,20 @@ def norm(row, column):
 
 
 def epochs(row, column):
-    method, E = row.split(" E=")
-    theirs = {"1": 1000, "20": 60, "40": 50, "100": 15, "150": 13}
-    rounds = theirs if method == "Psi-Net" else {"20": 100, "150": 10}
-    more = f" --epochs {E} --rounds {rounds[E]}"
-    if method in ("FedMA", "FedProx"):
-        mu = " --mu 0.001" * (method == "FedProx")  # FedMA's value for its comparison
-        other = f"baselines.py --method {method.lower()} --dataset cifar10"
-        return f"{other} @psinet{more}{mu}", "global/top1"
-    return CIFAR_10 + (PLAIN if method == "FedAvg" else "") + more, "global/top1"
+    rounds = {"Psi-Net E=1": 1000, "Psi-Net E=20": 60, "Psi-Net E=40": 50, "Psi-Net E=100": 15,
+              "Psi-Net E=150": 13, "FedMA E=150": 10, "FedAvg E=20": 100, "FedProx E=20": 100}
+    command = {"Psi-Net": CIFAR_10, "FedAvg": CIFAR_10 + PLAIN,
+               "FedMA": "baselines.py --method fedma --dataset cifar10 @psinet",
+               "FedProx": "baselines.py --method fedprox --dataset cifar10 @psinet"}[row.split()[0]]
+    command += f" --epochs {settings(row)['E']} --rounds {rounds[row]}"
+    if row == "FedProx E=20":
+        command += " --mu 0.001"  # FedMA's value for its comparison
+    return command, "global/top1"
 
 
 def groups(row, column):
-    more = {"FedAvg": PLAIN, "G=10": ""}.get(row, f" --groups {row[2:]}")
-    return CIFAR_100 + more, "global/top1"
+    more = {"FedAvg": PLAIN, "G=10": "", "G=20": " --groups 20", "G=100": " --groups 100"}
+    return CIFAR_100 + more[row], "global/top1"
 
 
 def depth(row, column):
@@ -43,8 +43,8 @@ def depth(row, column):
 
 
 def classes(row, column):
-    own = "" if column == "10x50" else f" --per-client {column[3:]}"
-    return CIFAR_100 + (PLAIN if row == "FedAvg" else "") + own, "global/top1"
+    own = "" if column == "10x50" else f" --per-client {column.removeprefix('10x')}"
+    return CIFAR_100 + {"FedAvg": PLAIN, "Psi-Net": ""}[row] + own, "global/top1"
 
 
 TABLES = [

@@ -35,7 +35,7 @@ def cells(name):
     """Yields the Cells of a table."""
     t = TABLES[name]
     for row, values in t.rows.items():
-        for column, published in zip(t.columns, values):
+        for column, published in values.items():
             if published != "-":
                 commands, measure = t.cell(row, column)
                 commands = (commands,) if isinstance(commands, str) else tuple(commands)
@@ -52,17 +52,14 @@ def commands():
     return found
 
 
-def short(command):
-    """Returns a run's name: its command without `obvious`."""
+def place(command):
+    """Returns the folder of a run's records, under results/: <table>/<its command without what is
+    obvious>."""
     symbols = {"--fraction": "C", "--epochs": "E", "--batch-size": "B"}
     obvious = "baselines.py", "--dataset", "--method", "--no-prune", "--target"
     words = [symbols.get(w, w) for w in command.split() if w not in obvious]
-    return "-".join(word.removesuffix(".py").lstrip("-@") for word in words)
-
-
-def place(command):
-    """Returns the folder of a run's records, under results/: <table>/<name>."""
-    return f"{commands()[command][0].table}/{short(command)}"
+    name = "-".join(word.removesuffix(".py").lstrip("-@") for word in words)
+    return f"{commands()[command][0].table}/{name}"
 
 
 def folder(command, scale=1.0):
@@ -102,6 +99,10 @@ class Result(NamedTuple):
     @property
     def ended(self):
         return self.state in ("done", "diverged")
+
+    @property
+    def bf16(self):
+        return self.record["args"].get("precision") == "bf16"
 
     @property
     def wanted(self):
@@ -150,10 +151,6 @@ def scales():
     """Returns the scales under results/, the largest first."""
     names = [path.name.removeprefix("scale-") for path in RESULTS.glob("scale-[0-9]*")]
     return [1.0, *sorted(map(float, names), reverse=True)]
-
-
-def bf16(r):
-    return r.record["args"].get("precision") == "bf16"
 
 
 def chosen(only):

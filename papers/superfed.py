@@ -1,58 +1,55 @@
 """SuPerFed's tables and figures."""
 
-from . import DATA, figures, pairs, table, unknown
+from . import DATA, figures, pairs, settings, table, unknown
 
 TITLE = "Hahn et al. 2021, Subspace Learning for Personalized Federated Optimization (SuPerFed, v1)"
 SETTINGS = {}
 
 MEASURES = "top-1|top-5|personal|ECE|loss"  # the last three are those of the clients' models
+SIZES = pairs("B=4|B=10|B=20|B=40")
 GLOBAL = {"top-1": "global/top1", "top-5": "global/top5", "loss": "global/loss"}
+MIX = {"MM": "model", "LM": "layer", "SuPerFed-MM": "model", "SuPerFed-LM": "layer"}
+# these records are from before w^l started alike for all clients (D3)
+OLD = ("layer --start 0.0", "model --rounds 100 --mu 0.01 --nu 2",
+       "layer --rounds 100 --mu 0.01 --nu 2")
 
 
-def run(method, dataset):
-    if method.startswith("SuPerFed"):
-        mix = "model" if method.endswith("MM") else "layer"
-        return f"superfed.py --dataset {dataset} --mix {mix}"
-    return f"baselines.py --method {method.lower().replace('-lu', '-ft')} --dataset {dataset}"
+def run(method, dataset="cifar10", more=""):
+    if method not in MIX:
+        return f"baselines.py --method {method.lower().replace('-lu', '-ft')} --dataset {dataset}"
+    command = f"superfed.py --dataset {dataset} --mix {MIX[method]}{more}"
+    return f"{command} --own-start" if command.endswith(OLD) else command
 
 
 def tables_1_and_2(row, column):
     name, measure = column.split()
     if measure in ("top-1", "top-5") and row in ("FedAvg", "FedProx"):
         row += "-LU"  # the same global model: -LU trains it further on each client
-    # the paper chooses lambda on test images
-    personal = "personal@test" if row.startswith("SuPerFed") else "personal"
+    personal = "personal@test" if row in MIX else "personal"  # the paper chooses by test images
     part = {"personal": f"{personal}/mean", "ECE": f"{personal}/ece", "loss": f"{personal}/loss"}
     return run(row, DATA[name]), {**GLOBAL, **part}[measure]
 
 
-def own_start(command):
-    """The command, with --own-start if the record is from before w^l started alike for all clients
-    (D3)."""
-    phase = "--rounds 100 --mu 0.01 --nu 2"
-    old = "layer --start 0.0", f"model {phase}", f"layer {phase}"
-    return command + " --own-start" * command.endswith(old)
-
-
 def table_3(row, column):
     scheme, measure = column.split()
-    command = run(f"SuPerFed-{scheme}", "cifar10")
-    if row != {"MM": "L=0.4", "LM": "L=0.8"}[scheme]:  # those are Table 1's
-        command += f" --start {row[2:]}"
-    return own_start(command), {**GLOBAL, "personal": "personal@test/mean"}[measure]
+    start = f" --start {settings(row)['L']}"
+    if row == {"MM": "L=0.4", "LM": "L=0.8"}[scheme]:  # Table 1's
+        start = ""
+    return run(scheme, more=start), {**GLOBAL, "personal": "personal@test/mean"}[measure]
 
 
 def figure_2(row, column):
-    scheme, mu, *rest = row.split()
-    command = f"{run(f'SuPerFed-{scheme}', 'cifar10')} --rounds 100 --mu {mu[3:]} --nu {column[3:]}"
-    return own_start(command), "global/top1" if rest else "personal@test/mean"
+    scheme, at = row.split()[0], settings(row, column)
+    measure = "global/top1" if row.endswith("global") else "personal@test/mean"
+    return run(scheme, more=f" --rounds 100 --mu {at['mu']} --nu {at['nu']}"), measure
 
 
 def figure_4(row, column):
-    scheme, E = row.split()
-    own = "" if (E, column) == ("E=10", "B=20") else f" --epochs {E[2:]} --batch-size {column[2:]}"
-    command = f"{run(f'SuPerFed-{scheme}', 'cifar10')} --rounds 100 --mu 0.01 --nu 2{own}"
-    return own_start(command), "personal@test/mean"
+    scheme, at = row.split()[0], settings(row, column)
+    own = f" --epochs {at['E']} --batch-size {at['B']}"
+    if own == " --epochs 10 --batch-size 20":  # Figure 2's
+        own = ""
+    return run(scheme, more=f" --rounds 100 --mu 0.01 --nu 2{own}"), "personal@test/mean"
 
 
 LOST = ("Our copy of the paper has lost the columns personal, ECE and loss, and the rows -LU. "
@@ -132,12 +129,11 @@ TABLES = [
             "client's w^l started from a seed of its own (`--own-start`).",
     }, figures.lambdas),
     table("superfed-figure-3", "Figure 3: the global model over the rounds, CIFAR-10", "top-1 loss",
-          unknown(("SuPerFed-MM", "SuPerFed-LM"), 2),
-          lambda row, column: (run(row, "cifar10"), GLOBAL[column]), 1,
+          unknown(("SuPerFed-MM", "SuPerFed-LM"), ["top-1", "loss"]),
+          lambda row, column: (run(row), GLOBAL[column]), 1,
           "The paper shows curves. Their L and R are lost in our copy.", draw=figures.rounds),
     table("superfed-figure-4", "Figure 4: local epochs and minibatches, CIFAR-10, 100 rounds",
-          "B=4 B=10 B=20 B=40",
-          unknown(pairs("MM|LM", "E=1|E=5|E=10|E=20"), 4), figure_4, 5,
+          SIZES, unknown(pairs("MM|LM", "E=1|E=5|E=10|E=20"), SIZES), figure_4, 5,
           "The two runs with E=10 and B=20 are those of Figure 2, where each client's w^l started "
           "from a seed of its own."),
 ]

@@ -21,12 +21,12 @@ import superfed
 class Federation(common.Federation):
     """Samples only clients that are seen."""
 
-    def __init__(self, args, unseen):
+    def __init__(self, args):
         super().__init__(args)
-        if unseen >= self.K:
-            common.refuse(f"--unseen {unseen} leaves none of the {self.K} clients")
+        if args.unseen >= self.K:
+            common.refuse(f"--unseen {args.unseen} leaves none of the {self.K} clients")
         order = common.stream(args.split_seed, "split", 2).permutation(self.K)
-        self.unseen, self.seen = np.sort(order[:unseen]), np.sort(order[unseen:])
+        self.unseen, self.seen = np.sort(order[: args.unseen]), np.sort(order[args.unseen :])
 
     def sample(self, t, m=None):
         rng = common.stream(self.args.seed, "sampling", t)
@@ -46,11 +46,11 @@ def arguments(argv):
 
 def main(argv=None):
     args = arguments(argv)
-    federation = Federation(args, args.unseen)
+    federation = Federation(args)
     superfed.main(federation=federation, file=__file__)
     out = args.out or f"runs/superfed_unseen-{federation.data.name}-{args.seed}"
     state = torch.load(f"{out}/state.pt", weights_only=True, map_location=federation.device)
-    found = measures(federation, state["state"]["w_f"], state["state"]["w_l"])
+    found = accuracies(federation, state["state"]["w_f"], state["state"]["w_l"])
     for name, accuracy in found.items():
         common.say(f"{name:<24}{accuracy:.4f}")
     with open(f"{out}/unseen.json", "w") as file:
@@ -58,31 +58,28 @@ def main(argv=None):
     return found
 
 
-def measures(federation, w_f, w_l):
-    """Returns the mean accuracies of the unseen clients, each on its own test images."""
+def accuracies(federation, w_f, w_l):
+    """Returns the unseen clients' mean accuracies, each on its own test images."""
     S, T = federation.unseen, federation.args.rounds
     client_update = superfed.local_training(federation.net, federation.args)
+    own = [w_f.expand(len(S), -1), w_l.to(federation.device)[S]]  # [m, d] each
 
     def draw(rng, steps):
         return rng.random((steps, len(federation.net.layers)))
 
+    def trained(phase_two):
+        shared = [federation.eta(T), torch.tensor(phase_two, device=federation.device)]
+        return federation.train(client_update, S, T, own=own, shared=shared, draw=draw)
+
     def accuracy(models):  # of the clients S: [m, d]
         def of(k):
-            return models[np.searchsorted(S, k)] if k[0] in S else w_f.expand(1, -1)
+            return models[np.searchsorted(S, k)] if k[0] in S else w_f[None]
 
         return float(np.mean(np.array(federation.evaluate_clients(of)["per_client"])[S]))
 
-    def update(phase_two):
-        phase = torch.tensor(phase_two, device=federation.device)
-        own = [w_f.expand(len(S), -1), w_l.to(federation.device)[S]]
-        return federation.train(client_update, S, T, own=own, draw=draw,
-                                shared=[federation.eta(T), phase])
-
-    found = {"w^f": accuracy(w_f.expand(len(S), -1)), "w^f, fine-tuned": accuracy(update(0.0)[0])}
-    w_f_k, w_l_k = update(1.0)
-    for lam in superfed.LAMBDAS:
-        found[f"W({lam})"] = accuracy(superfed.mix(w_f_k, w_l_k, lam))
-    return found
+    w_f_k, w_l_k = trained(1.0)
+    mixtures = {f"W({lam})": accuracy(superfed.mix(w_f_k, w_l_k, lam)) for lam in superfed.LAMBDAS}
+    return {"w^f": accuracy(own[0]), "w^f, fine-tuned": accuracy(trained(0.0)[0]), **mixtures}
 
 
 if __name__ == "__main__":
