@@ -6,7 +6,7 @@
 # make docs       docs/*.html: each paper's pseudocode beside its code
 # make bench      seconds per round against a plain PyTorch loop; wants a quiet machine
 # make gpu-check  four minutes on a CUDA GPU: every algorithm's fast way against the plain loop
-# make authors CLONES=folder    our numbers beside those of the authors' programs (docs/authors.md)
+# make authors CLONES=folder    our numbers beside those of the authors' programs (results/authors.md)
 # make test       linter and tests (no network but for the first set-up, no GPU needed)
 # make test-all   also the tests that take long: every method stopped and resumed everywhere
 # make lint       the linter alone

@@ -225,7 +225,7 @@ def fedslr_1(*runs):
     sums, numbers = ([sum(of.values()) for of in ranks],
                      [run.record["final"]["numbers"]["gkr"] for run in runs])
     columns = {"ranks": sums, "conv2": [of["conv2"] for of in ranks],
-               "numbers in w": [f"{n:,}" for n in numbers]}
+               "parameters in w": [f"{n:,}" for n in numbers]}
     holds = (sums[0] > sums[1] > sums[0] / 2 and sums[2] < sums[1] / 2
              and max(lost, key=lost.get) == "conv2")
     return {name: " / ".join(map(str, values)) for name, values in columns.items()}, holds

@@ -190,6 +190,7 @@ def address(link):
     D6."""
     link = re.sub(r"#(d\d+)-.*", lambda m: f"#{m[1].upper()}", link)
     link = link.replace("first-hour.md", "index.html")  # which shows it
+    link = link.replace("../results/authors.md", "authors.md")
     return re.sub(r"^(\w+)\.md(?=#|$)",
                   lambda m: f"{m[1]}.html" if m[1] in (*PAPERS, *TEXTS, *MORE) else m[0], link)
 
@@ -486,12 +487,16 @@ def index_page():
     return page("index", "Federated learning, one file per paper", body)
 
 
+def text_of(name):
+    return read("results" if name == "authors" else "docs", f"{name}.md")
+
+
 def heading(name):
-    return read("docs", f"{name}.md").split("\n", 1)[0].strip("# ")
+    return text_of(name).split("\n", 1)[0].strip("# ")
 
 
 def text_page(name):
-    return page(name, heading(name), markdown(read("docs", f"{name}.md")))
+    return page(name, heading(name), markdown(text_of(name)))
 
 
 def pages():

@@ -1,4 +1,4 @@
-"""What checks/authors has recorded, and the README and docs/authors.md beside it. The scripts run
+"""What checks/authors has recorded, and README and results/authors.md beside it. The scripts run
 by hand, beside the authors' programs, but for the one that compares with PyTorch."""
 
 import json
@@ -39,7 +39,7 @@ def test_the_readme_quotes_the_record():
 
 
 def test_the_page_is_made_from_the_record():
-    assert (ROOT / "docs" / "authors.md").read_text() == everything.page(RECORD)
+    assert (ROOT / "results" / "authors.md").read_text() == everything.page(RECORD)
 
 
 def test_every_script_is_in_the_record():

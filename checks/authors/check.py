@@ -1,7 +1,7 @@
 """The same numbers as the authors' code: a check that anybody can repeat.
 
     make authors CLONES=folder              runs all scripts of this folder; writes
-                                            results/authors.json and docs/authors.md
+                                            results/authors.json and results/authors.md
     python checks/authors/everything.py CLONES feddyn    runs one; prints its part of the table
 
 A clone is what `git clone https://github.com/OWNER/NAME` makes, with its history. The files of the

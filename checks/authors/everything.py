@@ -1,5 +1,5 @@
-"""All comparisons with the authors' code: results/authors.json, and the page docs/authors.md made
-from it.
+"""All comparisons with the authors' code: results/authors.json, and the page results/authors.md
+made from it.
 
     python checks/authors/everything.py CLONES            takes the folder with the clones
                                                          (`make authors CLONES=folder` does so, too)
@@ -26,7 +26,7 @@ import check  # first: it makes our files importable
 import torch
 
 RECORD = check.ROOT / "results" / "authors.json"
-PAGE = check.ROOT / "docs" / "authors.md"
+PAGE = check.ROOT / "results" / "authors.md"
 
 
 def measure(clones, names):
@@ -68,7 +68,7 @@ same weights, minibatches, random draws and sampled clients, and compared the nu
 **Result.** In {len(equal)} comparisons ({len(with_pytorch)} with PyTorch's SGD) the two programs
 agree up to rounding: they differ by at most {largest:.0e}. In the other {len(lines) - len(equal)}
 they differ on purpose. There the table names the choice (D1, D2, ...) that explains it; the
-docstring of our file or method describes it.
+docstring of our file or method states it.
 
 **Not compared.** We found no authors' code for PersFL's two stages, Psi-Net and FedSpa. We did not
 compare `centralised`, fine-tuning, FedMA's training and APFL's learnt alpha.

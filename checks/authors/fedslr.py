@@ -88,7 +88,7 @@ def compare_fedslr(load, line):
                            ("gamma of all clients", rows(end.local_dual_variables_mu),
                             state["gamma"]), ("p of all clients", own, state["p"])):
             line(name + what, a, b, run, enlarged=quotient)
-        line(name + "numbers in w, by its ranks", [float(end.comm_param_num_array[-1])],
+        line(name + "parameters in w, by its ranks", [float(end.comm_param_num_array[-1])],
              [float(state["size"])], run)
         line(name + "which of p are 0", [p != 0 for p in own], [state["p"] != 0], run)
 
