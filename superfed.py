@@ -213,51 +213,38 @@ def at_lambda(federation, w_f, w_l, lam, images=None):
 
 
 def measure_mixtures(federation, w_f, w_l):
-    """Returns the measures of the personal models at all LAMBDAS, and at chosen ones (D12): by the
-    least training loss or, with --client-val, by the best validation accuracy; by the other
-    measure; and, as the paper does, by the test accuracy. w_l: [K, d]."""
+    """Returns the measures of the personal models at all LAMBDAS, and at two of them (D12):
+    `personal` is at the least training loss or, with --client-val, at the best validation accuracy,
+    `personal@test` at the best test accuracy, as in the paper. w_l: [K, d]."""
     split, found = federation.split, []
-    chosen_on = "val" if federation.args.client_val else "train"
     # each client uses as many training as test images
     images = [train[: len(test)] for train, test in zip(split.train, split.test)]
     for lam in LAMBDAS:
         measures = at_lambda(federation, w_f, w_l, lam)  # --client-val adds val_mean, val_loss
-        if chosen_on == "train":
+        if not federation.args.client_val:
             on_train = at_lambda(federation, w_f, w_l, lam, images)
             measures.update(train_mean=on_train["mean"], train_loss=on_train["loss"])
         found.append({"lambda": lam, **measures})
-    by_loss = min(found, key=lambda measures: measures[f"{chosen_on}_loss"])
-    by_accuracy = max(found, key=lambda measures: measures[f"{chosen_on}_mean"])
+    if federation.args.client_val:
+        chosen = max(found, key=lambda measures: measures["val_mean"])
+    else:
+        chosen = min(found, key=lambda measures: measures["train_loss"])
     by_test = max(found, key=lambda measures: measures["mean"])
-    chosen, other = (by_loss, by_accuracy) if chosen_on == "train" else (by_accuracy, by_loss)
-    other_rule = "train-accuracy" if chosen_on == "train" else "val-loss"
-    short = common.without_clients
-    return {"personal": chosen, f"personal@{other_rule}": short(other),
-            "personal@test": short(by_test), "personal@lambda=0.5": short(found[5]),
-            "personal@lambda=0": short(found[0]), "lambdas": [short(one) for one in found]}
+    return {"personal": chosen, "personal@test": common.without_clients(by_test),
+            "lambdas": [common.without_clients(measures) for measures in found]}
 
 
 def show(run):
-    """Prints the last round's choices of lambda; with --plot draws lambdas.png."""
-    row = run.record()["rounds"][-1]
-    if "lambdas" not in row:
+    """Prints the last round's accuracy at each lambda; with --plot draws lambdas.png."""
+    lambdas = run.record()["final"].get("lambdas")
+    if not lambdas:  # no Phase II
         return
-    columns = ("mean", "std", "loss", "ece", "mce")
-    common.say(f"\n{'lambda':<28}{'':>8}" + "".join(f"{name:>10}" for name in columns))
-    choices = [("personal", "smallest training loss"),
-               ("personal@train-accuracy", "best training accuracy")]
-    if run.args.client_val:
-        choices = [("personal", "best validation accuracy"),
-                   ("personal@val-loss", "smallest validation loss")]
-    choices += [("personal@test", "best on test images"), ("personal@lambda=0.5", "fixed"),
-                ("personal@lambda=0", "0: global, own images")]
-    for choice, how in choices:
-        values = "".join(f"{row[choice][name]:>10.4f}" for name in columns)
-        common.say(f"{how:<28}{row[choice]['lambda']:>8}{values}")
+    accuracies = (f"{at['lambda']:g}: {at['mean']:.3f}" for at in lambdas)
+    common.say(f"lambda  {', '.join(accuracies)}")
     if run.args.plot:
         title = f"SuPerFed, {run.args.mix} mixing\n{common.setting(run.record())}"
         with common.drawing(run.out / "lambdas.png", size=(6, 4.2), title=title) as axis:
-            mean, std = (np.array([at[key] for at in row["lambdas"]]) for key in ("mean", "std"))
+            mean, std = (np.array([at[key] for at in lambdas]) for key in ("mean", "std"))
             bars = np.minimum(std, [mean, 1 - mean])  # an accuracy is in [0, 1]
             axis.errorbar(LAMBDAS, mean, bars, capsize=3, marker="o", label=f"best {max(mean):.3f}")
             axis.set(xlabel=r"$\lambda$ (0: $w^f$, 1: $w^\ell_k$)",
