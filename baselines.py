@@ -434,6 +434,13 @@ def personal_layers(federation, run, args):
     return part
 
 
+def with_part(w, part, V):
+    """Returns the model w [d] with each client's weights V [m, ...] in the slice `part`: [m, d]."""
+    W = w.repeat(len(V), 1)
+    W[:, part] = V
+    return W
+
+
 def first_linear_layer(net):
     """Returns the number of the first fully connected layer, from 0. Its weights are a matrix."""
     shapes = {where.start: shape for _, where, shape in net.tensors}
@@ -468,7 +475,7 @@ def fedper(federation, run, args):
                   V=federation.per_client(w_0[head]))  # l.1: [K, ...]
 
     def models(S):
-        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
@@ -562,7 +569,7 @@ def fedrep(federation, run, args):
                   V=federation.per_client(w_0[head]))  # l.1 (D4): [K, ...]
 
     def models(S):
-        return common.with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
+        return with_part(state.w, head, state.V[S])  # (w, v_k): [m, d]
 
     for t in run.rounds(state, model=None, clients=models):  # l.2 (D2)
         S, eta = federation.sample(t), federation.eta(t)  # l.2
@@ -604,7 +611,7 @@ def lg_fedavg(federation, run, args):
                   V=federation.per_client(w_0[lower]))  # l.1: [K, ...]
 
     def models(S):
-        return common.with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
+        return with_part(state.w, lower, state.V[S])  # (v_k, w): [m, d]
 
     for t in run.rounds(state, model=None, clients=models):  # l.2
         S, eta = federation.sample(t), federation.eta(t)  # l.2

@@ -33,7 +33,7 @@ from fl.flags import (
 )
 from fl.machine import find_device, now, refuse, say
 from fl.models import MODELS
-from fl.net import Net, load_file, with_part
+from fl.net import Net, load_file
 from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers

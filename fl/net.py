@@ -321,13 +321,6 @@ def draw(rng, kind, scale, size):
     return values
 
 
-def with_part(w, part, V):
-    """Returns the model w [d] with each client's weights V [m, ...] in the slice `part`: [m, d]."""
-    W = w.repeat(len(V), 1)
-    W[:, part] = V
-    return W
-
-
 # --------------------------------------------------------------------------------------------------
 # Other networks
 
