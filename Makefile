@@ -8,7 +8,7 @@
 # make gpu-check  four minutes on a CUDA GPU: every algorithm's fast way against the plain loop
 # make authors CLONES=folder    our numbers beside those of the authors' programs (results/authors.md)
 # make test       linter and tests (no network but for the first set-up, no GPU needed)
-# make test-all   also the tests that take long: every method stopped and resumed everywhere
+# make test-all   also the few tests that take long: large networks, simulated comparisons
 # make lint       the linter alone
 # A fresh machine needs nothing but Python 3.10 or later: .venv is made from requirements.txt.
 

@@ -10,7 +10,7 @@ SOME = ["--dataset", "shapes", "--limit", "400", "--limit-test", "200", "--clien
         "dirichlet-classes", "--alpha", "1", "--client-val", "0.2"]  # 3 of 8 clients, unequal
 ONE = ["--model", "mnistnet", "--batch-size", "10", "--epochs", "2", "--fraction", "0.1"]
 ALL = [*SOME, "--fraction", "1", "--model", "cnn"]
-PSINET = ["psinet", *SOME, "--model", "vgg9", "--limit", "200", "--limit-test", "100"]
+PSINET = ["psinet", *SOME, "--limit", "200", "--limit-test", "100"]
 
 COMMANDS = {
     "fedavg": ["fedavg", *SOME],
@@ -28,12 +28,17 @@ COMMANDS = {
     "persfl": ["persfl", *SOME, "--model", "mnistnet", "--fraction", "1"],
     "persfl, last teacher": ["persfl", *ALL, "--model", "mnistnet", "--teacher", "final",
                              "--soft", "ce"],
-    "psinet": PSINET,
-    "psinet, all groups": [*PSINET, "--no-prune"],
-    "psinet, FedAvg with BatchNorm": [*PSINET, "--groups", "0", "--norm", "bn"],
+    "psinet": [*PSINET, "--model", "vgg9"],
+    "psinet, all groups": [*PSINET, "--model", "cnn", "--no-prune"],
+    "psinet, FedAvg with BatchNorm": [*PSINET, "--model", "cnn", "--groups", "0", "--norm", "bn"],
     "fedavg, momentum": ["baselines", "--method", "fedavg", *SOME, "--momentum", "0.9"],
     **{f"{method}, one client": ["baselines", "--method", method, *more, *SOME, *ONE]
        for method, *more in (["fedma"], ["fedspa"], ["scaffold", "--option", "I"], ["per-fedavg"])},
     **{method: ["baselines", "--method", method, *SOME, "--model", "mnistnet", "--epochs", "2"]
        for method in baselines.METHODS if method != "fedavg"},
 }
+
+# Those that two processes train, too: every way through the code that knows processes
+TWO = ["fedavg", "fedavg, one client", "fedavg, target", "superfed, layer", "fedslr",
+       "persfl, last teacher", "psinet, all groups", "scaffold", "fedavg-ft", "fedma", "fedspa",
+       "local", "centralised"]

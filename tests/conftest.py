@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE.parent / part) for part in ("", "checks")]
 
 import common
 import fl.models
+import fl.plots
 import fl.records
 import fl.run
 import fl.training
@@ -26,6 +27,7 @@ from pretend import eager
 
 # a product with another number of threads is rounded otherwise, and some tests compare bits
 torch.set_num_threads(1)
+fl.plots.STYLE["savefig.dpi"] = 50  # quicker
 
 QUICK = ["--dataset", "shapes", "--limit", "400", "--limit-test", "100", "--clients", "8",
          "--fraction", "0.5", "--rounds", "2", "--epochs", "1", "--lr", "0.01", "--lr-decay", "1",
@@ -51,6 +53,13 @@ def toy(tmp_path, monkeypatch):
     arrays.update({f"y_{part}": np.arange(n) % 3 for part, n in (("train", 60), ("test", 30))})
     np.savez(tmp_path / "toy.npz", **arrays)
     return str(tmp_path / "toy.npz")
+
+
+def small(toy):
+    """The flags of a run of seconds in a process of its own, which need not make `shapes`."""
+    return ["--dataset", toy, "--model", "mnistnet", "--transform", "scale", "--split", "iid",
+            "--clients", "4", "--client-test", "0.2", "--fraction", "0.5", "--epochs", "1", "--lr",
+            "0.01", "--device", "cpu"]
 
 
 def federation(argv, **defaults):

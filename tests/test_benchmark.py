@@ -6,7 +6,6 @@ import re
 import pytest
 
 import compare
-import fl.plots
 from comparing import benchmark, planning, training
 from conftest import refused
 from fl import records
@@ -111,7 +110,7 @@ def go(toy, tmp_path, monkeypatch):
     return go
 
 
-def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, monkeypatch):
+def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys):
     go("--seeds", "1")
     # local and fedavg: 2 rates, 1 further split; fedavg-ft: 2 more of its own parameter
     assert len(go.trained) == 2 * (3 + 3 + 5)
@@ -138,7 +137,6 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, 
     assert len(rows) == 2 and printed.count("|local|") == 2
     go(str(mine), "--seeds", "3")  # the others have two
     assert not go.trained
-    monkeypatch.setitem(fl.plots.STYLE, "savefig.dpi", 50)  # quicker
     go.draw(*go.drawn[-1])
     assert (go.out / "benchmark.svg").read_text().count("<!-- mine -->") == 2
 

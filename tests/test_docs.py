@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 import common
+import fl.plots
 from docs import build
-from papers import figures
 
 pytestmark = pytest.mark.pages
 HERE = pathlib.Path(build.HERE)
@@ -67,18 +67,6 @@ def test_pages_need_no_network(name):
     assert shared == ["page.css", "page.js"]
     for text in (PAGES[name], *((HERE / "docs" / file).read_text() for file in shared)):
         assert not re.search(r"(?:src=|@import|url\()[\"']?https?:|fetch\(", text)
-
-
-def test_the_marks_of_a_page_are_the_files_tags():
-    """FedAvg, by hand: which code carries out line 7, and line 11's statement and its comment."""
-    row = (r'<div class="row" data-l="([^"]*)"><span class="n">\d+</span>'
-           r'<code[^>]*>(.*)</code></div>')
-    rows = re.findall(row, PAGES["fedavg.html"])
-    code = [(labels, re.sub(r"<[^>]*>", "", line)) for labels, line in rows]
-    of_7, of_11 = ([line for labels, line in code if number in labels.split()]
-                   for number in ("7", "11"))
-    assert len(of_7) == 1 and of_7[0].startswith("state.w = n_k @ w_k / n_k.sum()")
-    assert len(of_11) == 1 and of_11[0].startswith("return common.descend(w, eta, gradient)")
 
 
 def test_a_statement_of_several_lines_is_marked_as_one(tmp_path, monkeypatch):
@@ -148,23 +136,11 @@ def test_mathematics(text, wanted):
     assert build.mathematics(text) == wanted
 
 
-def test_stars_of_products_are_no_emphasis():
-    assert build.markdown("C*K and L*R, *this* is `a*b`\n\n    a*b") == (
-        "<p><i>C</i>·<i>K</i> and <i>L</i>·<i>R</i>, <em>this</em> is <code>a*b</code></p>\n"
-        "<pre><code>a*b\n</code></pre>\n")
-
-
-def test_answers_are_behind_a_fold():
-    text = build.markdown(
-        "1. Why?\n\n   <details><summary>Answer</summary>\n\n   By `w`, w_k.\n\n   </details>\n")
-    answer = r"<p>By <code>w</code>, <i>w</i><sub><i>k</i></sub>.</p>"
-    assert re.search(rf"<details><summary>Answer</summary>\s*{answer}\s*</details>", text)
-
-
 def test_figures_are_sharp_and_equal_and_their_legend_covers_nothing(tmp_path, monkeypatch):
     from matplotlib import pyplot
 
     drawn, close = [], pyplot.close
+    monkeypatch.setitem(fl.plots.STYLE, "savefig.dpi", 300)
     monkeypatch.setattr(pyplot, "close", lambda figure: (drawn.append(figure), close(figure)))
     for name in ("a.png", "b.png"):
         with common.drawing(tmp_path / name, 1, 2, (5, 2.5), "one, two") as axes:
@@ -180,11 +156,6 @@ def test_figures_are_sharp_and_equal_and_their_legend_covers_nothing(tmp_path, m
         "accuracy", "another of a longer name"]
     assert not any(legend.get_window_extent().overlaps(axis.get_tightbbox()) for axis in axes)
     assert all(tick == int(tick) for axis in axes for tick in axis.get_xticks())
-
-
-def test_names_in_figures_are_in_print():
-    assert figures.words("LM mu=0.01, nu=2") == r"Layer Mixing $\mu$ = 0.01, $\nu$ = 2"
-    assert figures.words("E=1 C=0.05") == "$E$ = 1 $C$ = 0.05"
 
 
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"]

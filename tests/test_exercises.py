@@ -14,26 +14,6 @@ KNOWN = exercises.exercises()
 RECORD = json.loads(exercises.RECORD.read_text())
 
 
-def test_each_page_has_exercises_numbered_from_1():
-    for page in exercises.PAGES:
-        names = [name for name in KNOWN if name.startswith(f"{page}-")]
-        assert 3 <= len(names) <= 5 and names == [f"{page}-{i + 1}" for i in range(len(names))]
-        text = (exercises.HERE / "docs" / f"{page}.md").read_text()
-        assert re.findall(r"^## (.*)", text, re.M)[-2:] == ["Exercises", "The choices"]
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_form(name):
-    """A task, a prediction, the commands, and the answer behind a fold, whose inside is Markdown:
-    an empty line before and after it."""
-    text = KNOWN[name].text
-    assert text.count("\nPredict first: ") == 1
-    assert re.search(r"\n\n<details><summary>Answer</summary>\n\n(?:.|\n)+\n\n</details>\n$", text)
-    assert text.index("Predict first") < text.index(
-        "    python " if KNOWN[name].runs else "<details>"
-    )
-
-
 def test_those_with_commands_are_those_that_the_script_knows():
     checks = {
         name.replace("_", "-") for name in vars(exercises) if re.fullmatch(r"[a-z]{2,}_\d", name)

@@ -127,7 +127,8 @@ def prepare(folder):
     middle = bytes(b ^ 255 for b in whole[3000:3100])
     (folder / "damaged.npz").write_bytes(whole[:3000] + middle + whole[3100:])
     (folder / "file.txt").write_text("a file")
-    (folder / "own.py").write_text(SPLITS)
+    for name in ("own.py", "fedavg.py"):
+        (folder / name).write_text(SPLITS)
     for name in ("pets", "unequal", "hollow", "strange", "cut", "link", "more"):
         for part, n in (("train", 40), ("test", 20)):
             for i, x in enumerate(images(n)["x_train"]):

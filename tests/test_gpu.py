@@ -42,7 +42,7 @@ def test_all_clients_at_once_give_what_the_loop_gives(name):
 
 def test_a_run_is_resumed_on_it(tmp_path):
     """With what clients keep on the device, and in the host's memory."""
-    argv = [*FED, "--mix", "layer", "--start", "0", "--rounds", "3", "--eval-every", "1"]
+    argv = [*FED, "--mix", "layer", "--start", "0", "--rounds", "3", "--limit", "100"]
     with pretend.gpu():
         _, near = run(superfed, argv, tmp_path / "near")
     with pretend.gpu(room=0):
@@ -248,81 +248,18 @@ def test_a_gpu_shrinks_singular_values_as_an_svd_does(shape):
         assert int(rank) == (kept > 0).sum() and shrunk.dtype == v.dtype
 
 
-# The pretended GPU itself, and the check of a real one
-
-CPU_WITH_GPU = [
-    lambda x: x + torch.ones(3), lambda x: torch.cat([x, torch.tensor([1.0])]),
-    lambda x: torch.arange(3)[x.long()], lambda x: x.numpy(),
-    lambda x: x.new_zeros(3) * torch.from_numpy(np.ones(3)),
-    lambda x: torch.func.vmap(lambda a: a * torch.ones(2))(x[:, None]),
-    lambda x: torch.tensor(0.0).add_(x[0]),
-    lambda x: x.index_put_((torch.tensor([0]),), torch.ones(1))]
-NOT_TO_BE_CAPTURED = [
-    lambda x: x.sum().item(), lambda x: x if x[0] > 0 else -x, lambda x: x[x > 0],
-    lambda x: x[torch.tensor([0, 1])], lambda x: x[[0, 1]], lambda x: x[np.array([0, 1])],
-    lambda x: x * torch.tensor(0.1, device=x.device), lambda x: x * x.new_tensor([0.1]),
-    lambda x: x.to("cpu"), lambda x: torch.bincount(x.long()), lambda x: x * torch.tensor(0.1),
-    lambda x: x * torch.ones(3).to(x.device), lambda x: x.copy_(torch.ones(3)),
-    lambda x: torch.func.vmap(lambda a: a * torch.tensor(0.1))(x),
-    lambda x: fl.training.grad(lambda a: (a * torch.tensor(0.1)).sum())(x)]
-
-
-def test_what_a_gpu_refuses_the_pretended_one_refuses():
-    with pretend.gpu() as operations:
-        x = torch.zeros(3, device=pretend.GPU)
-        for mistake in CPU_WITH_GPU:
-            with pytest.raises(pretend.Wrong):
-                mistake(x)
-        for mistake in NOT_TO_BE_CAPTURED:
-            mistake(x)  # outside of a capture a GPU does it
-            operations.capturing = True
-            with pytest.raises(pretend.Wrong):
-                mistake(x)
-            operations.capturing = False
-
-
-def test_what_a_gpu_does_the_pretended_one_does():
-    """And tensors made from the GPU's are the GPU's."""
-    with pretend.gpu():
-        x, index = torch.zeros(3, device=pretend.GPU), torch.tensor([0, 2])
-        ones = lambda a: a * torch.ones(2, device=a.device)
-        for y in (x[index], x * torch.tensor(2.0), torch.ones(3).to(x.device), torch.zeros_like(x),
-                  torch.ones(3, device=x.device), torch.func.vmap(ones)(x[:, None])):
-            assert y.device == pretend.GPU
-        assert x.cpu().numpy().sum() == 0 and x.cpu().device == pretend.CPU
-        assert float(x[0]) == 0 and x.tolist() == [0, 0, 0]
+# The check of a real one
 
 
 def test_the_check_of_a_gpu(tmp_path, capsys):
-    """A table and a record, row by row; a row that fails says why; a later call adds its own."""
-    def check(*only):
-        gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--variants",
-                        "streams", "product", "--only", *only])
-        path, = tmp_path.glob("*.json")
-        return json.loads(path.read_text())["rows"]
-
-    first = check("fedavg", "10 x superfed-cnn", "none")
-    product, streams = "10 x superfed-cnn; product", "10 x superfed-cnn; streams"
-    assert list(first) == ["fedavg", "10 x superfed-cnn", streams, product, "none"]
-    assert "KeyError" in first.pop("none")["error"]
-    assert {row["way"] for row in first.values()} == {"together"}
-    assert all(row["differs"] < 1e-3 and row["times"] > 0 and not row["why"]
-               for row in first.values())
-    # a variant that changes nothing has the same bits
-    assert first[product]["differs"] != first["10 x superfed-cnn"]["differs"]
-    printed = capsys.readouterr().out
-    assert "failed" in printed and "\nproduct       " in printed
-    assert check("evaluation").keys() == {*first, "none", "evaluation"}
-
-
-@pytest.mark.parametrize("times, differs, wins", [
-    ([1.5, 1.0], 1e-3, True), ([1.5, 0.9], 1e-3, False), ([1.05, 1.0], 1e-3, False),
-    ([1.5, 1.0], 0.5, False), ([1.5, None], 1e-3, False)])
-def test_which_variant_should_become_the_products_way(times, differs, wins):
-    rows = {f"10 x {i}; compile": {"times": z, "why": "", "differs": differs} if z else
-            {"error": "RuntimeError"} for i, z in enumerate(times)}
-    said, = gpu_check.verdicts(rows)
-    assert ("should become" in said) == wins and said.startswith("compile")
+    """A table and a record, row by row; a row that fails says why."""
+    gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--variants", "--only",
+                    "fedavg", "none"])
+    path, = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert "KeyError" in rows["none"]["error"] and "failed" in capsys.readouterr().out
+    row = rows["fedavg"]
+    assert row["way"] == "together" and row["differs"] < 1e-3 and not row["why"]
 
 
 def test_without_a_gpu_the_check_says_so(capsys, monkeypatch):

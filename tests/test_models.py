@@ -883,7 +883,7 @@ def test_model_pt_is_the_modules_own_state_dict(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fedper", "ditto"])
-def test_clients_pt_has_a_model_for_each_client(method, tmp_path):
+def test_clients_pt_has_a_model_for_each_client(method, tmp_path, capsys):
     """Names -> [K, ...]. A client's model gives the client's accuracy in the record."""
     argv = ["--method", method, *QUICK, "--model", path(tmp_path, "Base"), "--lr", "0.1"]
     record, _ = run(baselines, [*argv, "--save-clients"], tmp_path / "out")
@@ -900,5 +900,6 @@ def test_clients_pt_has_a_model_for_each_client(method, tmp_path):
     assert accuracies == pytest.approx(record["final"]["personal"]["per_client"])
     assert (found["fc.bias"][0] != found["fc.bias"][1]).any()
     assert (tmp_path / "out" / "model.pt").exists() == (method == "ditto")  # fedper has no such
-    run(baselines, [*argv, "--rounds", "1"], tmp_path / "without")
-    assert not (tmp_path / "without" / "clients.pt").exists()
+    said, keeps = "keeps no clients' models, so there is no clients.pt", capsys.readouterr().out
+    run(fedavg, [*argv[2:], "--rounds", "1", "--save-clients"], tmp_path / "without")
+    assert said not in keeps and said in capsys.readouterr().out

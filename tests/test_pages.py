@@ -69,13 +69,6 @@ def test_file_and_page_have_the_same_choices(name):
     assert told == wanted
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_one_screen_for_the_paper(name):
-    """The loop over the rounds stands above the rule."""
-    code = parts(name)[1]
-    assert "def main(" in code[: code.index("\n# -----")]
-
-
 WORDS = {"README": 1000, "baselines": 4500, **dict.fromkeys(ALGORITHMS, 2570), "fedavgm": 1800}
 
 

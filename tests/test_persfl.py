@@ -1,6 +1,4 @@
 import itertools
-import pathlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,66 +35,13 @@ def logits(w, x):
     return x @ w[:12].reshape(3, 4).T + w[12:]
 
 
-# One minibatch
-
-
-class Linear:
-    """3 classes, 4 features, no bias; w [12]."""
-
-    d, device = 12, "cpu"
-
-    def __call__(self, w, x):
-        return x.flatten(1) @ w.view(3, 4).T
-
-
-def stage_2(soft, grid, monkeypatch):
-    """distil, and the step inside of it, which may start from any student."""
-    steps = []
-    monkeypatch.setattr(common, "step", lambda function: steps.append(function) or function)
-    return persfl.distillation(Linear(), SimpleNamespace(soft=soft), grid), *steps
-
-
-def loss_by_hand(A, O, x, y, T, lam, soft):
-    """(3) and (7), word by word."""
-    z, v = (x @ w.reshape(3, 4).T for w in (A, O))
-    s, a = softmax(v / T), softmax(z / T)
-    hard = -np.log(softmax(z)[np.arange(len(y)), y]).mean()
-    terms = s * np.log(s / a) if soft == "kl" else -s * np.log(a)
-    return (1 - lam) * hard + lam * T**2 * terms.sum(1).mean()
-
-
-@pytest.mark.parametrize("soft", ["kl", "ce"])
-def test_the_gradient_is_that_of_the_papers_loss(soft, monkeypatch):
-    """Central differences of a loss written in numpy, for all pairs; the step is A - gradient. Rows
-    behind the mask count for nothing. With lambda = 1 a student stays at its teacher."""
-    rng, one = np.random.default_rng(5), torch.tensor(1.0).double()
-    A, O = rng.normal(0, 2, (2, 12))
-    x, y = rng.normal(0, 1, (8, 4)), rng.integers(0, 3, 8)
-    mask = (torch.arange(8) < 6).double()
-    b = common.Batch(torch.tensor(x), torch.tensor(y), mask, torch.zeros(0))
-    distil, step = stage_2(soft, PAIRS, monkeypatch)
-    after = step(torch.tensor(A).repeat(15, 1), torch.tensor(O), b, one)
-    for (T, lam), end in zip(PAIRS, after.numpy()):
-        h, slope = 1e-5, np.zeros(12)
-        for i in range(12):
-            up, down = (loss_by_hand(A + sign * h * np.eye(12)[i], O, x[:6], y[:6], T, lam, soft)
-                        for sign in (1, -1))
-            slope[i] = (up - down) / (2 * h)
-        np.testing.assert_allclose(A - end, slope, atol=1e-6 * T**2)
-    for (T, lam), end in zip(PAIRS, distil(torch.tensor(O), [[b]], one).numpy()):
-        assert (np.abs(end - O).max() < T**2 * 1e-13) == (lam == 1)
-
-
 def test_the_grid_has_a_student_for_each_pair_of_the_paper():
-    """At lambda 0 and 1 (tests above) a student is the same for every T: one stands for all, that
+    """At lambda 0 and 1 a student is the same for every T: one stands for all, that
     of T = 1."""
     assert len(persfl.GRID) == 11
     assert {(1 if lam in (0, 1) else T, lam) for T, lam in PAIRS} == set(persfl.GRID)
     first = [pair for pair in PAIRS if pair in persfl.GRID]
     assert first == persfl.GRID  # the first if tied is the first of the 15 pairs
-
-
-# Whole runs
 
 
 @pytest.mark.parametrize("teacher", ["optimal", "final"])
@@ -231,7 +176,7 @@ def test_two_runs_are_averaged_by_hand(tmp_path, capsys, monkeypatch):
         ["mean", "0.3500", "0.6500", "9.0000", "2.2500"],
         ["std", "0.0707", "0.0707", "8.4853", "0.3536"]]  # a gap of two numbers / sqrt 2
     for name in ("students-users.png", "teachers-users.png"):
-        assert (tmp_path / "0" / name).stat().st_size > 5000
+        assert (tmp_path / "0" / name).stat().st_size > 1000
 
 
 # The defaults: facts of the paper's experiments
@@ -262,23 +207,6 @@ def class_counts(split, draws):
                      for users in owned])
 
 
-def test_the_spread_of_ds_2_is_that_of_a_dirichlet_draw_per_class():
-    """A user's share of a class is Beta(.9, 8.1): mean .1, variance .1*.9/10. Ten independent
-    classes make a user's size."""
-    counts = class_counts("dirichlet-classes", 30)
-    assert (counts.sum(1) == 5000).all()
-    assert counts.mean((0, 2)) == pytest.approx([500] * 10, rel=0.2)
-    share = (0.1 * 0.9 / 10) ** 0.5
-    assert counts.std() == pytest.approx(5000 * share, rel=0.08)
-    assert counts.sum(2).std() == pytest.approx(10**0.5 * 5000 * share, rel=0.15)
-    published = [  # test images, a fifth, of five runs
-        1025, 743, 955, 633, 1279, 1493, 1341, 770, 1010, 754, 1059, 907, 1073, 1129, 591, 1878,
-        770, 953, 841, 802, 1856, 761, 1796, 556, 986, 697, 1121, 710, 774, 745, 1130, 805, 767,
-        1014, 705, 1342, 684, 1110, 898, 1548, 1073, 608, 1447, 832, 1654, 803, 1029, 818, 1086,
-        653]
-    assert counts.sum(2).std() / 5 == pytest.approx(np.std(published), rel=0.2)
-
-
 def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
     """Users u - 1 and u share class u; the log of the ratio of two draws is normal with variance
     2 * 2^2: half of the ratios lie within exp(+-.6745 * sqrt 8)."""
@@ -290,107 +218,3 @@ def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
         ratios.append((two[:, 0] - 10 + 0.5) / (two[:, 1] - 10 + 0.5))
     inside = np.abs(np.log(ratios)) < 0.6745 * 8**0.5
     assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58
-
-
-# The numbers on docs/persfl.md (those of its rows that begin with a link are in test_pages.py)
-
-HERE = pathlib.Path(persfl.__file__).parent
-PAGE = (HERE / "docs" / "persfl.md").read_text()
-SPLITS = "classes", "dirichlet-classes", "lognormal"
-FOLDERS = {f"{name}, DS-{i + 1}": f"results/persfl-{number}/persfl-{data}-split-{split}"
-           for number, name, data in ((2, "CIFAR-10", "cifar10"), (3, "MNIST", "mnist"))
-           for i, split in enumerate(SPLITS)}
-
-
-def lines_of(header):
-    """The cells of the table on docs/persfl.md whose header begins so, a list for each line."""
-    lines = iter(PAGE.splitlines())
-    next(line for line in lines if line.startswith(header)), next(lines)
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
-
-
-def records(folder):
-    return [fl.records.read(path) for path in sorted((HERE / folder).glob("*.json"))]
-
-
-def by_seed(folder):
-    """{seed: mean personal accuracy} of a folder's records."""
-    return {record["args"]["seed"]: record["final"]["personal"]["mean"]
-            for record in records(folder)}
-
-
-def percent(values):
-    return f"{100 * np.mean(values):.1f}"
-
-
-def users_of(folder):
-    return [record["final"]["users"] for record in records(folder)]
-
-
-def test_the_page_tells_the_teachers_rounds_t_lambda_and_the_lead_over_fine_tuning():
-    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48),
-                 "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
-    for split, rounds, mean, least, last in lines_of("| split | rounds of Stage 1 | mean round"):
-        found = [e for users in users_of(FOLDERS[split]) for e in users["teacher's round"]]
-        assert [mean, least] == [f"{np.mean(found):.1f}", str(min(found))], split
-        assert last == str(found.count(int(rounds))) and len(found) == 50, split
-    for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
-        users = users_of(FOLDERS[split])
-        assert T == f"{np.mean([run['T'] for run in users]):.1f}"
-        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3)
-        assert [paper_T, float(paper_lam)] == [f"{published['T'][i]:.1f}", published["lambda"][i]]
-    for split, least, most, ahead in lines_of("| split | least | most |"):
-        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"])
-                for run in users_of(FOLDERS[split])]
-        assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
-        assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
-
-
-def test_the_page_says_what_ties_do():
-    """Among the 11 students; the records have 15, of which the others are copies."""
-    gained = []
-    for split, count, of, *cells in lines_of("| split | users with a tie"):
-        accuracies, lambdas, tied, best = ([], []), ([], []), 0, []
-        for record in records(FOLDERS[split]):
-            final = record["final"]
-            columns = [final["grid"].index(list(pair)) for pair in persfl.GRID]
-            val, test = (np.array(final["students"][part]) for part in ("val", "test"))
-            best += [final["personal@test"]["mean"] - final["personal"]["mean"]]
-            for k in range(10):
-                top = [i for i in columns if val[k, i] == val[k, columns].max()]
-                tied += len(top) > 1
-                for end, i in enumerate((top[0], top[-1])):
-                    accuracies[end].append(test[k, i])
-                    lambdas[end].append(final["grid"][i][1])
-        assert [int(count), int(of)] == [tied, len(lambdas[0])], split
-        means = [f"{np.mean(z):.3f}".lstrip("0") for z in lambdas]
-        assert cells == [*map(percent, accuracies), *means], split
-        gained.append(f"{100 * np.mean(best):.1f}".removeprefix("0"))
-    assert lines_of("| CIFAR-10, DS-1 | CIFAR-10, DS-2") == [gained]
-
-
-def test_the_page_compares_persfl_with_others_of_the_same_seeds():
-    """With FedPer, with the last teacher, and with training alone, for as many epochs."""
-    for header in ("| split | runs | FedPer", "| split | runs | the last G",
-                   "| split | runs | Local"):
-        (title,) = (line for line in PAGE.splitlines() if line.startswith(header))
-        titles = [cell.strip() for cell in title.strip("|").split("|")]
-        for split, runs, other, *cells, link in lines_of(header):
-            row = dict(zip(titles[3:], cells))
-            folder, twins = link.split("../")[1].rstrip(")"), records(FOLDERS[split])
-            theirs, ours = by_seed(folder), by_seed(FOLDERS[split])
-            mine = next(row[name] for name in row if "PersFL, same" in name or "optimal" in name)
-            assert runs == str(len(theirs)) and other == percent([*theirs.values()]), split
-            assert mine == percent([ours[seed] for seed in theirs]), split
-            if ahead := row.get("PersFL ahead in"):
-                count = sum(ours[seed] > theirs[seed] for seed in theirs)
-                assert ahead == f"{count} of {runs}", split
-            if tuned := row.get("fine-tuned, same runs"):
-                by = {twin["args"]["seed"]: twin for twin in twins}
-                assert tuned == percent([np.mean(by[seed]["final"]["users"]["fine-tuned"])
-                                         for seed in theirs]), split
-                for record in records(folder):
-                    twin = by[record["args"]["seed"]]
-                    epochs = twin["args"]["rounds"] + twin["args"]["distill_epochs"]
-                    assert record["split"] == twin["split"] and record["args"]["rounds"] == epochs

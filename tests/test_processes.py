@@ -10,14 +10,13 @@ import torch
 
 import baselines
 import fl.machine
-from commands import COMMANDS
-from conftest import HERE, ended, equal, refused, run, torchrun
+from conftest import HERE, ended, equal, refused, run, small, torchrun
 
 BEGIN = f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ended_in_round_2_they_go_on_as_one_process(number, tmp_path):
+def test_ended_in_round_2_they_go_on_as_one_process(number, toy, tmp_path):
     """Ctrl-C reaches all processes, kill -9 the first. One line at most says how to go on. One
     process resumes the run to the bits of one that nothing happened to."""
     (tmp_path / "dying.py").write_text(BEGIN + f"""
@@ -30,8 +29,7 @@ def dying(self, client_update, S, t, **options):
 common.Federation.train = dying
 import processes
 """)
-    _, *argv = COMMANDS["scaffold"]
-    parts = tmp_path / "parts"
+    argv, parts = ["--method", "scaffold", *small(toy), "--rounds", "2"], tmp_path / "parts"
     process = torchrun(tmp_path, [["baselines", *argv, "--out", str(parts)]],
                        tmp_path / "dying.py")
     code, _, error = ended(process)
@@ -43,7 +41,7 @@ import processes
     assert equal(state, run(baselines, argv, tmp_path / "whole")[1])
 
 
-def test_what_is_refused_is_refused_by_the_first_process_alone(tmp_path):
+def test_what_is_refused_is_refused_by_the_first_process_alone(toy, tmp_path):
     """The other ends without an error, so that torchrun does not end all before it has said why. A
     folder in use is left as it is by both."""
     (tmp_path / "refused.py").write_text(BEGIN + """
@@ -59,7 +57,7 @@ for argv in caught:
         os.write(1, f"{line}\\n".encode())
 fedavg.main(last)
 """)
-    _, *argv = COMMANDS["fedavg"]
+    argv = small(toy)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "state.pt").write_text("another run's")
     lock = filelock.FileLock(tmp_path / "used" / ".lock")

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import types
 
 import numpy as np
@@ -685,27 +684,6 @@ def test_the_committed_pages_are_those_of_the_committed_records():
         assert (committed(paper), committed(f"{paper}-runs")) == pages.pages(paper), paper
 
 
-def test_no_page_is_larger_than_60_kb_even_when_every_run_is_made(monkeypatch):
-    record = {"args": {}, "environment": {"device": "NVIDIA H200"}, "rounds": [{"seconds": 6e5}],
-              "status": "finished"}
-
-    def view(command, measure, scale):
-        folder = runs.RESULTS / runs.place(command)
-        seeds = [runs.Result(command, seed, 1.0, folder / str(seed), "done", record)
-                 for seed in range(5)]
-        return pages.Shown(seeds, 47.06, 1.25, False, "")
-
-    fresh()
-    monkeypatch.setattr(pages, "view", view)
-    monkeypatch.setattr(runs, "scales", lambda: [1.0])
-    monkeypatch.setattr(runs, "arguments", lambda command: {"rounds": 1})
-    found = [path.read_text() for path in runs.RESULTS.glob("*.md")]
-    for paper in runs.PAPERS:
-        found += pages.pages(paper)
-    fresh()
-    assert max(len(text.encode()) for text in found) <= 60_000
-
-
 def test_every_table_is_a_papers_and_every_explanation_a_cells():
     for name, t in runs.TABLES.items():
         assert name.split("-")[0] in runs.PAPERS
@@ -713,9 +691,3 @@ def test_every_table_is_a_papers_and_every_explanation_a_cells():
         assert t.why.keys() <= {"All", *t.rows, *cells}
 
 
-def test_it_starts_as_a_program():
-    """If nobody reads what it prints (`| head -1`), there is no error."""
-    head = subprocess.Popen([sys.executable, "-m", "papers", "--list", "--only", "psinet"],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=runs.HERE)
-    head.stdout.close()
-    assert head.stderr.read() == b"" and head.wait() == 0
