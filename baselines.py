@@ -1191,6 +1191,8 @@ def arguments(argv):
     refuse_foreign(p, args.method, given)
     if "--pfedme-lambda" in given and "--lr" not in given:
         args.lr = float(f"{1 / args.pfedme_lambda:.3g}")
+    if args.method == "pfedme" and args.fine_tune and args.fine_tune_lr is None:
+        args.fine_tune_lr = args.theta_lr  # its SGD's rate
     return args
 
 

@@ -85,6 +85,7 @@ class Federation:
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # a line each for the user
                       *fl.splits.remarks(dealt, self.data, args)]
         self.all_rows = []  # what per_client has made
+        self.passed = {}  # an Epochs' client and options -> images that it passes in this round
 
     def initial_weights(self):
         """Returns w_0 [d]: the weights of --init, or random ones from the seed."""
@@ -248,6 +249,29 @@ class Federation:
             measures.update(val_mean=on_val["mean"], val_loss=on_val["loss"])
         return measures
 
+    def fine_tuned(self, W, epochs, eta, order):
+        """Returns W [K, d], each client's model, after `epochs` more of SGD on its own training
+        images at the rate eta, by --momentum and --weight-decay. What a model has besides weights,
+        W[:, net.d:], stays as it is. order: calls with another one shuffle the images anew."""
+        descent = sgd(self.args, self.net.decayed)
+
+        @step
+        def sgd_step(w, u, rest, b, eta):  # [d] weights, [d] momentum
+            def loss(w):
+                return cross_entropy(self.net(torch.cat([w, rest]), b.x), b)
+            return *descent(w, u, grad(loss)(w), eta), rest
+
+        def client_update(w, rest, epochs, eta):
+            u = torch.zeros_like(w)
+            for minibatches in epochs:
+                for b in minibatches:
+                    w, u, rest = sgd_step(w, u, rest, b, eta)
+            return torch.cat([w, rest])
+
+        own = [W[:, : self.net.d], W[:, self.net.d :]]
+        return self.train(client_update, self.everyone, self.args.rounds, own, [eta], epochs,
+                          order=order)
+
     def losses(self, w, images=None):
         """Returns w's mean cross-entropy on each client's training images (or on those numbered
         images[k]): [K]. w: [d]."""
@@ -273,6 +297,8 @@ class Epochs:
         return Epochs(self.fed, self.client, images, self.t, **self.options | options)
 
     def plan(self):
+        key = self.client, self.t, *self.options.values(), len(self.images)
+        self.fed.passed[key] = self.options["epochs"] * len(self.images)
         return self.fed.plan(self.client, self.images, self.t, **self.options)
 
     def __iter__(self):

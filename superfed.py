@@ -141,7 +141,11 @@ def main(argv=None, federation=None, file=__file__):
 
     state = State(w_f=federation.initial_weights(),  # l.1: w^f_0, [d]
                   w_l=federation.per_client(local_start(federation)))  # l.2 (D3): w^l_k, [K, d]
-    for t in run.rounds(state, model="w_f", clients="w_l"):  # l.4
+
+    def at_chosen_lambda(S):  # for --fine-tune; in Phase I lambda is 0
+        return mix(state.w_f, state.w_l[S], run.row["personal"].get("lambda", 0))
+
+    for t in run.rounds(state, model="w_f", clients="w_l", personal=at_chosen_lambda):  # l.4
         m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.5 (D13)
         S = federation.sample(t, m)  # l.5: [m]
         w_f, w_l = state.w_f.expand(m, -1), state.w_l[S]  # [m, d] each

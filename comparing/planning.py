@@ -13,6 +13,7 @@ from typing import NamedTuple
 import baselines
 import common
 from fl.machine import first_line
+from fl.records import FREE
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 
@@ -67,7 +68,7 @@ OWN = {
                "one distillation follows, of two epochs, fewer than in the file"),
 }
 COMPUTED = {"pfedme_lambda": "lr"}  # if --set gives the first, the method computes the second
-RATES = ("lr", "momentum")  # what --set may change although it is shared
+FREED = ("lr", "momentum", "epochs")  # what --set may change although it is shared
 OURS = ("seed", "out", "resume", "plot")  # what this program sets itself
 
 
@@ -168,7 +169,7 @@ def made(name, method, mine, shared, option):
     wanted = all_share | own(shared)
     if shared.eval_every == tenth(shared.rounds):
         wanted["eval_every"] = tenth(wanted["rounds"])
-    what, fixed = f"--methods: {name}", {*OURS, *all_share} - {*RATES}
+    what, fixed = f"--methods: {name}", {*OURS, *all_share} - {*FREED}
     for key, word in mine.items():
         if flag(key) in words or key in fixed:
             common.refuse(f"--set {name}.{word[2:]}: {flag(key)} is no parameter of {method} alone:"
@@ -180,7 +181,7 @@ def made(name, method, mine, shared, option):
     argv = [*words, *flags(wanted), *mine.values()]
     parsed = parse(file, argv, what)
     for key, value in wanted.items():
-        if key in all_share and parsed.get(key) != value:
+        if key in all_share and key not in FREE and parsed.get(key) != value:
             common.refuse(f"--methods: {file} makes {parsed.get(key)} of {flag(key)} {value}, "
                           f"which all methods share; to give it to all: {flag(key)} "
                           f"{parsed.get(key)}")

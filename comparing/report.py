@@ -21,25 +21,46 @@ from fl.records import FREE
 from . import ranks
 from .planning import flags
 
+
+def personal(r):
+    """Returns a record's personal measures, {} if there are none."""
+    return r["final"].get("personal", {})
+
+
+def fine_tuned(r):
+    """Returns the personal measures after that number of --fine-tune's epochs, 0 included, which
+    the run's validation images choose, or after the most, if there are none; {} without the flag.
+    """
+    after = r["final"].get("fine_tuned", [])
+    if not after or "val_mean" not in after[0]:
+        return after[-1] if after else {}
+    return max([{"epochs": 0, **personal(r)}, *after], key=lambda z: z["val_mean"])
+
+
+PARTS = {"personal": personal, "fine-tuned": fine_tuned}  # what methods can be compared by
 MEASURES = {  # title: its value in a record
     "global": lambda r: r["final"].get("global", {}).get("top1"),
-    "personal": lambda r: r["final"].get("personal", {}).get("mean"),
-    "worst tenth": lambda r: r["final"].get("personal", {}).get("worst_decile"),
-    "validation": lambda r: r["final"].get("personal", {}).get("val_mean"),
+    "personal": lambda r: personal(r).get("mean"),
+    "worst tenth": lambda r: personal(r).get("worst_decile"),
+    "fine-tuned": lambda r: fine_tuned(r).get("mean"),
+    "validation": lambda r: personal(r).get("val_mean"),
+    "local epochs": lambda r: r.get("local_epochs"),
+    "epochs more": lambda r: fine_tuned(r).get("epochs"),
     "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6,
     "s a round": lambda r: r["seconds_per_round"],
     "minutes": lambda r: sum(row["seconds"] + row.get("evaluation_seconds", 0)
                              for row in r["rounds"]) / 60,
 }
 GAIN, RANK = "gain over Local", "mean rank"
-DIGITS = {"MB sent": 1, "s a round": 2, "minutes": 1}  # others: 3
-COLUMNS = [*list(MEASURES)[:4], GAIN, RANK, "rounds", *list(MEASURES)[4:], "own"]
+DIGITS = {"local epochs": 1, "epochs more": 1, "MB sent": 1, "s a round": 2,
+          "minutes": 1}  # others: 3
+COLUMNS = [*list(MEASURES)[:5], GAIN, RANK, "rounds", *list(MEASURES)[5:], "own"]
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
           for i in range(7)]  # common.drawing has 7 colours
 
 
 class Paired(NamedTuple):
-    """A difference of two methods' personal accuracies."""
+    """A difference of two methods' accuracies, of one of PARTS."""
 
     mean: float
     interval: tuple  # of 95 %; None for one pair of runs
@@ -50,7 +71,8 @@ class Paired(NamedTuple):
 def report(records, methods, args, shared):
     """Writes and prints the tables, and draws the figures. Returns the exit code, 1 if all runs
     diverged."""
-    rows, out = table(records, methods, args.against, shared), pathlib.Path(args.out)
+    part, out = "fine-tuned" if shared.fine_tune else "personal", pathlib.Path(args.out)
+    rows = table(records, methods, args.against, shared, part)
     text = page(rows, records, methods, args, shared)
     (out / "compare.md").write_text(text, encoding="utf-8")
     (out / "compare.tex").write_text(latex(rows, records[methods[0].name][0], args),
@@ -65,50 +87,51 @@ def report(records, methods, args, shared):
     return 0
 
 
-def table(records, methods, against, shared):
-    """Returns a row for each method, the best personal models first: its name, runs, how many
-    diverged, its rounds and own settings, of each measure its spreads() or None, and its paired()
-    difference to each method of `against`. bold: the best one, and those whose difference to it is
-    inconclusive."""
+def table(records, methods, against, shared, part="personal"):
+    """Returns a row for each method, the best first: its name, runs, how many diverged, its rounds
+    and own settings, of each measure its spreads() or None, and its paired() difference to each
+    method of `against`. bold: the best one, and those whose difference to it is inconclusive.
+    part: of PARTS, what orders the methods and is paired."""
     rows = []
     for method in methods:
         finished = [r for r in records[method.name] if not r["diverged"]]
         runs = len(records[method.name])
-        row = {"method": method.name, "runs": runs, "diverged": runs - len(finished),
+        row = {"method": method.name, "part": part, "runs": runs, "diverged": runs - len(finished),
                "rounds": method.args["rounds"], "own": own_settings(method, shared)}
         for title, measure in MEASURES.items():
             found = [(value, r["args"]["split_seed"]) for r in finished
                      if (value := measure(r)) is not None]
             row[title] = spreads(*zip(*found)) if found else None
         rows.append(row)
-    rows.sort(key=lambda row: row["personal"][0] if row["personal"] else -1, reverse=True)
+    rows.sort(key=lambda row: row[part][0] if row[part] else -1, reverse=True)
     best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
     references = dict.fromkeys(against or filter(None, (best, local)))
     for row in rows:
         to = {name: None if name in (None, row["method"]) else
-              paired(records[row["method"]], records[name]) for name in {*references, best, local}}
+              paired(records[row["method"]], records[name], part)
+              for name in {*references, best, local}}
         row["against"] = {name: to[name] for name in references}
         row[GAIN], row["to best"] = to[local], to[best]
     mark(rows)
     for row in rows:
         pair = row["against"].get(best, row["to best"])
-        row["bold"] = bool(row["personal"]) and (
+        row["bold"] = bool(row[part]) and (
             row["method"] == best or bool(pair) and pair.order not in ("ahead", "behind", ""))
-    found = ranks_over_splits(records)
+    found = ranks_over_splits(records, part)
     for row in rows:
         row[RANK] = found.get(row["method"])
     return rows
 
 
-def ranks_over_splits(records):
-    """Returns {method: its mean rank over the splits, by the mean personal accuracy of its seeds},
-    of the methods with a result on each split; {} for one split."""
+def ranks_over_splits(records, part="personal"):
+    """Returns {method: its mean rank over the splits, by the mean accuracy of its seeds}, of the
+    methods with a result on each split; {} for one split."""
     by_split = {}
     for name, runs in records.items():
         for r in runs:
-            if not r["diverged"] and "personal" in r["final"]:
+            if not r["diverged"] and PARTS[part](r):
                 at = by_split.setdefault(r["args"]["split_seed"], {})
-                at.setdefault(name, []).append(MEASURES["personal"](r))
+                at.setdefault(name, []).append(MEASURES[part](r))
     names = [name for name in records if all(name in at for at in by_split.values())]
     if len(by_split) < 2 or len(names) < 2:
         return {}
@@ -155,7 +178,7 @@ def spreads(values, splits):
             float(np.std([np.mean(group) for group in groups], ddof=1)) if groups[1:] else None)
 
 
-def paired(runs, others):
+def paired(runs, others, part="personal"):
     """Returns the Paired difference over equal splits, seeds and clients; None without a pair.
 
     The interval is a percentile bootstrap of 10,000 samples. Each draws runs and, within each
@@ -164,8 +187,8 @@ def paired(runs, others):
     """
     by_split = {}
     for pair in zip(runs, others):
-        if not any(r["diverged"] or "personal" not in r["final"] for r in pair):
-            a, b = (np.array(r["final"]["personal"]["per_client"]) for r in pair)
+        if not any(r["diverged"] or not PARTS[part](r) for r in pair):
+            a, b = (np.array(PARTS[part](r)["per_client"]) for r in pair)
             by_split.setdefault(pair[0]["args"]["split_seed"], []).append(a - b)
     if not by_split:
         return None
@@ -271,7 +294,7 @@ def about_runs(args):
 
 
 def about_differences(rows):
-    text = "Differences of the personal accuracy over equal splits, seeds and clients"
+    text = f"Differences of the {rows[0]['part']} accuracy over equal splits, seeds and clients"
     if rows[0]["runs"] == 1:
         return f"{text}. One run of each method gives no interval, so nothing is decided."
     return (f"{text}, with 95 % bootstrap intervals over runs and clients. A method is ahead or "
@@ -301,17 +324,18 @@ def sizes(records):
 
 
 def write_csv(rows, records, out):
-    """Writes compare.csv and runs.csv."""
-    titles = [title.replace(" ", "_") for title in MEASURES]
+    """Writes compare.csv and runs.csv, without measures that no run has."""
+    measured = [title for title in MEASURES if any(row[title] for row in rows)]
+    titles = [title.replace(" ", "_") for title in measured]
     kinds = [f"{title}_{kind}" for title in titles for kind in ("mean", "std_seeds", "std_splits")]
     means = [["method", "rounds", "own_settings", "runs", "diverged", "gain_over_local", *kinds]]
     runs = [["method", "rounds", "own_settings", "split_seed", "seed", "diverged", *titles]]
     for row in rows:
         own = row["method"], row["rounds"], " ".join(row["own"])
         means.append([*own, row["runs"], row["diverged"], row[GAIN] and row[GAIN][0],
-                      *itertools.chain(*(row[title] or [None] * 3 for title in MEASURES))])
+                      *itertools.chain(*(row[title] or [None] * 3 for title in measured))])
         for r in records[row["method"]]:
-            found = [None if r["diverged"] else measure(r) for measure in MEASURES.values()]
+            found = [None if r["diverged"] else MEASURES[title](r) for title in measured]
             runs.append([*own, r["args"]["split_seed"], r["args"]["seed"], int(r["diverged"]),
                          *found])
     for name, body in (("compare.csv", means), ("runs.csv", runs)):
@@ -323,7 +347,8 @@ def page(rows, records, methods, args, shared):
     """Returns compare.md."""
     some = records[methods[0].name][0]
     no_part = (*FREE, *common.unused(shared.split), "seed", "device")
-    settings = {name: value for name, value in vars(shared).items() if name not in no_part}
+    settings = {name: value for name, value in vars(shared).items()
+                if name not in no_part or name.startswith("fine_tune")}
     parts = [f"# {len(rows)} methods on {some['data']['name']}",
              f"Settings that all share: `{' '.join(flags(settings))}`.",
              f"The {'split' if args.split_seeds == 1 else 'first split'}: {about_split(some)}.",
@@ -357,14 +382,14 @@ def latex(rows, some, args):
     about = f"{common.setting(some)}."
     if classes := some["split"].get("classes"):
         about = f"{about[:-1]}, {common.spread(classes)} classes per client (least/mean/most)."
-    bold = "Bold: the best personal accuracy"
+    bold = f"Bold: the best {rows[0]['part']} accuracy"
     if rows[0]["runs"] > 1:
         bold += ", and those whose paired difference to it is inconclusive"
     titles, body = main_table(rows, but=("validation", "s a round"))
     body = [list(map(tex, line)) for line in body]
     for row, line in zip(rows, body):
         if row["bold"]:
-            at = titles.index("personal")
+            at = titles.index(row["part"])
             line[at] = re.sub(r"^[\d.]+", r"\\textbf{\g<0>}", line[at])
     caption = (f"{about} Accuracies after the last round: {about_runs(args)}. {bold}."
                + about_ranks(rows, args.split_seeds))

@@ -47,6 +47,14 @@ positive, nonnegative = between(float, 0, without_low=True), between(float, 0)
 fraction, positive_fraction = between(float, 0, 1), between(float, 0, 1, without_low=True)
 
 
+def ascending(text):
+    """An argparse type: whole numbers as 1,3,10, each above the one before. Returns the text."""
+    numbers = [positive_int(word) for word in text.split(",")]
+    if numbers != sorted({*numbers}):
+        raise argparse.ArgumentTypeError(f"{text} must ascend, as 1,3,10")
+    return text
+
+
 class Arguments(argparse.Namespace):
     __slots__ = "argv",  # the command line, which vars(args) lacks
 
@@ -139,6 +147,11 @@ def parser(doc, **defaults):
               "gives; loop: plainly one client after the other")
     flag("--eval-every", type=positive_int, default=5,
          help="rounds between evaluations; the last is always evaluated")
+    flag("--fine-tune", type=ascending, metavar="E,...",
+         help="after the last round train each client's model (where there is none, the global "
+              "one) for E more epochs on the client's own images, and measure it; e.g. 1,3,10")
+    flag("--fine-tune-lr", type=positive, metavar="ETA",
+         help="its learning rate (default: the eta of the next round)")
     if "target" in defaults:  # of files that call run.stop_at_target
         flag("--target", type=positive_fraction, nargs="*", metavar="TOP1",
              help="measure the global model after every round; stop when its accuracy has reached "

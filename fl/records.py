@@ -24,10 +24,12 @@ from .machine import refuse
 from .splits import unused
 
 # what the record has of every round, and what it can have without run.log
-EVERY_ROUND = "round", "seconds", "bytes_up", "bytes_down", "evaluation_seconds", "top1"
+EVERY_ROUND = ("round", "seconds", "bytes_up", "bytes_down", "images", "evaluation_seconds",
+               "top1")
 IN_FINAL = "final"
-# flags that change no result
-FREE = "out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard"
+# flags that change nothing in the rounds
+FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard",
+        "fine_tune", "fine_tune_lr")
 
 
 def at(folder):
@@ -72,11 +74,11 @@ def columns(history, final):
                  for name, z in row.items()} for row in measured]
     if len({frozenset(row) for row in every}) > 1:  # not every round was measured
         for row, more in zip(every, measured):
-            more |= {name: row.pop(name) for name in EVERY_ROUND[4:] if name in row}
+            more |= {name: row.pop(name) for name in EVERY_ROUND[5:] if name in row}
     rounds, evaluations = table(every), table([row for row in measured if len(row) > 1])
     del rounds["round"]
     rounds.setdefault("seconds", [])
-    for name in ("bytes_up", "bytes_down"):
+    for name in ("bytes_up", "bytes_down", "images"):
         if len(set(rounds.get(name, ()))) == 1:
             rounds[name] = rounds[name][0]
     return {"rounds": rounds, "evaluations": evaluations}

@@ -91,19 +91,21 @@ class Run:
 
     # The loop
 
-    def rounds(self, state, model="w", clients=None, more_follows=False):
+    def rounds(self, state, model="w", clients=None, more_follows=False, personal=None):
         """Yields t = 0 .. T-1. After each it completes the round: its row of the record, its state.
 
         model: the global model [d], which becomes model.pt in the end: a name in `state`, a
         function of `state`, or None where there is none. clients: the clients' own models [K, d],
         for --save-clients: a name in `state`, or a function of clients S: [m, d]. more_follows: the
         caller goes on after the loop; its run.log adds to the last round, and run.finish() ends it.
+        personal: a function of S, for --fine-tune: the models that it begins with, by default
+        `clients` or, where there are none, `model`.
         """
         if not hasattr(state, "__dict__") or self.history:
             refuse("run.rounds(state) takes a State(...), an object with attributes, and a run has "
                    "one loop over it; distinguish phases inside the loop, by t")
         self.state, self.model, self.models = state, model, clients
-        self.more_follows = more_follows
+        self.more_follows, self.personal = more_follows, personal
         self.types = types(state)
         self.check_state()
         with self.open():  # after --resume `state` is as it was saved
@@ -145,12 +147,41 @@ class Run:
         if odd:
             self.diverge(odd[0])
         self.per_client = row.pop("per_client", self.per_client)
+        self.count_images()
         self.history.append(row)
         self.bar.update()
         training.end_round(len(self.history))
         goes_on = row["round"] < self.last or self.more_follows
         if goes_on and time.monotonic() - self.saved > 20 * self.cost:
             self.save()  # takes at most a twentieth of the time
+
+    def count_images(self):
+        """Adds to the row how many images the clients' epochs have passed since the last call."""
+        passed = self.federation.passed
+        self.row["images"] = self.row.get("images", 0) + self.federation.training.total(
+            sum(passed.values()))
+        passed.clear()
+
+    def fine_tune(self):
+        """Adds `fine_tuned` to the last row: evaluate_clients' measures after each of --fine-tune's
+        numbers of epochs. Changes nothing if it is there, after --resume."""
+        args, fed, row, done = self.args, self.federation, self.row, 0
+        lr = args.fine_tune_lr or float(fed.eta(args.rounds))
+        wanted = [(int(word), lr) for word in args.fine_tune.split(",")]
+        if wanted == [(z["epochs"], z["lr"]) for z in row.get("fine_tuned", ())]:
+            return
+        self.count_images()
+        if of := self.personal or self.models and self.clients_models():
+            W = of(fed.everyone)
+        else:
+            W = self.global_model().expand(fed.K, -1)
+        row["fine_tuned"], eta = [], torch.tensor(lr, device=fed.device)
+        for order, (epochs, _) in enumerate(wanted):
+            W, done = fed.fine_tuned(W, epochs - done, eta, order), epochs
+            row["fine_tuned"].append({"epochs": epochs, "lr": lr, **fed.evaluate_clients(W)})
+        fed.passed.clear()  # `images` are those of the rounds
+        row["evaluation_seconds"] = self.elapsed()
+        self.complete = False
 
     def check_state(self):
         state.check(self.state, self.types, self.model, self.models, self.federation.all_rows)
@@ -223,7 +254,8 @@ class Run:
     def diverge(self, what):
         say(f"round {self.row['round']}: diverged, {what} is not finite; "
             + self.go_on("--resume would go on"))
-        self.failed = [{**{name: self.row[name] for name in ROW}, "diverged": True}]
+        self.count_images()
+        self.failed = [{**{name: self.row[name] for name in (*ROW, "images")}, "diverged": True}]
         self.finish("diverged")
         raise SystemExit(3)
 
@@ -240,6 +272,8 @@ class Run:
         self.bar.close()
         if status == "finished":  # what was logged after the loop
             self.per_client = self.row.pop("per_client", self.per_client)
+            if self.args.fine_tune:
+                self.fine_tune()
         if not self.complete:
             self.save()
         if status == "finished":
@@ -297,17 +331,24 @@ class Run:
                 part.unlink()
             return False
 
+    def global_model(self):
+        """Returns the global model [d]."""
+        return self.model(self.state) if callable(self.model) else getattr(self.state, self.model)
+
+    def clients_models(self):
+        """Returns the function that gives the own models [m, d] of clients S."""
+        return (self.models if callable(self.models)
+                else getattr(self.state, self.models).__getitem__)
+
     def save_models(self):
         """Writes state dicts: model.pt (global) and, with --save-clients, clients.pt."""
         fed, models = self.federation, {}
         if self.model:
-            models["model.pt"] = (self.model(self.state) if callable(self.model)
-                                  else getattr(self.state, self.model))
+            models["model.pt"] = self.global_model()
         if self.args.save_clients and not self.models:
             say(f"note    {self.algorithm} keeps no clients' models, so there is no clients.pt")
         elif self.args.save_clients:
-            of = (self.models if callable(self.models)
-                  else getattr(self.state, self.models).__getitem__)
+            of = self.clients_models()
             # in the host's memory, since the device may lack the room
             models["clients.pt"] = torch.cat([of([k]).cpu() for k in fed.everyone])
         for name, w in models.items() if is_main_process() else ():
@@ -353,6 +394,9 @@ class Run:
             "seconds_per_round": float(np.median(seconds)) if seconds else None,
             "peak_memory_mb": provenance.peak_memory(federation.device),
         }
+        if all("images" in row for row in history):
+            passed = sum(row["images"] for row in history)
+            record["local_epochs"] = round(passed / sum(record["split"]["sizes"]), 4)
         if data.names:
             record["data"]["classes"] = data.names
         if net.batchnorms:
@@ -505,6 +549,8 @@ def show(record, run):
             say(f"{when:<5}  round {measures['round']}  {in_words(part, measures)}")
     if record["status"] == "finished" and not record["final"]:
         say("note    no round has called run.log, so the record has no accuracies")
+    for tuned in record["final"].get("fine_tuned", ()):
+        say(f"tuned  {tuned['epochs']:>3} epochs more  {in_words('personal', tuned)}")
     for target, t in record.get("rounds_to", {}).items():
         say(f"target  {target}: " + (f"after {t:.1f} rounds" if t else "not reached"))
 

@@ -148,6 +148,14 @@ class Training:
         dist.broadcast(plain(z), 0)
         return z
 
+    def total(self, n):
+        """Returns the sum of all processes' whole numbers n, in all processes."""
+        if self.processes == 1:
+            return n
+        n = torch.tensor(n, device=self.device)
+        dist.all_reduce(n)
+        return int(n)
+
     def end_round(self, done):
         """done: rounds that are complete. The peak of memory is that of the later ones, since
         cuDNN's search, in the first, takes the largest candidate's workspace."""

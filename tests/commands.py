@@ -22,7 +22,7 @@ COMMANDS = {
     "fedavg, bf16": ["fedavg", *ALL, "--precision", "bf16"],
     "fedavgm": ["fedavgm", *SOME, "--model", "cnn"],
     "superfed, model": ["superfed", *SOME, "--mix", "model"],
-    "superfed, layer": ["superfed", *SOME, "--mix", "layer"],
+    "superfed, layer": ["superfed", *SOME, "--mix", "layer", "--fine-tune", "1,3"],
     "superfed, own start": ["superfed", *ALL, "--start", "0", "--own-start"],
     "fedslr": ["fedslr", *SOME, "--model", "cnn"],
     "persfl": ["persfl", *SOME, "--model", "mnistnet", "--fraction", "1"],

@@ -16,9 +16,11 @@ def personal(accuracies, val=0.5):
 
 class Child:
     """In place of training.Child: writes at once the record that the run would have. All clients
-    have the accuracy accuracy(args). started: the folders, with + if resumed."""
+    have the accuracy accuracy(args), and tuned(args) when fine-tuned. started: the folders, with +
+    if resumed."""
 
-    accuracy, before, started = (lambda args: 0.5), (lambda file: None), []
+    accuracy, tuned = (lambda args: 0.5), (lambda args: 0.5)
+    before, started = (lambda file: None), []
 
     def __init__(self, argv, one_thread):
         file, *flags = argv
@@ -29,6 +31,9 @@ class Child:
         split = common.split_clients(data, args, common.stream(args.split_seed, "split"))
         top1, sources = Child.accuracy(args), provenance.sources(file, args)
         own = personal([top1] * len(split.train), top1)
+        after = Child.tuned(args)
+        tuned = [{"epochs": int(word), "lr": args.lr, **personal([after] * len(split.train), after)}
+                 for word in (args.fine_tune or "").split(",") if word]
         row = {"seconds": 6.0, "bytes_up": 8, "bytes_down": 8, "global": {"top1": 0.5},
                "personal": own}
         path = pathlib.Path(args.out, "result.json")
@@ -46,8 +51,8 @@ class Child:
             "split": {"fingerprint": split.fingerprint(), "clients": len(split.train),
                       "sizes": [*map(len, split.train)]},
             "parameters": 10, "rounds": [{"round": t + 1, **row} for t in range(args.rounds)],
-            "final": {"global": row["global"], "personal": own}, "bytes_up": 16, "bytes_down": 16,
-            "seconds_per_round": 6.0}))
+            "final": {"global": row["global"], "personal": own, "fine_tuned": tuned},
+            "local_epochs": 1.0, "bytes_up": 16, "bytes_down": 16, "seconds_per_round": 6.0}))
 
     def ended(self):
         return True

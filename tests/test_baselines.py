@@ -111,6 +111,28 @@ def test_fedprox_by_hand(world, toy_argv, tmp_path, models):
     close({"v": models[-1]}, v=[world.descend(w, k, 3, epochs=3) for k in range(3)])
 
 
+def test_any_method_can_be_fine_tuned_at_the_end(world, toy_argv, tmp_path, models):
+    """The global model as by fedavg-ft, then on with the images in another order; the clients' own
+    models at a rate of their own. `images` are those of the rounds."""
+    record, state = go("fedavg", [*toy_argv, "--fine-tune", "1,3"], tmp_path / "fedavg")
+    one, three = models[-2:]
+    go("fedavg-ft", toy_argv, tmp_path / "fedavg-ft")
+    assert torch.equal(models[-1], one) and not torch.equal(one, three)
+    w = [world.descend(w_k, k, 3, epochs=2, order=1) for k, w_k in enumerate(one.numpy())]
+    close({"v": three}, v=w)
+    tuned, sizes = record["final"]["fine_tuned"], record["split"]["sizes"]
+    assert [z["epochs"] for z in tuned] == [1, 3] and len(tuned[1]["per_client"]) == 3
+    assert [row["images"] for row in record["rounds"]] == [
+        2 * sum(sizes[k] for k in S) for S in world.S]
+    again, _ = go("fedavg", [*toy_argv, "--fine-tune", "1,3", "--resume"], tmp_path / "fedavg")
+    assert again["final"] == record["final"]
+
+    argv = [*toy_argv, "--fine-tune", "2", "--fine-tune-lr", "0.01"]
+    _, state = go("local", argv, tmp_path / "local")
+    w = [world.descend(w_k, k, 3, epochs=2, eta=0.01) for k, w_k in enumerate(state["W"].numpy())]
+    close({"v": models[-1]}, v=w)
+
+
 def test_fedavg_s_momentum_and_weight_decay_by_hand(world, toy_argv, tmp_path):
     """u, 0 at first in each round, becomes .5 u + gradient + .1 w."""
     w = world.w
