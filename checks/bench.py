@@ -21,6 +21,7 @@ import pathlib
 import statistics
 import sys
 from collections import OrderedDict
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -55,16 +56,19 @@ class LeafCNN(nn.Sequential):
 
 LEAF = f"{pathlib.Path(__file__).resolve()}:LeafCNN"
 
-WORKLOADS = {  # name: model, B, clients and images per client on a GPU, and on a CPU
-    "fedavg": (LEAF, 50, (10, 500), (10, 500)),
-    "superfed-cnn": ("cnn", 20, (10, 500), (10, 500)),
-    "resnet18": ("resnet18", 20, (10, 500), (4, 60)),
-}
+
+class Workload(NamedTuple):
+    model: str
+    B: int
+    cuda: tuple = (10, 500)  # clients, and images of each
+    cpu: tuple = (10, 500)
+
+
+WORKLOADS = {"fedavg": Workload(LEAF, 50), "superfed-cnn": Workload("cnn", 20),
+             "resnet18": Workload("resnet18", 20, cpu=(4, 60))}
 MORE = {  # those of docs/speed.md's table of ways that are measured only if asked for
-    "2nn": ("2nn", 20, (10, 500), (10, 500)),
-    "mnistcnn": ("mnistcnn", 20, (10, 500), (10, 500)),
-    "tfcnn": ("tfcnn", 50, (10, 500), (10, 500)),
-    "vgg9": ("vgg9", 64, (10, 640), (4, 64)),
+    "2nn": Workload("2nn", 20), "mnistcnn": Workload("mnistcnn", 20),
+    "tfcnn": Workload("tfcnn", 50), "vgg9": Workload("vgg9", 64, cuda=(10, 640), cpu=(4, 64)),
 }
 
 
@@ -236,21 +240,21 @@ def entrants_of(model, device, base):
 
 
 def workload(name, device, repetitions):
-    model, B, *numbers = (WORKLOADS | MORE)[name]
-    clients, images = numbers[device == "cpu"]
+    model, B, cuda, cpu = (WORKLOADS | MORE)[name]
+    clients, images = cpu if device == "cpu" else cuda
     base = dict(clients=clients, limit=clients * images, client_test=0, batch_size=B)
     entrants = entrants_of(model, device, base)
     every, memory = interleaved(entrants, device, repetitions)
     seconds = {name: statistics.median(s) for name, s in every.items()}
-    work = clients * images * flops(model, B)
-    kinds = dict.fromkeys(entrant.split(", ")[-1] for entrant in entrants)
-    peaks = {kind: peak(device, kind) for kind in kinds}
+    precision = {entrant: entrant.split(", ")[-1] for entrant in entrants}
+    peaks = {kind: peak(device, kind) for kind in dict.fromkeys(precision.values())}
+    work = flops(model, B)
     rows = [{"entrant": entrant, "seconds": s, "all": every[entrant],
-             "share_of_peak": work / s / peaks[entrant.split(", ")[-1]],
+             "share_of_peak": clients * images * work / s / peaks[precision[entrant]],
              "times_plain": next(iter(seconds.values())) / s, "memory_mb": memory[entrant],
              "images_per_second": clients * images / s} for entrant, s in seconds.items()]
     print(f"\n{name}: {clients} clients x {images} images, B={B}, "
-          f"{flops(model, B) / 1e6:.1f} MFLOP per trained image; peak "
+          f"{work / 1e6:.1f} MFLOP per trained image; peak "
           + ", ".join(f"{kind} {value / 1e9:.0f} GFLOP/s" for kind, value in peaks.items()))
     print(f"{'':<42}{'s/round':>9}{'x plain':>9}{'images/s':>10}{'of peak':>9}{'MiB':>8}")
     for row in rows:
@@ -285,6 +289,13 @@ def growth(device, repetitions):
     return rows
 
 
+def machine(device, file):
+    """Returns where the check `file` runs, and on which commit."""
+    sources = [file, *(fl.provenance.ROOT / shared for shared in fl.provenance.SHARED)]
+    return {"device": fl.machine.device_name(torch.device(device)),
+            "torch": str(torch.__version__), "commit": fl.provenance.commit(sources)}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
@@ -293,11 +304,9 @@ def main():
     p.add_argument("--repetitions", type=int, default=5)
     p.add_argument("--out", type=pathlib.Path, help="the JSON (default: runs/bench-DEVICE.json)")
     args = p.parse_args()
-    name = fl.machine.device_name(torch.device(args.device))
-    print(f"{name}, torch {torch.__version__}")
-    sources = [__file__, *(fl.provenance.ROOT / shared for shared in fl.provenance.SHARED)]
-    result = {"device": name, "torch": torch.__version__, "repetitions": args.repetitions,
-              "commit": fl.provenance.commit(sources), "workloads": []}
+    here = machine(args.device, __file__)
+    print(f"{here['device']}, torch {here['torch']}")
+    result = {**here, "repetitions": args.repetitions, "workloads": []}
     out = args.out or pathlib.Path(f"runs/bench-{args.device}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for part in [args.only] if args.only else (*WORKLOADS, "growth"):

@@ -238,27 +238,37 @@ VARIANTS = {
 }
 
 
+def ours_changed(args, changes):
+    """Returns bench.ours, made and run with these changes."""
+    with patched(changes):
+        one_round = bench.ours(args)
+
+    def changed_round(t):
+        with patched(changes):
+            return one_round(t)
+
+    changed_round.federation = one_round.federation
+    return changed_round
+
+
 def workload(name, device, variants, quick=False):
     """Yields (variant, row), "" for the product's way: FedAvg by a plain loop, by `loop`, in the
     product's way and in each variant, in turn round by round. The first round captures."""
     model, B, (clients, images), _ = bench.WORKLOADS[name.removesuffix(", unequal")]
-    clients, images, B = (2, 10, 5) if quick else (clients, images, B)
+    if quick:
+        clients, images, B = 2, 10, 5
     split = {"split": "dirichlet-classes", "alpha": 0.3} if name.endswith("unequal") else {}
     args = bench.arguments(model, device, clients=clients, limit=clients * images, client_test=0,
                            batch_size=B, **split)
-    changes = {variant: VARIANTS[variant]() for variant in variants}
     ways = {"plain": bench.plain(args), "loop": bench.ours(args, "loop"), "": bench.ours(args)}
-    for variant, changed in changes.items():
-        with patched(changed):
-            ways[variant] = bench.ours(args)
+    ways |= {variant: ours_changed(args, VARIANTS[variant]()) for variant in variants}
     seconds, w, wrong, now = {way: [] for way in ways}, {}, {}, fl.machine.now
     gpu = ways[""].federation.device
     for t in range(3):
         for way in [way for way in ways if way not in wrong]:
             start = now(gpu)
             try:
-                with patched(changes.get(way, [])):
-                    w[way] = ways[way](t)
+                w[way] = ways[way](t)
             except Exception as problem:
                 wrong[way] = f"{type(problem).__name__}: {fl.machine.first_line(problem)}"
             seconds[way].append(now(gpu) - start)
@@ -269,12 +279,11 @@ def workload(name, device, variants, quick=False):
             yield way, {"error": wrong[way]}
             continue
         fed = ways[way].federation
-        with patched(changes.get(way, [])):
-            taken = bench.memory_of(lambda way=way: ways[way](3), device)
         row = {"way": fed.training.used, "why": reasons(fed), "fast": best[way],
                "times": best["" if way else "loop"] / best[way],
                "differs": difference({"w": w["loop"].cpu()}, {"w": w[way].cpu()}, w_0),
-               "first": seconds[way][0] - best[way], "MiB": taken}
+               "first": seconds[way][0] - best[way],
+               "MiB": bench.memory_of(lambda way=way: ways[way](3), device)}
         yield way, row if way else row | {name: best[name] for name in ("loop", "plain")}
 
 
@@ -286,9 +295,10 @@ def evaluation(device, quick=False):
     fed = common.Federation(args)
     noise = torch.from_numpy(np.random.default_rng(0).standard_normal((K, fed.net.d), np.float32))
     W = fed.initial_weights() + 0.01 * noise.to(fed.device)
+    own, logits = fed.split.test, {}
 
-    def at_once():
-        own, logits = fed.split.test, []
+    def at_once(_):
+        parts = []
         for S in np.array_split(fed.everyone, math.ceil(K / fl.training.WIDEST)):
             most = max(len(own[k]) for k in S)
             index = np.stack([np.resize(own[k], most) for k in S])
@@ -296,24 +306,17 @@ def evaluation(device, quick=False):
             x = fed.transform(fed.images[index.flatten()]).unflatten(0, index.shape)
             with torch.no_grad(), fl.training.set_in_thread(vmapped=True):
                 found = vmap(fed.net)(W[torch.from_numpy(S).to(fed.device)], x)
-            logits += [z[: len(own[k])] for z, k in zip(found, S)]
-        return torch.cat(logits)
+            parts += [z[: len(own[k])] for z, k in zip(found, S)]
+        logits["fast"] = torch.cat(parts)
 
-    def in_turn():
-        own = fed.split.test
-        return fed.each_logits(lambda k: fed.logits(W[k], own[k]), own)
+    def in_turn(_):
+        logits["loop"] = fed.each_logits(lambda k: fed.logits(W[k], own[k]), own)
 
-    seconds, logits = {"loop": [], "fast": []}, {}
-    for _ in range(3):
-        for name, work in (("loop", in_turn), ("fast", at_once)):
-            start = fl.machine.now(fed.device)
-            logits[name] = work()
-            seconds[name].append(fl.machine.now(fed.device) - start)
-    slow, fast = (min(z[1:]) for z in seconds.values())
+    seconds, memory = bench.interleaved({"loop": in_turn, "fast": at_once}, device, 2)
+    slow, fast = (min(z) for z in seconds.values())
     gap = (logits["fast"] - logits["loop"]).norm() / logits["loop"].norm()
     yield "", {"way": "vmap", "why": "", "differs": float(gap), "loop": slow, "fast": fast,
-               "times": slow / fast, "first": seconds["fast"][0] - fast,
-               "MiB": bench.memory_of(at_once, device)}
+               "times": slow / fast, "MiB": memory["fast"]}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -380,11 +383,9 @@ def check(args, more):
             for name in ["superfed-cnn", "superfed-cnn, unequal", "fedavg", "resnet18"]}
     # what --minutes cuts off is the last algorithms; ResNet-18 takes longest to compile
     rows = {"evaluation": lambda: evaluation(args.device, args.quick)} | each | rows
-    card, start = fl.machine.device_name(torch.device(args.device)), time.time()
-    sources = [__file__, *(fl.provenance.ROOT / name for name in fl.provenance.SHARED)]
-    result = {"device": card, "torch": str(torch.__version__), "cuda": torch.version.cuda,
-              "date": time.strftime("%Y-%m-%d"), "commit": fl.provenance.commit(sources),
-              "rows": {}}
+    result = {**bench.machine(args.device, __file__), "cuda": torch.version.cuda,
+              "date": time.strftime("%Y-%m-%d"), "rows": {}}
+    card, start = result["device"], time.time()
     out = args.out / f"{re.sub('[^A-Za-z0-9]+', '-', card).strip('-')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     if args.only and out.exists():
