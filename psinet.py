@@ -47,14 +47,12 @@ has gradient 0; decay changes i's copy, which line 10 ignores. The listing resta
 """
 
 import argparse
-import copy
 from math import ceil
 from types import SimpleNamespace as State
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 import common
 
@@ -255,12 +253,9 @@ class GroupedNet(common.Net):
 
     def forward(self, w, r, x, mask=None):
         """Returns what PsiNet returns, with the weights w and the running statistics r."""
-        if not hasattr(self.copies, "module"):  # one for each thread, as in Net.apply
-            self.copies.module = copy.deepcopy(self.module)
-        parts = zip(self.names, w.to(x.dtype).split(self.sizes), self.shapes)
-        tensors = self.constants | dict(zip(self.running, r.split(self.sizes_r)))
-        tensors |= {name: z.view(shape) for name, z, shape in parts}
-        logits, next_r = functional_call(self.copies.module, tensors, (x, mask))
+        values = self.values(w.to(x.dtype).split(self.sizes))
+        values |= dict(zip(self.running, r.split(self.sizes_r)))
+        logits, next_r = self.call(values, (x, mask))
         return logits.to(w.dtype), next_r.to(r.dtype)
 
     def __call__(self, Omega, x):
@@ -278,11 +273,10 @@ def main(argv=None):
     run = common.Run(__file__, federation)
     local_update = local_training(net, args)
     has, has_class = groups_of_nodes(federation, args)  # l.6: [K, G], [K, classes]
-    macs_per_image = multiplications(federation, has)  # [K], for the record
     describe(run, has)
 
     Omega = net.with_statistics(federation.initial_weights())  # l.5 (D2): [d]
-    state = State(Omega=Omega, macs=0.0)
+    state = State(Omega=Omega)
     for t in run.rounds(state, model="Omega"):  # l.7
         S = federation.sample(t)  # l.7 (D8): [m]
         # for each node of S, train calls local_update with its rows of `own`, its epochs and what
@@ -292,12 +286,10 @@ def main(argv=None):
                                    shared=[federation.eta(t)])  # l.8: [m, d]
         has_entry, n_i = net.entries(has[S]), federation.n[S]  # [m, d], [m]
         state.Omega = aligned_average(Omega_i, has_entry, n_i, state.Omega)  # l.9-10
-        state.macs += args.epochs * float(n_i.double() @ macs_per_image[S])
         sent = int(has_entry.sum())
-        run.sent(up=sent, down=sent)  # for the record, like macs
+        run.sent(up=sent, down=sent)  # for the record: how many weights are sent
         if run.evaluates():
-            run.log(federation.evaluate(state.Omega), federation.evaluate_clients(state.Omega),
-                    macs=state.macs)
+            run.log(federation.evaluate(state.Omega), federation.evaluate_clients(state.Omega))
     return run.record()
 
 
@@ -357,26 +349,6 @@ def describe(run, has):
         weights = net.entries(has)[:, : net.d].sum(1).tolist()
         run.note(f"nodes   {common.spread(has.sum(1).tolist())} of {net.G} groups, "
                  f"{common.spread(weights)} weights (least/mean/most)")
-
-
-def multiplications(federation, has):
-    """Returns how many multiplications each node's part of the network needs for one image, in
-    convolutions and linear layers: [K]."""
-    net, count, hooks = federation.net, {}, []
-    for name, layer in net.module.named_children():
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            def seen(layer, x, y, name=name):  # y [1, outputs, ...]: a weight is used at each place
-                count[name] = layer.weight.numel() * y[0, 0].numel()
-
-            hooks.append(layer.register_forward_hook(seen))
-    module = net.module.to(federation.device)
-    with torch.no_grad():
-        module(federation.transform(federation.images[:1]))
-    for hook in hooks:
-        hook.remove()
-    grouped = sum(count[name] for name in net.module.grouped)
-    shared = sum(count.values()) - grouped
-    return shared + has.sum(1).double() * (grouped / net.G)
 
 
 if __name__ == "__main__":
