@@ -149,6 +149,7 @@ def local(federation, run, args):
         S, eta = federation.sample(t), federation.eta(t)  # l.2 (D1)
         w_k = federation.train(client_update, S, t, own=[state.W[S]], shared=[eta])  # l.3: [m, d]
         state.W[S] = w_k  # l.3: k keeps it
+        run.sent(up=0, down=0)
         if run.evaluates():
             run.log(personal=federation.evaluate_clients(state.W))
 
@@ -173,6 +174,7 @@ def centralised(federation, run, args):
         w = federation.train(client_update, [0], t, own=[state.w[None]], shared=[eta],
                              epochs=epochs, images=[P])  # l.3: [1, d], as if client 0 had P
         state.w = w[0]
+        run.sent(up=0, down=0)
         if run.evaluates():
             run.log(federation.evaluate(state.w), federation.evaluate_clients(state.w))
 

@@ -46,7 +46,8 @@ MEASURES = {  # title: its value in a record
     "validation": lambda r: personal(r).get("val_mean"),
     "local epochs": lambda r: r.get("local_epochs"),
     "epochs more": lambda r: fine_tuned(r).get("epochs"),
-    "MB sent": lambda r: (r["bytes_up"] + r["bytes_down"]) / 1e6,
+    "MB sent": lambda r: None if r["bytes_up"] is None  # the method does not call run.sent
+    else (r["bytes_up"] + r["bytes_down"]) / 1e6,
     "s a round": lambda r: r["seconds_per_round"],
     "minutes": lambda r: sum(row["seconds"] + row.get("evaluation_seconds", 0)
                              for row in r["rounds"]) / 60,

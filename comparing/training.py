@@ -168,6 +168,11 @@ def trained(run, argv, child, prints):
     if not found or found["status"] not in DONE:
         common.refuse(f"{run.label}: {file} has not trained all rounds; does it loop over "
                       'run.rounds without `break`, and end with  if __name__ == "__main__": main()')
+    rounds = len(found["rounds"])
+    for part in found["final"].keys() & {"global", "personal"} if code == 0 else ():
+        if (last := found["final"][part].get("round", rounds)) < rounds:
+            common.refuse(f"{run.label}: {file} has last called run.log in round {last} of "
+                          f"{rounds}; ask run.evaluates() whether to call it")
     if prints != prints_of(found):
         common.refuse(f"{run.label}: {file} has not had the images and the split that all share, "
                       "so it can't be compared")

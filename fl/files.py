@@ -42,12 +42,12 @@ def load_file(path):
     sys.path += [folder] * (folder not in sys.path)
     helpers = {} if file.parent == HERE else beside(file)
     for name, own in helpers.items():
-        if (found := origin(name)) != str(own):
+        if "." not in name and (found := origin(name)) != str(own):
             refuse(f"{path} imports {name}, which can be {own} or {found}; rename one of them")
     now = {own: own.stat().st_mtime_ns for own in (*helpers.values(), file)}
     if any(own in LOADED and LOADED[own][0] != time for own, time in now.items()):
         for name in [*sys.modules]:
-            if name.partition(".")[0] in helpers:
+            if name in helpers:
                 del sys.modules[name]
         LOADED.pop(file, None)
     if file not in LOADED:
@@ -68,20 +68,24 @@ def execute(path):
     return module
 
 
-def beside(file, found=None):
-    """Returns {name: file} of the modules in its folder that a file imports, or that these do."""
-    found = {} if found is None else found
+def beside(file, root=None, found=None):
+    """Returns {name: file} of the modules in its folder that a file imports, wherever it does so,
+    or that these do; the name is a.b of a/b.py."""
+    root, found = root or file.parent, {} if found is None else found
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (SyntaxError, ValueError):  # it fails when it is executed, or is never executed
         return found
-    names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    for name in (name.partition(".")[0] for name in names):
-        for own in (file.parent / f"{name}.py", file.parent / name / "__init__.py"):
-            if own.is_file() and name not in found:
-                found[name] = own
-                beside(own, found)
+    names = [(root, z.name) for node in nodes if isinstance(node, ast.Import) for z in node.names]
+    names += [(file.parents[node.level - 1] if node.level else root, f"{node.module}.{z.name}")
+              for node in nodes if isinstance(node, ast.ImportFrom) for z in node.names]
+    for place, name in names:
+        for part in name.removeprefix("None.").split("."):
+            place /= part
+            for own in (place.parent / f"{part}.py", place / "__init__.py"):
+                if own.is_file() and root in own.parents and own not in found.values():
+                    found[".".join(place.relative_to(root).parts)] = own
+                    beside(own, root, found)
     return found
 
 
@@ -98,11 +102,15 @@ def fresh(build, seed=0):
     """Returns build(), which draws from torch, numpy or random with this seed."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_all(seed)
         try:
             return build()
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -6,9 +6,9 @@ import sys
 import torch
 
 from .data import DATASETS
+from .files import find, seed_all
 from .machine import lacks_tf32, refuse
 from .models import MODELS
-from .net import find
 from .splits import SPLITS, USED_BY, scheme, unused
 from .transforms import TRANSFORMS
 
@@ -177,6 +177,9 @@ def parse(p, by_dataset, argv=None):
     if odd := [name for name, z in by_dataset.items() if not isinstance(z, dict)]:
         refuse(f"common.parse: BY_DATASET[{odd[0]!r}] is no dict; BY_DATASET has one, of defaults, "
                "for each data set")
+    if odd := [action.option_strings[-1] for action in p._actions if action.type is bool]:
+        refuse(f"{odd[0]} has type=bool, to which every word is True, False too; use "
+               "action=argparse.BooleanOptionalAction, with --no-... for False")
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
@@ -208,4 +211,5 @@ def parse(p, by_dataset, argv=None):
         p.error("--precision tf32 is for GPUs; use fp32 or bf16")
     if args.precision != "fp32" and old:
         p.error(f"--precision {args.precision} is for GPUs from Ampere on; use fp32")
+    seed_all(args.seed)  # what a method draws before its loop
     return args

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import torch
 
+from .files import beside
 from .machine import device_name, refuse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -26,7 +27,8 @@ def sources(file, args):
     repository's, those of --model, --split and --init, and what they import beside them. Refuses
     two files of one name."""
     own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
-    folders = {pathlib.Path(name).resolve().parent for name in (*own, file)} - {ROOT}
+    importing = [path for path in (pathlib.Path(name).resolve() for name in (*own, file))
+                 if path.parent != ROOT]
     own += [args.init] if args.init else []
     found = {pathlib.Path(file).name: pathlib.Path(file)}
     for name, path in (*((name, ROOT / name) for name in SHARED),
@@ -34,19 +36,9 @@ def sources(file, args):
         if found.setdefault(name, path).resolve() != path.resolve():
             refuse(f"two files of this run are called {name}: the record names files by their "
                    "names; rename yours")
-    for folder in folders:
-        for name, path in imported(folder).items():
-            found.setdefault(name, path)
-    return found
-
-
-def imported(folder):
-    """Returns {name: path} of the modules that were imported from a folder."""
-    found = {}
-    for name, module in sorted(sys.modules.items()):
-        for path in (name.replace(".", "/") + end for end in (".py", "/__init__.py")):
-            if getattr(module, "__file__", None) == str(folder / path):
-                found[path] = folder / path
+    for path in importing:
+        for module in beside(path).values():
+            found.setdefault(module.relative_to(path.parent).as_posix(), module)
     return found
 
 

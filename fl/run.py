@@ -20,7 +20,7 @@ from tqdm import tqdm
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, is_finite, types
+from .state import PLAIN, Outside, Rows, is_finite, types
 
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -49,7 +49,8 @@ class Run:
         change --rounds, where an algorithm depends on them. marks: round -> what begins with it,
         for --plot."""
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
-        self.args, self.fixed_rounds, self.marks = federation.args, fixed_rounds, marks or {}
+        self.file, self.args = file, federation.args
+        self.fixed_rounds, self.marks = fixed_rounds, marks or {}
         args = self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
         self.out = pathlib.Path(args.out or f"runs/{'-'.join(parts)}-{args.seed}")
@@ -108,15 +109,17 @@ class Run:
         self.more_follows, self.personal = more_follows, personal
         self.types = types(state)
         self.check_state()
+        outside = Outside(self.file, state)
         with self.open():  # after --resume `state` is as it was saved
             while len(self.history) < self.last:
-                self.row = dict(zip(ROW, (len(self.history) + 1, 0, 0, 0)))
+                self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
                 for rows in self.federation.all_rows:
                     rows.finite = True
                 before = {**vars(self.args)}, machine.generators(self.federation.device)
                 self.clock = machine.now(self.federation.device)
                 yield len(self.history)
                 self.end_round(*before)
+                outside.check()
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
                 self.clock = machine.now(self.federation.device) - self.row["seconds"]
@@ -193,7 +196,7 @@ class Run:
     def sent(self, up, down):
         """Counts 4 bytes for each number sent: `up` to the server, `down` to clients."""
         for name, n in (("bytes_up", up), ("bytes_down", down)):
-            self.row[name] += 4 * (n.item() if hasattr(n, "item") else n)
+            self.row[name] = (self.row[name] or 0) + 4 * (n.item() if hasattr(n, "item") else n)
 
     def stop_at_target(self, w):
         """Stops the round's clock. With --target it measures the global model w [d]; a round in
@@ -376,6 +379,8 @@ class Run:
         final |= {name: last[name] for name in last if name not in (*EVERY_ROUND, *SHOWN)}
         history = [*history, *self.failed]
         seconds = [row["seconds"] for row in history]
+        sent = {name: [row[name] for row in history if row[name] is not None]
+                for name in ("bytes_up", "bytes_down")}
         training, environment = federation.training, {**self.environment}
         if federation.device.type == "cuda":
             environment["way"] = training.used
@@ -390,7 +395,7 @@ class Run:
                       "sizes": [len(index) for index in split.train],
                       "classes": split.classes(data.labels)},
             "parameters": net.d, "rounds": history, "final": final, "best": best,
-            **{name: sum(row[name] for row in history) for name in ("bytes_up", "bytes_down")},
+            **{name: sum(each) if each else None for name, each in sent.items()},
             "seconds_per_round": float(np.median(seconds)) if seconds else None,
             "peak_memory_mb": provenance.peak_memory(federation.device),
         }
@@ -539,16 +544,20 @@ def show(record, run):
     """Prints the table of a record."""
     minutes = [sum(row.get(name, 0) for row in record["rounds"]) / 60
                for name in ("seconds", "evaluation_seconds")]
+    sent = "no run.sent has counted bytes" if record["bytes_up"] is None else (
+        f"{record['bytes_up'] / 1e6:.1f} MB up, {record['bytes_down'] / 1e6:.1f} MB down")
     say(f"\n{run.algorithm} on {record['data']['name']}, {record['status']} after "
         f"{len(record['rounds'])} of {run.args.rounds} rounds: {minutes[0]:.1f} min of "
-        f"training, {minutes[1]:.1f} of evaluation, {record['bytes_up'] / 1e6:.1f} MB up, "
-        f"{record['bytes_down'] / 1e6:.1f} MB down")
+        f"training, {minutes[1]:.1f} of evaluation and fine-tuning, {sent}")
     for part in record["best"]:
         for when in ("final", "best"):
             measures = record[when][part]
             say(f"{when:<5}  round {measures['round']}  {in_words(part, measures)}")
     if record["status"] == "finished" and not record["final"]:
         say("note    no round has called run.log, so the record has no accuracies")
+    if any(record["final"][part]["round"] < len(record["rounds"]) for part in record["best"]):
+        say("note    `final` is not of the last round, in which the loop has not called run.log; "
+            "ask run.evaluates() whether to call it")
     for tuned in record["final"].get("fine_tuned", ()):
         say(f"tuned  {tuned['epochs']:>3} epochs more  {in_words('personal', tuned)}")
     for target, t in record.get("rounds_to", {}).items():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .files import find
+from .files import find, fresh
 from .machine import first_line, refuse
 
 
@@ -116,7 +116,7 @@ def own_split(labels, classes, rng, args):
     """Returns what a user's function gives, as a list of arrays of image numbers."""
     name, deal, holder = f"--split {args.split}", scheme(args.split), np.full(len(labels), -1)
     try:
-        owned = deal(labels.copy(), classes, rng, args)
+        owned = fresh(lambda: deal(labels.copy(), classes, rng, args), args.split_seed)
         owned = [*map(np.asarray, owned)] if isinstance(owned, (list, tuple, np.ndarray)) else []
     except Exception as problem:  # whatever the function does
         refuse(f"{name} fails: {type(problem).__name__}: {first_line(problem)}")

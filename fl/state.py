@@ -1,8 +1,15 @@
 """What survives a round: Rows, which clients keep, and the state on disk, from which --resume goes
 on."""
 
+import contextlib
+import dis
+import io
 import json
+import pickle
+import re
+import sys
 import zipfile
+from types import CellType, FunctionType, GeneratorType
 
 import numpy as np
 import torch
@@ -123,6 +130,95 @@ def check(state, before, model, clients, all_rows):
     if any(all(rows is not z for z in now.values()) for rows in all_rows):
         refuse("what federation.per_client returns must be in `state`, or --resume would begin it "
                "anew")
+
+
+class Outside:
+    """What a loop over run.rounds can change beside its state, and --resume would begin anew: what
+    it reads before it sets it, what its function's functions use, and the variables of its file."""
+
+    def __init__(self, file, state):
+        self.file, self.state, self.read, first, self.before = file, state, set(), {}, {}
+        if not (frame := self.frame()):
+            return
+        body = [*dis.get_instructions(frame.f_code)]
+        end = [z.argval for z in body if z.offset == frame.f_lasti and z.opname == "FOR_ITER"]
+        for z in (z for z in body if frame.f_lasti < z.offset < max(end, default=0)):
+            verbs = re.findall("(LOAD|STORE)_(?:FAST|DEREF|CLOSURE|NAME|GLOBAL)(?!_AND)", z.opname)
+            for verb, name in zip(verbs, z.argval if isinstance(z.argval, tuple) else [z.argval]):
+                first.setdefault(name, verb)
+        self.set_anew = {name for name, verb in first.items() if verb == "STORE"}
+        self.read = {*first, *frame.f_code.co_cellvars} - self.set_anew if end else set()
+        self.before = self.contents()
+        for name in self.read & vars(state).keys() & frame.f_locals.keys():
+            if torch.is_tensor(z := frame.f_locals[name]) and z is vars(state)[name]:
+                refuse(f"the loop reads {name}, which stays what it was before the loop; read "
+                       f"state.{name}, or give the first one another name")
+
+    def frame(self):
+        """Returns the frame of the file's loop, if it is in the file."""
+        frame = sys._getframe()
+        while frame and frame.f_globals.get("__file__") != self.file:
+            frame = frame.f_back
+        return frame
+
+    def contents(self):
+        frame = self.frame()
+        here = frame.f_locals
+        found = {name: z for name, z in frame.f_globals.items()
+                 if name not in self.set_anew and not name.startswith("__")}
+        found |= {name: here[name] for name in self.read if name in here}
+        if here is not frame.f_globals and type(here) is dict:
+            here.clear()  # before Python 3.13 a copy, which would keep large tensors
+        return {name: Content(self, frame.f_globals["__name__"], z) for name, z in found.items()}
+
+    def check(self):
+        """Refuses what the loop has changed."""
+        now = self.contents() if self.frame() else {}
+        for name, then in self.before.items():
+            if name in now and now[name].file.getvalue() != then.file.getvalue():
+                refuse(f"the loop changes {name}, which --resume would begin anew; keep tensors "
+                       "and numbers in `state`, record by run.log what is only to be read, and "
+                       'make generators in the loop, by common.stream(args.seed, "algorithm", t, '
+                       "federation.K)", alone=True)
+
+
+class Content(pickle.Pickler):
+    """Pickles what may change of an object: a tensor's identity and version, what a function, or a
+    class of this module, holds, and of our objects nothing."""
+
+    def __init__(self, outside, module, z):
+        self.file, self.tensors, self.outside, self.module = io.BytesIO(), [], outside, module
+        super().__init__(self.file)
+        with contextlib.suppress(Exception):  # whatever somebody's object does
+            self.dump(z)
+
+    def persistent_id(self, z):
+        if z is self.outside.state or type(z).__module__.partition(".")[0] in ("fl", "common"):
+            return "ours"
+        if torch.is_tensor(z):
+            self.tensors.append(z)  # while it lives, its number is no other's
+            return id(z), z._version
+
+    def reducer_override(self, z):
+        holds = None
+        if isinstance(z, torch.Generator):
+            holds = z.get_state().tolist()
+        elif isinstance(z, GeneratorType):
+            holds = z.gi_frame and (z.gi_frame.f_lasti, z.gi_frame.f_locals)
+        elif isinstance(z, CellType):
+            holds = z.cell_contents
+        elif isinstance(z, FunctionType):
+            cells = zip(z.__code__.co_freevars, z.__closure__ or ())
+            holds = [x for name, x in cells if name not in self.outside.set_anew], z.__defaults__
+        elif isinstance(z, type):
+            if z.__module__ != self.module:
+                return NotImplemented
+            holds = {name: x for name, x in vars(z).items() if not name.startswith("__")}
+        else:
+            with contextlib.suppress(Exception):  # it can't be pickled
+                z.__reduce_ex__(4)
+                return NotImplemented
+        return str, (holds,)
 
 
 def put(file, state, **more):

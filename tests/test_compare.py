@@ -200,22 +200,24 @@ def test_an_unfinished_run_of_another_version_of_a_source_file_is_trained_anew(g
     assert (go.out / "fedavg" / "0" / "result.previous.json").exists()
 
 
-@pytest.mark.parametrize("what", ["method", "import", "model", "split"])
+@pytest.mark.parametrize("what", ["method", "import", "lazy", "model", "split"])
 def test_a_run_of_another_version_of_a_users_file_is_trained_anew(go, tmp_path, capsys, what):
     text = {"method": MINE, "import": "import a_helper\n" + MINE,
+            "lazy": MINE + "\ndef later():\n    import later_helper\n",
             "model": "import torch\nclass Net(torch.nn.Sequential):\n"
                      "    def __init__(self, classes):\n"
                      "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(192, classes))",
             "split": "import numpy as np\n"
                      "def Net(*_): return list(np.arange(40).reshape(4, 10))"}[what]
-    path, helper = written(tmp_path / "own.py", text), tmp_path / "a_helper.py"
+    path, helper = written(tmp_path / "own.py", text), tmp_path / (
+        "later_helper.py" if what == "lazy" else "a_helper.py")
     helper.write_text("SCALE = 1.0\n")
     argv = ["fedavg", f"--{what}", f"{path}:Net"] if what in ("model", "split") else [path]
     for _ in range(2):
         found = go(*argv)
     assert not go.trained
     record, = found.values()
-    changed = helper if what == "import" else tmp_path / "own.py"
+    changed = helper if what in ("import", "lazy") else tmp_path / "own.py"
     assert changed.name in record["environment"]["sources"]
     written(changed, changed.read_text() + "\n# another version\n")
     go(*argv)

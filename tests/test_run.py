@@ -696,3 +696,128 @@ def test_a_resumed_run_leaves_no_model_of_an_earlier_round(tmp_path):
     assert not (tmp_path / "model.pt").exists()
     run(fedavg, [*argv, "--rounds", "4", "--resume"], tmp_path)
     assert (tmp_path / "model.pt").read_bytes() != first
+
+
+# What a loop keeps outside of its state
+
+OWN = """
+import collections, functools, itertools, random
+from types import SimpleNamespace as State
+import numpy as np, torch, tqdm
+import common, fedavg
+SEEN, TOTAL = {}, 0
+class Memory:
+    norms = []
+def clients():
+    while True:
+        yield 1
+def keeps(x, all_x=[]):
+    all_x.append(x)
+    return x
+def main(argv):
+    args = common.parse(common.parser(""), {}, argv)
+    federation = common.Federation(args)
+    run = common.Run(__file__, federation)
+    net, rng = federation.net, np.random.default_rng(0)
+    update = fedavg.local_training(net, args)
+    w_0 = federation.initial_weights()
+    state = State(w=w_0, n=0)
+    BEFORE
+    for t in LOOP:
+        S = federation.sample(t)
+        w = federation.train(update, S, t, own=[state.w.expand(len(S), -1)],
+                             shared=[federation.eta(t)]).mean(0)
+        EACH
+        state.w = w
+        if run.evaluates():
+            run.log(federation.evaluate(state.w))
+    return run.record()
+"""
+KEPT = {  # before the loop, in it, what is named
+    "a NumPy generator": ("", "w = w + 0 * float(rng.standard_normal())", "rng"),
+    "a stream": ("mine = common.stream(0, 'algorithm')", "mine.integers(3)", "mine"),
+    "a torch generator": ("g = torch.Generator()", "w = w + 0 * torch.rand(1, generator=g)", "g"),
+    "Python's generator": ("g = random.Random(0)", "g.random()", "g"),
+    "an iterator": ("order = itertools.count()", "next(order)", "order"),
+    "a function's iterator": ("order = clients()", "next(order)", "order"),
+    "a momentum": ("v = torch.zeros(net.d)", "v = 0.9 * v + state.w - w", "v"),
+    "a momentum in place": ("v = torch.zeros(net.d)", "v += state.w - w", "v"),
+    "a number": ("best = 0.0", "best = max(best, float(w.norm()))", "best"),
+    "a deque": ("last = collections.deque(maxlen=3)", "last.append(w)", "last"),
+    "a list of tensors": ("last = [w_0, w_0]", "last[t % 2] = w", "last"),
+    "an array": ("counts = np.zeros(9)", "counts[S] += 1", "counts"),
+    "an object": ("server = Memory()", "server.v = w", "server"),
+    "a class": ("", "Memory.norms = [*Memory.norms, 1.0]", "Memory"),
+    "a dict of the file": ("", "SEEN[t] = w", "SEEN"),
+    "a default argument": ("", "keeps(w)", "keeps"),
+    "an optimizer": ("u = w_0.clone().requires_grad_(); opt = torch.optim.SGD([u], lr=0.1)",
+                     "u.grad = state.w - w; opt.step()", "u"),
+    "a client's update": ("sgd = update; update = lambda w, epochs, eta: (SEEN.update("
+                          "{epochs.client: 1}), sgd(w, epochs, eta))[1]", "", "SEEN"),
+    "the first model": ("w_0 = 1 * w_0; v = state.w; state.v = state.w", "w = w + 0 * v", "v"),
+}
+
+
+def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0):
+    path = tmp_path / "own.py"
+    path.write_text(OWN.replace("BEFORE", before).replace("EACH", each).replace("LOOP", loop))
+    return common.load_file(path).main([*QUICK, "--model", "2nn", "--seed", str(seed),
+                                        "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_resume_would_begin_anew_is_refused(name, tmp_path, capsys):
+    before, each, what = KEPT[name]
+    words = "reads" if name == "the first model" else "changes"
+    with pytest.raises(SystemExit) as stop:
+        of_its_own(tmp_path, before, each)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and f"the loop {words} {what}, which" in error, error
+
+
+def test_what_a_loop_may_use(tmp_path, capsys):
+    """Names that it sets first, what it only reads, functions that cache, loops in it, tqdm."""
+    before = """
+    z, i, norm, v = 1, None, functools.cache(lambda k: k), torch.ones(3)
+    def distance(x):
+        return (x - w_0).norm() + norm(1)
+    def models(S):
+        return w.expand(len(S), -1)
+"""
+    each = """
+        i, z = 0, [z for z in range(3)]
+        for i in range(3):
+            g = np.random.default_rng(i)
+            g.random(len(z) + i)
+        w_0.norm() + v.sum() + distance(w) + norm(t)
+        if t:
+            z = z + z
+        federation.evaluate_clients(models)
+"""
+    of_its_own(tmp_path, before, each, "tqdm.tqdm(run.rounds(state), disable=True)")
+
+
+def test_what_is_drawn_before_the_loop_is_seeded(tmp_path):
+    drawn = []
+    for seed in (1, 1, 2):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        of_its_own(tmp_path, "state.n = float(torch.randn(1) + np.random.rand() + random.random())",
+                   "", seed=seed)
+        state = torch.load(tmp_path / "out" / "state.pt", weights_only=True)["state"]
+        drawn.append(state["n"])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_a_loop_does_not_count_or_evaluate_is_said(tmp_path, capsys):
+    record = of_its_own(tmp_path, "", "run.evaluates = lambda: t == 0")
+    out = capsys.readouterr().out
+    assert record["bytes_up"] is None and ", no run.sent has counted bytes\n" in out
+    assert record["final"]["global"]["round"] == 1
+    assert "note    `final` is not of the last round, in which" in out
+
+
+def test_a_flag_of_type_bool_is_refused(capsys):
+    parser = common.parser("")
+    parser.add_argument("--own", type=bool, default=False)
+    refused(capsys, "--own has type=bool, to which every word is True", common.parse, parser, {},
+            ["--own", "False"])
