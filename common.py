@@ -20,6 +20,7 @@ import fl.data
 import fl.net
 import fl.splits
 from fl.data import images_for
+from fl.files import load_file
 from fl.flags import (
     Parser,
     fraction,
@@ -33,7 +34,7 @@ from fl.flags import (
 )
 from fl.machine import find_device, now, refuse, say
 from fl.models import MODELS
-from fl.net import Net, load_file
+from fl.net import Net
 from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from .files import find, fresh, load_file  # noqa: F401
+from .files import find, fresh
 from .machine import first_line, generators, refuse
 from .models import MODELS
 

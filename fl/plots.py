@@ -28,7 +28,6 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
 
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
-    from PIL import Image
 
     with matplotlib.rc_context(STYLE):
         figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
@@ -48,8 +47,6 @@ def drawing(path, rows=1, columns=1, size=(6, 3.5), title=""):
         if is_main_process():
             path = pathlib.Path(path)
             figure.savefig(path)
-            picture = Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
-            picture.save(path, dpi=(300, 300), optimize=True)
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
             say(f"plot    {path}, {path.with_suffix('.svg').name}")
         pyplot.close(figure)

@@ -96,7 +96,8 @@ def rows(rounds, evaluations, final):
             inner = row
             for part in parts:
                 inner = inner.setdefault(part, {})
-            inner[name] = known.get(path, value) if value == IN_FINAL else value
+            in_final = value == IN_FINAL and isinstance(known.get(path), list)
+            inner[name] = known[path] if in_final else value  # or it is a text of the method
     return found
 
 

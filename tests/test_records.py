@@ -27,17 +27,19 @@ def test_rows_become_columns_and_rows_again(tmp_path):
     """Rounds 2 and 4 of four are measured; in round 4 something new comes, and a list is final."""
     rows = [{"round": t, "seconds": t + 0.25, "bytes_up": 8, "bytes_down": t} for t in range(1, 5)]
     rows[1] |= {"evaluation_seconds": 1.5, "global": {"top1": 0.5, "loss": 2.0},
-                "own": {"a": {"b": 3}}, "alpha": 0.75}
+                "own": {"a": {"b": 3}}, "alpha": 0.75, "phase": "final"}
     rows[3] |= {"evaluation_seconds": 2.5, "global": {"top1": 0.25, "loss": 1.0},
-                "users": {"T": [5, 7]}, "text": "yes", "list": [1, {"x": 2.0}]}
-    whole = record(rows, final={"users": {"T": [5, 7]}, "personal": {"per_client": [1.0]}})
+                "users": {"T": [5, 7]}, "text": "yes", "list": [1, {"x": 2.0}], "phase": "last"}
+    whole = record(rows, final={"users": {"T": [5, 7]}, "personal": {"per_client": [1.0]},
+                                "phase": "last"})
     written, read = on_disk(tmp_path, whole)
     assert written["rounds"] == {"seconds": [1.25, 2.25, 3.25, 4.25], "bytes_up": 8,
                                  "bytes_down": [1, 2, 3, 4]}
     assert written["evaluations"] == {
         "round": [2, 4], "global/top1": [0.5, 0.25], "global/loss": [2.0, 1.0],
         "own/a/b": [3, None], "alpha": [0.75, None], "evaluation_seconds": [1.5, 2.5],
-        "users/T": [None, "final"], "text": [None, "yes"], "list": [None, [1, {"x": 2.0}]]}
+        "users/T": [None, "final"], "text": [None, "yes"], "list": [None, [1, {"x": 2.0}]],
+        "phase": ["final", "last"]}
     assert read == whole
 
 
