@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .files import find, fresh
 from .machine import first_line, generators, refuse
 from .models import MODELS
+from .state import Content
 
 ROOT = "the root module"
 
@@ -410,11 +411,13 @@ def check(net, precision):
     """Raises ValueError unless the logits of somebody else's network are a function of its weights
     and of each image alone, in this precision, with a gradient. Returns notes, a line each."""
     for name, layer in net.module.named_modules():
-        for key in (key for key, z in vars(layer).items() if torch.is_tensor(z)):
-            raise ValueError(f"{name}{'.' * bool(name)}{key} is a tensor that is neither parameter "
-                             "nor buffer; use nn.Parameter or register_buffer"
-                             + ", and torch.nn.utils.parametrizations in place of old weight_norm "
-                             "or pruning" * bool(layer._forward_pre_hooks))
+        for key in vars(layer).keys() - {"_parameters", "_buffers", "_modules"}:
+            held = [z for z in Content(vars(layer)[key]).tensors if not isinstance(z, nn.Parameter)]
+            if not {*map(id, held)} <= {*map(id, net.module.buffers())}:
+                raise ValueError(f"{name}{'.' * bool(name)}{key} holds a tensor that is "
+                                 "neither parameter nor buffer; use nn.Parameter or register_buffer"
+                                 + ", and torch.nn.utils.parametrizations in place of old "
+                                 "weight_norm or pruning" * bool(layer._forward_pre_hooks))
         if type(layer).__name__ == "_SpectralNorm":
             raise ValueError("its spectral_norm has buffers that must follow the weights; use "
                              "parametrizations.weight_norm, or divide by torch.linalg."
@@ -495,7 +498,9 @@ def pure(net, w):
     x, state, values = net.sample(), generators(net.device), net.values(w.clone().split(net.sizes))
     before = {name: values[name].clone() for name in net.constants}
     with torch.enable_grad():
-        first, again = (net.call(values, x) for _ in range(2))
+        first, kept = net.call(values, x), Content(net.copies.module, versions=False)
+        again = net.call(values, x)
+    keeps = kept != Content(net.copies.module, versions=False)
     draws = state != generators(net.device)
     layers = dict(net.module.named_modules())
 
@@ -528,7 +533,7 @@ def pure(net, w):
                          "keep it constant (InstanceNorm: track_running_stats=False)")
     used = net.apply((1.01 * w).split(net.sizes), x)
     net.copies = threading.local()
-    if differ(first, again) or differ(used, net.apply((1.01 * w).split(net.sizes), x)):
+    if keeps or differ(first, again) or differ(used, net.apply((1.01 * w).split(net.sizes), x)):
         raise ValueError("two calls on one batch differ: it changes x in place, or keeps something "
                          "from call to call")
     with torch.enable_grad():

@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 import zipfile
-from types import CellType, FunctionType, GeneratorType
+from types import FunctionType, GeneratorType
 
 import numpy as np
 import torch
@@ -155,49 +155,56 @@ class Outside:
                        f"state.{name}, or give the first one another name")
 
     def frame(self):
-        """Returns the frame of the file's loop, if it is in the file."""
+        """Returns the frame of the file's loop, or None. tqdm, for instance, may stand between."""
         frame = sys._getframe()
         while frame and frame.f_globals.get("__file__") != self.file:
             frame = frame.f_back
         return frame
 
     def contents(self):
-        frame = self.frame()
-        here = frame.f_locals
-        found = {name: z for name, z in frame.f_globals.items()
-                 if name not in self.set_anew and not name.startswith("__")}
-        found |= {name: here[name] for name in self.read if name in here}
-        if here is not frame.f_globals and type(here) is dict:
+        """Returns {name: Content} now."""
+        if not (frame := self.frame()):
+            return {}
+        here, module = frame.f_locals, frame.f_globals
+        found = {name: z for name, z in module.items()
+                 if name not in self.set_anew and name[:2] != "__"}
+        found |= {name: here[name] for name in sorted(self.read) if name in here}
+        if here is not module and type(here) is dict:
             here.clear()  # before Python 3.13 a copy, which would keep large tensors
-        return {name: Content(self, frame.f_globals["__name__"], z) for name, z in found.items()}
+        return {name: Content(z, self.state, self.set_anew, module["__name__"])
+                for name, z in found.items()}
 
     def check(self):
         """Refuses what the loop has changed."""
-        now = self.contents() if self.frame() else {}
-        for name, then in self.before.items():
-            if name in now and now[name].file.getvalue() != then.file.getvalue():
-                refuse(f"the loop changes {name}, which --resume would begin anew; keep tensors "
-                       "and numbers in `state`, record by run.log what is only to be read, and "
-                       'make generators in the loop, by common.stream(args.seed, "algorithm", t, '
-                       "federation.K)", alone=True)
+        now = self.contents()
+        if changed := [name for name, z in self.before.items() if now.get(name, z) != z]:
+            refuse(f"the loop changes {changed[0]}, which --resume would begin anew; keep tensors "
+                   "and numbers in `state`, record by run.log what is only to be read, and make "
+                   'generators in the loop, by common.stream(args.seed, "algorithm", t, '
+                   "federation.K)", alone=True)
 
 
 class Content(pickle.Pickler):
-    """Pickles what may change of an object: a tensor's identity and version, what a function, or a
-    class of this module, holds, and of our objects nothing."""
+    """What may change of an object z, to be compared: its pickle, but of a tensor its identity and
+    version (if versions), and what functions hold, and classes of this `module`. Nothing of ours,
+    of `skipped`, and of what functions hold by the names `but`. tensors: all those in it."""
 
-    def __init__(self, outside, module, z):
-        self.file, self.tensors, self.outside, self.module = io.BytesIO(), [], outside, module
+    def __init__(self, z, skipped=None, but=(), module=None, versions=True):
+        self.file, self.tensors = io.BytesIO(), []  # which keep their numbers while they live
+        self.skipped, self.but, self.module, self.versions = skipped, but, module, versions
         super().__init__(self.file)
         with contextlib.suppress(Exception):  # whatever somebody's object does
             self.dump(z)
 
+    def __eq__(self, other):
+        return self.file.getvalue() == other.file.getvalue()
+
     def persistent_id(self, z):
-        if z is self.outside.state or type(z).__module__.partition(".")[0] in ("fl", "common"):
-            return "ours"
+        if z is self.skipped or type(z).__module__.partition(".")[0] in ("fl", "common"):
+            return "skipped"
         if torch.is_tensor(z):
-            self.tensors.append(z)  # while it lives, its number is no other's
-            return id(z), z._version
+            self.tensors.append(z)
+            return self.versions and (id(z), z._version)
 
     def reducer_override(self, z):
         holds = None
@@ -205,20 +212,17 @@ class Content(pickle.Pickler):
             holds = z.get_state().tolist()
         elif isinstance(z, GeneratorType):
             holds = z.gi_frame and (z.gi_frame.f_lasti, z.gi_frame.f_locals)
-        elif isinstance(z, CellType):
-            holds = z.cell_contents
         elif isinstance(z, FunctionType):
             cells = zip(z.__code__.co_freevars, z.__closure__ or ())
-            holds = [x for name, x in cells if name not in self.outside.set_anew], z.__defaults__
+            holds = [x.cell_contents for name, x in cells if name not in self.but], z.__defaults__
         elif isinstance(z, type):
-            if z.__module__ != self.module:
-                return NotImplemented
-            holds = {name: x for name, x in vars(z).items() if not name.startswith("__")}
+            own = z.__module__ == self.module
+            holds = z.__qualname__, own and [x for name, x in vars(z).items() if name[:2] != "__"]
         else:
             with contextlib.suppress(Exception):  # it can't be pickled
                 z.__reduce_ex__(4)
                 return NotImplemented
-        return str, (holds,)
+        return repr, (holds,)  # nobody calls it
 
 
 def put(file, state, **more):

@@ -352,8 +352,15 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
      "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
     ("self.more[0](super().forward(x))", "self.more = [nn.Linear(3, 3)]", "it trains tensors that "
      "are not its parameters: register them, as modules in an nn.ModuleList, not in a list"),
-    ("super().forward(x)", "self.fc.scale = torch.ones(3)", "fc.scale is a tensor that is neither "
-     "parameter nor buffer; use nn.Parameter or register_buffer"),
+    ("super().forward(x)", "self.fc.scale = torch.ones(3)", "fc.scale holds a tensor that is "
+     "neither parameter nor buffer; use nn.Parameter or register_buffer"),
+    ("super().forward(x) + self.c['a'].sum()", "self.c = {'a': torch.randn(3)}",
+     "c holds a tensor"),
+    ("super().forward(x) + self.f()", "z = torch.randn(3); self.f = lambda: z.sum()",
+     "f holds a tensor"),
+    ("self.n += 1; return super().forward(x) + (self.n > 99)", "self.n = 0", "keeps something"),
+    ("super().forward(x + (self.rng.random() > 0.99))", "self.rng = np.random.default_rng(0)",
+     "keeps something from call to call"),
     ("super().forward(x)", "self.start = lambda name, shape: ('gauss', 0.1)",
      "its `start` gives 'gauss', which is none of"),
     ("assert len(x) > 1; return super().forward(x)", "", "AssertionError"),
@@ -381,7 +388,9 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, mo
     ("F.dropout(super().forward(x), 0.5, self.training)", "", {"no_dropout": True}),
     (BEFORE, "self.more = nn.BatchNorm2d(1)", {"batchnorm": "group"}),
     (BEFORE, "self.more = nn.BatchNorm2d(1)", {"batchnorm": "frozen"}),
-    (BEFORE, "self.more = Thick(1)", {"batchnorm": "frozen"})])
+    (BEFORE, "self.more = Thick(1)", {"batchnorm": "frozen"}),
+    ("self.seen[len(x)] = torch.ones(1); return super().forward(x)", "self.seen = {}", {}),
+    ("super().forward(x)", "self.again = [self.conv.weight, self.fc]", {})])
 def test_what_the_flags_help_is_taken(forward, more, flags, tmp_path):
     net = common.Net(changed(tmp_path, forward, more), *IMAGES, **flags)
     assert net.batchnorms == ("batchnorm" in flags)

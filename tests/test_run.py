@@ -751,7 +751,7 @@ KEPT = {  # before the loop, in it, what is named
     "a dict of the file": ("", "SEEN[t] = w", "SEEN"),
     "a default argument": ("", "keeps(w)", "keeps"),
     "an optimizer": ("u = w_0.clone().requires_grad_(); opt = torch.optim.SGD([u], lr=0.1)",
-                     "u.grad = state.w - w; opt.step()", "u"),
+                     "u.grad = state.w - w; opt.step()", "opt"),
     "a client's update": ("sgd = update; update = lambda w, epochs, eta: (SEEN.update("
                           "{epochs.client: 1}), sgd(w, epochs, eta))[1]", "", "SEEN"),
     "the first model": ("w_0 = 1 * w_0; v = state.w; state.v = state.w", "w = w + 0 * v", "v"),
