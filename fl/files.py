@@ -64,7 +64,10 @@ def execute(path):
     try:
         fresh(lambda: spec.loader.exec_module(module))
     except Exception as problem:  # whatever the file does
-        refuse(f"{path} can't be loaded: {type(problem).__name__}: {first_line(problem)}")
+        why = f"{type(problem).__name__}: {first_line(problem)}"
+        if "relative import" in why:
+            why += "; a file is loaded alone: write `import a` or `from a import b`, without a dot"
+        refuse(f"{path} can't be loaded: {why}")
     return module
 
 

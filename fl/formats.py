@@ -72,7 +72,8 @@ def kept(path, files, read):
     """Returns the arrays that read() makes of `files`. Keeps them as `path`, a .npz, and takes them
     from there until one of the files changes."""
     stats = [(str(file.relative_to(path.parent)), file.stat()) for file in files]
-    key = repr([DECODED, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
+    key = repr([DECODED, *((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+                           for name, stat in stats)])  # cp -p keeps the first two
     key = hashlib.sha256(key.encode()).hexdigest()
     with contextlib.suppress(Exception), np.load(path) as there:  # none, or a broken one
         if there["files"] == key:
@@ -149,8 +150,8 @@ def decode(files, resize=None):
                 refuse(f"{one} has {b}x{a} pixels, {path} {d}x{c}; add --resize {min(a, b, c, d)}, "
                        "which scales and cuts all images to one size")
             if x.dtype != like.dtype:
-                refuse(f"one of {one} and {path} has 16 bits; images must have 8 bits, or all be "
-                       "grey with 16")
+                refuse(f"{one} is read as {like.dtype}, {path} as {x.dtype}; images must have 8 "
+                       "bits, or all be grey with 16 (of colours only 8 are read)")
             images[part].append(x)
     colour = any(x.ndim == 3 for own in images.values() for x in own)
     notes = [f"note    {n} images {what}" for what, n in done.items() if n]
@@ -168,9 +169,11 @@ def pixels(path, resize, done):
         done["have further pages, which are not read"] += getattr(image, "n_frames", 1) > 1
         done["are turned as their EXIF orientation says"] += (
             image.getexif().get(ExifTags.Base.Orientation, 1) != 1)
+        white_is_0 = getattr(image, "tag_v2", {}).get(ExifTags.Base.PhotometricInterpretation) == 0
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
-        image = Image.fromarray(np.asarray(image).astype(np.uint16))
+        x = np.asarray(image).astype(np.uint16)
+        image = Image.fromarray(65535 - x if white_is_0 else x)  # Pillow does it with 8 bits alone
     elif image.mode[0] in "IF":
         raise ValueError(f"it is of Pillow's mode {image.mode}, images must have 8 bits, or all be "
                          "grey with 16")

@@ -508,8 +508,8 @@ def pure(net, w):
         found = tuple(logits.shape) if torch.is_tensor(logits) else f"a {type(logits).__name__}"
         if found != (n, net.classes):
             raise ValueError(f"for {n} image{'s' * (n > 1)} it gives {found}, not logits of the "
-                             f"shape {(n, net.classes)}; if it does so only in train(), use "
-                             "--no-dropout")
+                             f"shape {(n, net.classes)}; its signature must name num_classes (or "
+                             "classes), and if it does so only in train(), use --no-dropout")
 
     expect_shape(first, 8)
     if first.requires_grad:

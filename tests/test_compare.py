@@ -411,6 +411,7 @@ def test_a_folder_with_somebody_elses_compare_md_is_refused(tmp_path, capsys):
     ("def main(argv): pass", NEEDS),
     ("def arguments(argv): pass", NEEDS),
     ("def main(argv:", "mine.py can't be loaded: SyntaxError"),
+    ("from .other import x", "; a file is loaded alone: write `import a`"),
     ("def arguments(): pass\ndef main(argv): pass", "its arguments(argv) fails: TypeError"),
     ("def arguments(argv): parse(argv)\ndef main(argv): pass",
      "mine: its arguments(argv) fails: NameError: name 'parse' is not defined"),

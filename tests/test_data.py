@@ -646,6 +646,15 @@ def test_a_folder_of_images_is_a_data_set(tmp_path, monkeypatch):
         assert fl.data.load_data(str(root)).names == ("ant", "zebra")
     folder_of(root, {"train/ant/9.png": d})
     assert np.array_equal(fl.data.load_data(str(root)).images[0], d)
+    time.sleep(0.01)  # a clock may tick 100 times a second
+    path = root / "train" / "ant" / "9.png"  # another image of equal size and time
+    before, content = path.stat(), path.read_bytes()
+    Image.fromarray(np.zeros_like(d)).save(path)
+    path.write_bytes(path.read_bytes().ljust(len(content), b" "))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (len(content), before.st_mtime_ns)
+    assert not fl.data.load_data(str(root)).images[0].any()
+    path.write_bytes(content)
     (root / "images-whole.npz").write_bytes(b"half of it")
     assert np.array_equal(fl.data.load_data(str(root)).images[0], d)
     assert fl.data.load_data(str(root), resize=4).images.shape[1:] == (4, 4, 3)
@@ -711,7 +720,8 @@ def test_grey_images_beside_others(tmp_path, capsys):
     assert np.array_equal(fl.data.load_data(str(root)).images[1], np.stack([grey] * 3, 2))
     root = folder_of(tmp_path / "both", {**dict.fromkeys(files, grey), files[0]: deep})
     words = "images must have 8 bits, or all be grey with 16"
-    refused(capsys, words, fl.data.load_data, str(root))
+    refused(capsys, f"is read as uint16, {root}/train/b/1.png as uint8; {words}",
+            fl.data.load_data, str(root))
     root = folder_of(tmp_path / "float", {"train/a/1.tif": np.ones((6, 6), np.float32)})
     refused(capsys, words, fl.data.load_data, str(root), test_share=0.5)
 
@@ -723,9 +733,10 @@ TURNED[0x0112] = 6
 WHITE = "are transparent in parts, which become white"
 
 
-def tiff(order):
-    """A TIFF by hand: a header, 7 entries and a strip of 2x3 pixels, at byte 98."""
-    entries = [(256, 3), (257, 2), (258, 16), (262, 1), (273, 98), (278, 2), (279, 12)]
+def tiff(order, black=1):
+    """A TIFF by hand: a header, 7 entries and a strip of 2x3 pixels, at byte 98. black: 1 if 0 is
+    black, 0 if it is white."""
+    entries = [(256, 3), (257, 2), (258, 16), (262, black), (273, 98), (278, 2), (279, 12)]
     head = struct.pack(order + "2sHIH", b"MM" if order == ">" else b"II", 42, 8, len(entries))
     head += b"".join(struct.pack(order + "HHIHH", tag, 3, 1, value, 0) for tag, value in entries)
     return head + bytes(4) + DEEP.astype(order + "u2").tobytes()
@@ -746,6 +757,7 @@ def clear(mode, *pixels):
     ("png", Image.fromarray(PHOTO[:, :, 0]).save, PHOTO[:, :, :1], None),
     ("tif", lambda path: path.write_bytes(tiff(">")), DEEP / 65535, None),
     ("tif", lambda path: path.write_bytes(tiff("<")), DEEP / 65535, None),
+    ("tif", lambda path: path.write_bytes(tiff("<", 0)), (65535 - DEEP) / 65535, None),
     ("png", Image.fromarray(DEEP).save, DEEP / 65535, None),
     ("png", lambda path: Image.fromarray(PHOTO).save(path, exif=TURNED), np.rot90(PHOTO, -1),
      "are turned as their EXIF orientation says"),
