@@ -1,4 +1,4 @@
-"""Prints the results and the ranks of a run of fedslr.py, and draws ranks.png beside its record.
+"""Prints the ranks of a run of fedslr.py, and draws ranks.png beside its record.
 
     python -m papers.fedslr_ranks runs/fedslr-shapes-0
 """
@@ -15,13 +15,6 @@ def main(folder):
     path = records.at(pathlib.Path(folder))
     record = records.read(path)
     rows = [row for row in record["rounds"] if "gkr" in row]
-    columns = ("mean", "std", "worst_decile", "loss")
-    print(f"{'model':<12}{'round':>8}" + "".join(f"{name:>14}" for name in (*columns, "weights")))
-    for name, part, model in (("GKR", "gkr", "gkr"), ("mixed", "personal", "mixed")):
-        best = max(rows, key=lambda row: row[part]["mean"])
-        for when, row in (("last", rows[-1]), ("best", best)):
-            values = "".join(f"{row[part][key]:>14.4f}" for key in columns)
-            print(f"{name}, {when:<8}{row['round']:>6}{values}{row['numbers'][model]:>14,.0f}")
     most = {name: max(row["ranks"][name] for row in rows) for name in rows[-1]["ranks"]}
     print("ranks   " + ", ".join(f"{name} {rank}" for name, rank in rows[-1]["ranks"].items()))
     t = [row["round"] for row in rows]

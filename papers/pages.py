@@ -26,46 +26,38 @@ class Shown(NamedTuple):
 
 
 def view(command, measure, scale):
-    """Returns a Shown of the finished seeds. Where there are none, of the interrupted or else of
-    the diverged ones; None without any."""
-    found = [r for r in runs.results(command, scale) if r.state != "other arguments"]
-    for state in ("done", "interrupted", "diverged"):
-        use = [r for r in found if r.state == state]
-        if use:
-            break
-    else:
+    """Returns a Shown of the seeds that are done, or else of those that diverged; None without any.
+    """
+    ended = [r for r in runs.results(command, scale) if r.ended]
+    done = [r for r in ended if r.state == "done"]
+    use = done or ended
+    if not use:
         return None
     of = runs.arguments(command)["rounds"]
     n = min(of if reading.on_target(r.record) else len(r.record["rounds"]) for r in use)
-    diverged = sum(r.state == "diverged" for r in found)
     notes = []
     if n < of:
         notes.append(f"{n} of {of} rounds")
-    if diverged:
-        notes.append(f"{diverged} of {len(found)} diverged")
+    if len(done) < len(ended):
+        notes.append(f"{len(ended) - len(done)} of {len(ended)} diverged")
     if any(r.bf16 for r in use):
         notes.append("bf16")
-    values = [reading.last(r.record, measure) for r in use if r.state != "diverged"]
+    values = [reading.last(r.record, measure) for r in done]
     return Shown(use, *reading.combine(values, measure), n < of, notes)
 
 
 @functools.cache
 def shown(cell):
     """Returns what a cell shows: the best of its commands, at the largest scale at which a run has
-    ended, or else at the largest at which one was interrupted. None without any run."""
-    interrupted = None
+    ended. None without any."""
     for scale in runs.scales():
         found = [view(command, cell.measure, scale) for command in cell.commands]
         found = [s for s in found if s]
         if found:
             best = max(found, key=lambda s: reading.goodness(s.mean, cell.measure))
             if len(cell.commands) > 1:
-                tried = f"{len(found)} of {len(cell.commands)} settings tried"
-                best = best._replace(notes=[*best.notes, tried])
-            if best.results[0].ended:
-                return best
-            interrupted = interrupted or best
-    return interrupted
+                best.notes.append(f"{len(found)} of {len(cell.commands)} settings tried")
+            return best
 
 
 def counts(name):

@@ -224,7 +224,7 @@ def test_what_a_run_sends_and_reports_and_its_factors(tmp_path, capsys):
     assert fl.records.read(tmp_path / "result.json")["final"]["latency"] == latency
 
 
-def test_the_script_prints_the_last_and_the_best_round_and_the_ranks(tmp_path, capsys, monkeypatch):
+def test_the_script_prints_and_draws_the_ranks(tmp_path, capsys, monkeypatch):
     def row(round, gkr, mixed, rank):
         one, two = ({"mean": z, "std": 0.1, "worst_decile": 0.2, "loss": 1.5} for z in (gkr, mixed))
         return {"round": round, "gkr": one, "personal": two, "ranks": {"fc1": rank, "fc2": 3},
@@ -235,13 +235,7 @@ def test_the_script_prints_the_last_and_the_best_round_and_the_ranks(tmp_path, c
     monkeypatch.setattr(fl.records, "read", lambda path: record)
     monkeypatch.setattr(common, "setting", lambda record: "a setting")
     fedslr_ranks.main(tmp_path)
-    _, *lines = capsys.readouterr().out.splitlines()
-    found = [line.replace(",", "").split() for line in lines[:5]]
-    assert found == [["GKR", "last", "2", "0.4000", "0.1000", "0.2000", "1.5000", "1005"],
-                     ["GKR", "best", "1", "0.5000", "0.1000", "0.2000", "1.5000", "1009"],
-                     ["mixed", "last", "2", "0.7000", "0.1000", "0.2000", "1.5000", "2005"],
-                     ["mixed", "best", "2", "0.7000", "0.1000", "0.2000", "1.5000", "2005"],
-                     ["ranks", "fc1", "5", "fc2", "3"]]
+    assert "ranks   fc1 5, fc2 3\n" in capsys.readouterr().out
     assert (tmp_path / "ranks.png").stat().st_size > 1000
 
 
