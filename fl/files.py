@@ -58,9 +58,9 @@ def load_file(path):
 
 def execute(path):
     """Returns the module that a file makes."""
-    spec = importlib.util.spec_from_file_location(str(path), path)
+    spec = importlib.util.spec_from_file_location(str(path).replace(".", "_"), path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # where dataclasses look
+    sys.modules[spec.name] = module  # where dataclasses look
     try:
         fresh(lambda: spec.loader.exec_module(module))
     except Exception as problem:  # whatever the file does
