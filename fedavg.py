@@ -71,7 +71,7 @@ def main(argv=None):
     client_update = local_training(federation.net, args)
 
     state = State(w=federation.initial_weights())  # l.1: w_0, [d]
-    for t in run.rounds(state):  # l.2
+    for t in run.rounds(state):  # l.2; after a round `state` is written to disk, for --resume
         m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.3 (D3): .29 * 100 counts as 29
         S = federation.sample(t, m)  # l.4: [m]
         w_t = state.w.expand(m, -1)  # [m, d]: the same for every client

@@ -100,16 +100,21 @@ def local_training(net, args):
     return client_update
 
 
+def dimensions(shape):
+    """Returns how many outputs n, inputs c and pixels k1 x k2 a kernel of this shape has. A matrix
+    [n, c] is like a kernel of 1 x 1 pixel."""
+    return (*shape, 1, 1)[:4]
+
+
 def pi(kernel):
-    """Returns a kernel of n outputs, c inputs and k1 x k2 pixels as a matrix: [n, c, k1, k2] ->
-    [n*k1, c*k2]. A matrix [n, c] stays as it is."""
-    n, c, k1, k2 = (*kernel.shape, 1, 1)[:4]  # a matrix is like a kernel of 1 x 1 pixel
+    """Returns a kernel as a matrix: [n, c, k1, k2] -> [n*k1, c*k2]. A matrix stays as it is."""
+    n, c, k1, k2 = dimensions(kernel.shape)
     return kernel.reshape(n, c, k1, k2).transpose(1, 2).reshape(n * k1, c * k2)
 
 
 def pi_inverse(matrix, shape):
     """Returns the kernel of the given shape whose pi is the matrix."""
-    n, c, k1, k2 = (*shape, 1, 1)[:4]
+    n, c, k1, k2 = dimensions(shape)
     return matrix.reshape(n, k1, c, k2).transpose(1, 2).reshape(shape)
 
 
@@ -146,7 +151,7 @@ def size_in_factors(net, ranks):
     matrix whole or as two factors, whichever takes fewer (D6)."""
     sizes = list(net.sizes)
     for l, rank in zip(matrices(net), ranks.tolist()):
-        n, c, k1, k2 = (*net.shapes[l], 1, 1)[:4]
+        n, c, k1, k2 = dimensions(net.shapes[l])
         rows, columns = n * k1, c * k2
         sizes[l] = min(rows * columns, rank * (rows + columns))
     return sum(sizes)

@@ -224,19 +224,16 @@ def arguments(argv):
 def measures(federation, state, students, accuracy, best, args):
     """Returns the personal measures, and others for the record. `accuracy` [K, 11] is that of the
     students [K, 11, d] on validation images. `best` [K] are the indices in GRID of those kept."""
+    of_G, of_A = (federation.evaluate_clients(W) for W in (state.G, state.A))
     on_test = accuracies(federation, students, federation.split.test)
-    A_by_test = best_students(students, on_test)[1]
-    models = {"fedavg": state.G, "lambda=0": students[:, 0], "val": state.A, "test": A_by_test}
-    found = {name: federation.evaluate_clients(W) for name, W in models.items()}
     rounds = state.round_of_O.tolist()
     if args.teacher == "final":
         rounds = [args.rounds + 1] * federation.K  # a further round would begin with this G
-    users = {"FedAvg": found["fedavg"]["per_client"], "fine-tuned": on_test[:, 0].tolist(),
-             "PersFL": found["val"]["per_client"], "T": [GRID[i][0] for i in best],
+    users = {"FedAvg": of_G["per_client"], "fine-tuned": on_test[:, 0].tolist(),
+             "PersFL": of_A["per_client"], "T": [GRID[i][0] for i in best],
              "lambda": [GRID[i][1] for i in best], "teacher's round": rounds}
-    short = {f"personal@{name}": common.without_clients(part) for name, part in found.items()}
-    return {"personal": found["val"], **short, "users": users, "grid": GRID,
-            "students": {"val": accuracy.tolist(), "test": on_test.tolist()}}
+    return {"personal": of_A, "personal@fedavg": common.without_clients(of_G), "users": users,
+            "grid": GRID, "students": {"val": accuracy.tolist(), "test": on_test.tolist()}}
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def groups_of_nodes(federation, args):
     G, classes = max(args.groups, 1), federation.data.classes
     group = torch.arange(classes, device=federation.device) * G // classes  # l.1: M(g) (D3)
     has = torch.zeros(federation.K, G, dtype=torch.bool, device=federation.device)
-    for i, own in enumerate(federation.split.train):
-        has[i, group[federation.labels[own]]] = True  # l.6: G_i (D6)
+    for i, images in enumerate(federation.split.train):
+        has[i, group[federation.labels[images]]] = True  # l.6: G_i (D6)
     has = has if args.prune else torch.ones_like(has)
     return has, has[:, group]
 

@@ -80,8 +80,9 @@ def mix(w_f, w_l, lam):
 
 
 def lambda_and_nu(b, layer, nu, phase_two):
-    """Returns lambda ~ U(0,1), a number or one per weight [d] (layer: each weight's, or 0 for one
-    draw), and nu. phase_two is 0 or 1: both are 0 in Phase I."""
+    """Returns lambda and nu of minibatch b, both 0 in Phase I, where phase_two is 0, not 1.
+    b.draw has a number ~ U(0,1) for each layer. layer [d]: the layer of each weight, so that lambda
+    is [d]; or 0, so that lambda is the first number, for all weights."""
     return phase_two * b.draw[layer], phase_two * nu  # l.C6 (D6)
 
 
@@ -127,6 +128,7 @@ def local_training(net, args):
 
 
 def main(argv=None, federation=None, file=__file__):
+    """federation, file: of a script that samples other clients (papers/superfed_unseen.py)."""
     federation = federation or common.Federation(arguments(argv))
     args = federation.args
     phase_two_from = first_round_of_phase_two(args)  # the first t >= L*R
@@ -160,8 +162,10 @@ def main(argv=None, federation=None, file=__file__):
         state.w_l[S] = w_l_k  # l.C13: keep w^l_k
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
-            personal = (measure_mixtures(federation, state.w_f, state.w_l) if phase_two else
-                        {"personal": federation.evaluate_clients(state.w_f)})  # lambda = 0
+            if phase_two:
+                personal = measure_mixtures(federation, state.w_f, state.w_l)
+            else:
+                personal = {"personal": federation.evaluate_clients(state.w_f)}  # lambda = 0
             run.log(federation.evaluate(state.w_f), **personal)
     show(run)
     return run.record()
