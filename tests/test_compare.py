@@ -223,17 +223,10 @@ def test_a_run_of_another_version_of_a_users_file_is_trained_anew(go, tmp_path, 
     go(*argv)
     assert [name.rpartition("/")[2] for name in go.trained] == ["0"]
     assert f"{changed.name} changed; trained anew" in capsys.readouterr().out
-    (tmp_path / "b").mkdir()  # of the same name, and not imported
-    (tmp_path / "b" / "a_helper.py").write_text("SCALE = 5.0\n")
-    written(tmp_path / "b" / "net.py", "from fl.models import MODELS\nNet = MODELS['mnistnet']\n")
     if what == "import":
-        go.out = tmp_path / "b" / "out"
-        for _ in range(2):
-            go(*argv, "--model", f"{tmp_path}/b/net.py:Net")
-        assert not go.trained
         Child.before = lambda file: helper.write_text(f"SCALE = {len(Child.started)}.0\n")
         refused_late(capsys, "a_helper.py changed meanwhile; repeat the command", go, *argv,
-                     "--model", f"{tmp_path}/b/net.py:Net", "--seeds", "3")
+                     "--seeds", "3")
 
 
 def refused_late(capsys, words, call, *args):
@@ -705,13 +698,8 @@ def test_the_paper_s_table():
     text = report.latex(rows, some, args)
     assert r"my\_net & \textbf{0.753} $\pm$ 0.006 $\pm$ 0.000 & " in text
     assert r"local & 0.550 $\pm$" in text and "$+0.203$" in text
-    assert r"sha\_pes, 4 clients" in text
+    assert r"sha\_pes, 4 clients" in text and r" & 2.0 & 2.0 & " in text  # MB and minutes
     assert "2/3/4 classes per client" in text and "scaffold (6 of 6 diverged)" in text
-    assert "between seeds $\\pm$ that between splits' means" in text
-    assert r" & 2.0 & 2.0 & " in text  # MB and minutes
-    for word in ("toprule", "midrule", "bottomrule", "includegraphics"):
-        assert f"\\{word}" in text
-    assert text.count("{") == text.count("}") and text.count("$") % 2 == 0
     page = report.page(rows, found, methods, args, shared)
     assert re.search(r"^\| local \| -0\.20.* behind \|  \|$", page, re.M)
 

@@ -148,14 +148,11 @@ def test_limit_takes_equally_many_of_each_class():
 
 @pytest.mark.parametrize("given, words", [
     (images(y_train=np.array([10**9] + [0] * 39)), "no training image has the label 1;"),
-    (images(client_train=np.arange(40) - 1), "client_train must number the clients 0, 1, 2"),
     (images(client_train=np.array([10**18] + [0] * 39)), "client_train must number the clients 0,"),
     (images(client_test=np.arange(20)), "has client_test, but no client_train"),
     (images(client_train=np.arange(40) % 4, client_test=np.arange(19) % 4),
      "for each of the 20 images of x_test"),
     (images(client_train=np.arange(40) % 4, client_test=np.arange(20) % 3),
-     "must give each client of client_train test images"),
-    (images(client_train=np.arange(40) % 4, client_test=np.arange(20) % 5),
      "must give each client of client_train test images"),
 ])
 def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
@@ -171,11 +168,6 @@ def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypat
     monkeypatch.setattr("urllib.request.urlopen", offline)
     argv = ["--dataset", name, "--data-dir", str(tmp_path), *CPU]
     refused(capsys, f"{tmp_path}/{name}.npz", fedavg.main, argv)
-
-
-def test_a_small_alpha_is_refused(capsys):
-    argv = [*SHAPES, "--split", "dirichlet-classes", "--alpha", "0.001"]
-    refused(capsys, "use a larger --alpha or fewer --clients", fedavg.main, argv)
 
 
 # Splits
@@ -478,13 +470,9 @@ HAM = np.repeat(np.arange(7), (6705, 1113, 1099, 514, 327, 142, 115))  # HAM1000
 # LABELS, 20 clients (100 with K = 100), of dirichlet-hsu that of `dirichlet`
 BEFORE = {
     ("iid", 20, 1, 0.2): "2889e5079673f091",
-    ("shards", 20, 1, 0): "e53890f9f5fee89a",
     ("shards", 100, 1, 0.2): "974f6e9d8ad8959c",
     ("dirichlet-hsu", 20, 0.3, 0.2): "421fd99bae9dd560",
-    ("dirichlet-hsu", 100, 0.1, 0): "dbcdebc0540684f7",
     ("dirichlet-hsu", 20, 0, 0.2): "9ba0e995eab1cb56",
-    ("dirichlet-hsu", 20, 100, 0.2): "4fb9974edbe4093e",
-    ("dirichlet-classes", 20, 0.3, 0): "dbe9a9b52f81b590",
     ("dirichlet-classes", 20, 1, 0.2): "acac9a5b0db68e5e",
     ("classes", 20, 1, 0.2): "b3d98aac3e8c1bff",
     ("lognormal", 20, 1, 0.2): "c5a9b5b6f153ad61",
@@ -579,23 +567,12 @@ def test_a_class_that_is_used_up_is_said_with_numbers():
 
 # A split of one's own
 
-OWN = """
-import numpy as np
-def sorts(labels, classes, rng, args):
-    labels.sort()
-    return np.array_split(np.arange(len(labels)), args.clients)
-def zeros(labels, classes, rng, args):
-    labels[:] = 0
-    return np.array_split(np.arange(len(labels)), args.clients)
-"""
-
-
-@pytest.mark.parametrize("name", ["sorts", "zeros"])
-def test_a_split_of_ones_own_gets_a_copy_of_the_labels(name, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
+def test_a_split_of_ones_own_gets_a_copy_of_the_labels(tmp_path):
+    (tmp_path / "own.py").write_text("def sorts(labels, classes, rng, args):\n    labels.sort()\n"
+                                     "    return [range(200), range(200, 400)]\n")
     plain = federation([*QUICK, "--split", "iid"])
-    fed = federation([*QUICK, "--split", f"{tmp_path}/own.py:{name}"])
-    assert np.array_equal(fed.data.labels, plain.data.labels) and fed.K == 8
+    fed = federation([*QUICK, "--split", f"{tmp_path}/own.py:sorts"])
+    assert np.array_equal(fed.data.labels, plain.data.labels) and fed.K == 2
 
 
 @pytest.mark.parametrize("array", ["[]", "[0, 0]", "[-1]", "[400]", "[0.5]", "[[0, 1]]", "3"])
@@ -1019,9 +996,3 @@ def test_ctrl_c_while_decoding_is_one_line(tmp_path):
     assert {path.name for path in root.iterdir()} == {"train", "test"}
 
 
-def test_more_classes_than_names(tmp_path, capsys):
-    np.savez(tmp_path / "two.npz", **images(classes=2) | {"classes": np.array(["ant", "bee"])})
-    fedavg.main(["--dataset", str(tmp_path / "two.npz"), "--classes", "3", "--clients", "4",
-                 "--split", "iid", "--model", "mnistnet", "--rounds", "1", *CPU,
-                 "--out", str(tmp_path / "out")])
-    assert "no training image is of class 2" in capsys.readouterr().out

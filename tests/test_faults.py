@@ -84,6 +84,7 @@ FILES = {
     "k-onehot.npz": images(y_train=np.eye(4, dtype=int)[np.arange(40) % 4]),
     "l-gap.npz": images(y_train=np.array([0, 1, 3] * 13 + [0])),
     "l-said.npz": images(y_train=np.array([0, 1, 3] * 13 + [0]), **{"classes_": np.array(4)}),
+    "l-names.npz": images(classes=2, classes_=np.array(["ant", "bee"])),
     "m-new.npz": images(y_test=np.arange(20) % 4 + 2),
     "m-lacks.npz": images(y_test=np.arange(20) % 3),
     "n-untested.npz": images(x_test=np.zeros((0, 8, 8, 3), np.uint8),

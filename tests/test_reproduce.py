@@ -27,31 +27,20 @@ COMMANDS = list(runs.commands())
 PUBLISHED = """
 superfed-1 | FedAvg, CIFAR-10 top-1 = 47.09; APFL, CIFAR-100 top-5 = 47.67
 superfed-1 | SuPerFed-LM, CIFAR-10 top-5 = 90.07
-superfed-1 | SuPerFed-MM, CIFAR-100 top-1 = 17.62; FedProx-LU, CIFAR-10 personal = ?
 superfed-2 | FedAvg, EMNIST top-1 = 76.67; SuPerFed-MM, TinyImageNet top-1 = 9.09
 superfed-2 | SuPerFed-LM, TinyImageNet top-5 = 25.10
-superfed-2 | FedProx, EMNIST top-5 = 98.32
 superfed-3 | L=0.0, LM top-1 = 33.61; L=0.4, MM top-5 = 89.87; L=0.9, LM top-1 = 48.06
-superfed-3 | L=0.7, MM top-1 = 47.02
-superfed-3 | L=0.8, LM top-5 = 90.07; L=0.3, MM personal = ?
 superfed-figure-2 | MM mu=0.01, nu=2 = 84.80; LM mu=0.01, nu=2 = 88.10; MM mu=1, nu=0 = 58.20
-superfed-figure-2 | LM mu=0, nu=1 = 87.30
-superfed-figure-2 | LM mu=1 global, nu=0 = 10.89
 psinet-norm | FedAvg, top-1 = 84.13; FedAvg + BN, top-1 = 85.46; FedAvg + GN, top-1 = 83.34
-psinet-norm | Psi-Net, top-1 = 88.26
 psinet-groups | FedAvg, top-1 = 65.32; G=10, top-1 = 68.23; G=20, top-1 = 68.17
-psinet-groups | G=100, top-1 = 67.23
 psinet-depth | conv6 (C3-2), top-1 = 89-90
 psinet-epochs | Psi-Net E=1, top-1 = 89.96; FedMA E=150, top-1 = 87.53; FedProx E=20, top-1 = 85.32
-psinet-epochs | Psi-Net E=150, top-1 = 88.29
 psinet-classes | FedAvg, 10x30 = 61; Psi-Net, 10x100 = 70; Psi-Net, 10x50 = 68
 fedavgm-headline | FedAvg, top-1 = 30.1; FedAvgM, top-1 = 76.9
 fedslr-1 | FedSLR (mixed), CIFAR-100 Non-IID = 82.19; Local, TinyImageNet IID = 3.86
 fedslr-1 | FedDyn, CIFAR-10 IID = 92.61
-fedslr-1 | FedRep, CIFAR-100 IID = 15.36; Ditto, TinyImageNet Non-IID = 58.30
 fedslr-2 | FedAvg (*), CIFAR-10 GB = 893.92; FedSLR (GKR), TinyImageNet 10^6 = 5.34
 fedslr-2 | SCAFFOLD, CIFAR-100 GB = 1787.83
-fedslr-2 | FedSLR (mixed), CIFAR-10 10^6 = 3.96; FedRep, TinyImageNet GB = 885.78
 fedslr-3 | lambda=1e-5, GKR GB = 819.44; lambda=1e-3, mixed 10^6 = 2.24
 fedslr-3 | lambda=5e-4, mixed acc = 80.10
 fedslr-4 | mu=1e-4, mixed std = 0.79; mu=5e-3, mixed acc = 81.82; mu=1e-2, mixed 10^6 = 5.56
@@ -61,29 +50,16 @@ fedslr-7 | mu=1e-3, mixed = 37.14; mu=1e-4, mixed = 44.16; mu=1e-5, mixed = 44.5
 fedslr-8 | lambda=1e-3, GKR = 54.26; lambda=1e-4, GKR = 64.22; lambda=1e-5, GKR = 63.63
 fedslr-9 | lambda=0, ms = 10.98; lambda=1e-3, ms = 6.53; lambda=5e-5, 10^6 = 6.56
 persfl-2 | User 0, PersFL DS-3 = 94.5; User 9, Per-FedAvg DS-3 = 72.7; User 6, FedAvg DS-1 = 35.8
-persfl-2 | Avg, pFedMe DS-2 = 59.2
-persfl-2 | SD, FedPer DS-3 = 7.9; User 4, FedPer DS-1 = 76.1
 persfl-3 | User 2, FedAvg DS-1 = 88; User 7, pFedMe DS-3 = 98; Avg, PersFL DS-1 = 98.6
-persfl-3 | SD, FedAvg DS-1 = 1.7
-persfl-3 | User 5, Per-FedAvg DS-2 = 86.8
 persfl-4 | User 0, CIFAR-10 DS-1 final = 84.5; User 9, CIFAR-10 DS-2 optimal = 58.8
 persfl-4 | SD, MNIST DS-2 final = 1.2
-persfl-4 | Avg, CIFAR-10 DS-3 final = 81.6
 persfl-5 | User 0, CIFAR-10 DS-1 T = 12.2; User 5, MNIST DS-3 lambda = 0.05
 persfl-5 | User 4, CIFAR-10 DS-2 lambda = 0.75
-persfl-5 | User 8, MNIST DS-2 T = 3.4
 persfl-6 | User 6, CIFAR-10 DS-2 PersFL-GD = 57.9; Avg, MNIST DS-1 PersFL-GD = 98.7
 persfl-6 | SD, CIFAR-10 DS-3 PersFL-GD = 7.4
-persfl-6 | User 9, MNIST DS-3 PersFL-GD = 99.8
 persfl-7 | pFedMe, CIFAR-10 DS-2 = 1000; FedAvg, CIFAR-10 DS-3 = 100; PersFL, MNIST DS-2 = 25
-persfl-7 | Per-FedAvg, CIFAR-10 DS-3 = 1000
 fedavg-1 | 2NN C=0.0, IID B=inf = 1455; 2NN C=0.1, IID B=10 = 87; 2NN C=0.2, non-IID B=inf = 1528
-fedavg-1 | 2NN C=1.0, non-IID B=10 = 380
-fedavg-1 | CNN C=0.5, IID B=inf = 164; CNN C=0.0, non-IID B=10 = 956; CNN C=1.0, IID B=10 = 16
-fedavg-1 | 2NN C=0.5, IID B=10 = 75
 fedavg-2 | FedSGD E=1 B=inf, IID = 626; FedAvg E=5 B=10, IID = 20; FedAvg E=5 B=10, non-IID = 229
-fedavg-2 | FedAvg E=20 B=inf, non-IID = 672
-fedavg-2 | FedAvg E=1 B=50, IID = 65
 fedavg-3 | FedSGD, 0.8 = 3750; FedAvg, 0.8 = 280; FedAvg, 0.85 = 2000; FedSGD, 0.82 = 6600
 """
 
@@ -177,11 +153,6 @@ def test_fedavgs_commands_have_the_papers_setting_and_grid(cell, wanted):
         assert tuple(args[name] for name in names) == wanted
         assert args["clients"] == 100 and args["client_test"] == 0
         assert float(measure.removeprefix("rounds_to/")) in args["target"]
-
-
-def test_two_tables_share_a_run():
-    one = runs.TABLES["fedavg-1"].cell("CNN C=0.1", "IID B=10")[0]
-    assert one == runs.TABLES["fedavg-2"].cell("FedAvg E=5 B=10", "IID")[0]
 
 
 def test_commands_begin_on_the_embedded_data_set(tmp_path, monkeypatch):
@@ -482,9 +453,6 @@ def test_the_list_runs_nothing(small, capsys):
     every = listed("--list --only t-1")
     assert "  missing: python stand_in.py --lr 0.5 --seed 0 --split-seed 0\n" in every
     assert "A: top-1 47.09" in every and "B: top-1 ?" in every
-    titles, line, *_ = listed("--list").split("\n")
-    assert " ".join(titles.split()) == "table cells done short empty runs left title"
-    assert " ".join(line.split()) == "t-1 2 0 0 2 2 2 A table"
     make(small, "t-1/stand_in-lr-0.5", args=ARGS | {"lr": 0.5})
     assert "  done, 10 of 10 rounds: python stand_in.py --lr 0.5" in listed("--list --only t-1")
     line = listed("--list").split("\n")[1]
@@ -505,15 +473,6 @@ def test_what_is_no_record_is_named(small, capsys, text):
     record_of(small).parent.mkdir(parents=True)
     record_of(small).write_text(text)
     refused(capsys, f"{record_of(small)} can't be read as a record", go, "--list")
-
-
-def test_the_most_valuable_run_is_first_and_the_papers_method_before_others(small):
-    add(table("t-0", "", "top-1", "A | 1\nB | 1\nC | 1", lambda row, column: (
-        f"baselines.py {row}" if row == "A" else f"x.py {row}", "bytes"), 0))
-    found = [runs.result(command, seed) for command in runs.commands() for seed in (1, 0)]
-    order = [(r.command, r.seed) for r in sorted(found, key=reproduce.value)]
-    names = "x.py B", "x.py C", "baselines.py A", "stand_in.py", "stand_in.py --lr 0.5"
-    assert order == [(name, seed) for seed in (0, 1) for name in names]
 
 
 # Repeating a record
