@@ -19,8 +19,6 @@ import fl.data
 import fl.records
 from byhand import BARE, FLAGS, World, close, evaluated
 from conftest import QUICK, refused, run, softmax_gradient
-from papers import runs
-from papers import superfed as superfed_tables
 
 SMALL = [*QUICK, "--model", "mnistnet", "--lr", "0.03", "--momentum", "0.9", "--rounds", "3",
          "--eval-every", "1"]
@@ -438,19 +436,6 @@ def test_every_method_sees_the_same_and_learns(method, tmp_path, monkeypatch, mo
         back = 3 * (19_300 + 100) + 2 * 20_310
     # rounds, clients, bytes, weights
     assert record["bytes_up"] == 3 * 4 * 4 * sent and record["bytes_down"] == 4 * 4 * back
-
-
-@pytest.mark.parametrize("dataset, rounds, fraction, split", [
-    ("cifar10", 200, 0.1, "shards"), ("cifar100", 300, 0.1, "shards"),
-    ("emnist", 100, 0.01, "semantic"), ("tinyimagenet", 500, 0.03, "semantic")])
-def test_settings_are_superfeds_tables_and_fedavgs_row_has_them(dataset, rounds, fraction, split):
-    """R, C, E, B, eta, momentum and K of each data set."""
-    ours = runs.arguments(f"baselines.py --method fedavg-ft --dataset {dataset}")
-    wanted = dict(rounds=rounds, fraction=fraction, split=split, clients=100, per_client=2,
-                  epochs=10, batch_size=20, lr=0.01, momentum=0.9, model="cnn")
-    assert wanted.items() <= ours.items()
-    theirs = runs.arguments(superfed_tables.run("FedAvg", dataset))
-    assert theirs == {**ours, "method": "fedavg"}
 
 
 # Bad input

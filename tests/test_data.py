@@ -534,15 +534,6 @@ def test_hsus_p_is_the_classes_shares_of_all_images():
     assert np.allclose(q.var(0)[:3], (p * (1 - p) / 2)[:3], rtol=0.25)
 
 
-def test_alpha_zero_takes_classes_by_their_shares():
-    """Two classes, three to one, and 400 clients of one image: the first have the ratio of the
-    images."""
-    labels = np.repeat([0, 1], [300, 100])
-    first = [labels[index[0]] for seed in range(40) for index in
-             split("dirichlet-hsu", seed, labels=labels, classes=2, clients=400, alpha=0)[:20]]
-    assert np.mean(first) == pytest.approx(0.25, abs=0.05)
-
-
 def test_fractions_go_up_as_often_as_they_say():
     rng, values = np.random.default_rng(0), np.array([0.2, 3.7, 0.0, 1.6, 2.5])
     seen = np.array([fl.splits.whole_numbers(values, rng) for _ in range(4000)])
@@ -994,5 +985,3 @@ def test_ctrl_c_while_decoding_is_one_line(tmp_path):
                           cwd=pathlib.Path(__file__).parent.parent)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
     assert {path.name for path in root.iterdir()} == {"train", "test"}
-
-

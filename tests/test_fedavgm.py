@@ -46,9 +46,3 @@ def test_weight_decay_acts_on_the_hidden_fully_connected_kernels_alone():
         args = SimpleNamespace(momentum=0.0, weight_decay=decay)
         ends.append(fedavgm.local_training(net, args)(w, [[b]], torch.tensor(1.0)))
     torch.testing.assert_close(ends[0] - ends[1], 0.004 * w * net.decayed, atol=1e-6, rtol=0)
-
-
-def test_the_default_pair_is_the_one_that_learns():
-    args = fedavgm.arguments(["--dataset", "cifar10"])
-    found = args.lr, args.beta, args.alpha, args.fraction, args.rounds
-    assert found == (0.0003, 0.99, 0.1, 0.05, 10_000)

@@ -290,18 +290,3 @@ def test_folders_without_a_finished_run_of_fedslr_are_refused(toy, tmp_path, cap
         run(fedslr, ["--dataset", toy, *FLAGS, "--lr", "1e38"], tmp_path)
     assert ended.value.code == 3
     no("fedslr.py, diverged")
-
-
-# Arguments
-
-
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tinyimagenet"])
-def test_the_settings_are_the_papers(dataset):
-    args = fedslr.arguments(["--dataset", dataset])
-    assert (args.rounds, args.clients, args.fraction) == (1000, 100, 0.1)
-    assert (args.epochs, args.fusion_epochs, args.batch_size) == (2, 1, 20)
-    assert (args.lr, args.lr_decay, args.weight_decay, args.momentum) == (0.1, 0.998, 1e-3, 0)
-    assert (args.lambda_, args.mu, args.eta_g) == (1e-4, 1e-3, 10)
-    assert (args.alpha, args.client_test, args.split) == (0.1, 0, "fedslr")
-    assert (args.model, args.transform, args.p_start) == ("resnet18", "fedslr", "copy")
-    assert fedslr.arguments(["--dataset", dataset, "--model", "cnn"]).p_start == "zero"

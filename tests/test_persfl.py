@@ -177,25 +177,6 @@ def test_two_runs_are_averaged_by_hand(tmp_path, capsys, monkeypatch):
         assert (tmp_path / "0" / name).stat().st_size > 1000
 
 
-# The defaults: facts of the paper's experiments
-
-
-@pytest.mark.parametrize("dataset, split, rounds, per_client, limit, model", [
-    ("cifar10", "classes", 50, 4, None, "cifarnet"),
-    ("cifar10", "dirichlet-classes", 25, 4, None, "cifarnet"),
-    ("cifar10", "lognormal", 50, 2, None, "cifarnet"),
-    ("mnist", "classes", 100, 4, 6000, "mnistnet"),
-    ("mnist", "unequal-classes", 100, 4, 6000, "mnistnet"),
-    ("mnist", "dirichlet-classes", 25, 4, None, "mnistnet"),
-    ("mnist", "lognormal", 100, 2, None, "mnistnet")])
-def test_the_settings_are_the_papers(dataset, split, rounds, per_client, limit, model):
-    args = persfl.arguments(["--dataset", dataset, "--split", split])
-    assert (args.rounds, args.per_client, args.limit) == (rounds, per_client, limit)
-    assert (args.model, args.alpha) == (model, 0.9)
-    assert (args.clients, args.fraction, args.client_val, args.client_test) == (10, 1, 0.2, 0.2)
-    assert persfl.arguments(["--dataset", dataset, "--split", split, "--rounds", "7"]).rounds == 7
-
-
 def class_counts(split, draws):
     """[draws, 10 users, 10 classes] of 50,000 images. test_data.py has DS-1."""
     args, labels = persfl.arguments(["--split", split]), np.arange(50_000) % 10

@@ -399,20 +399,6 @@ def test_the_depth_that_tv_suggests(tmp_path, capsys, monkeypatch):
     refused(capsys, "use psinet.py --groups 0", psinet_depth.main, tmp_path / "grouped")
 
 
-# The defaults: facts of the paper's experiments
-
-
-def test_the_settings_are_the_papers():
-    """Facts A2.5 and A2.6: 10x4 with VGG-9 for 100 rounds, 10x50 with VGG-16 for 200; the recipe of
-    B13."""
-    for dataset, own in (("cifar10", dict(model="vgg9", per_client=4, rounds=100)),
-                         ("cifar100", dict(model="vgg16", per_client=50, rounds=200))):
-        wanted = dict(split="classes", clients=10, groups=10, norm="gn", fraction=1.0, epochs=1,
-                      lr=0.01, batch_size=64, momentum=0.9, weight_decay=1e-4, **own)
-        assert wanted.items() <= vars(psinet.arguments(["--dataset", dataset])).items()
-    assert psinet.DEPTH["vgg16"] == "conv3-2"
-
-
 TWICE = "class Twice(nn.Sequential):\n    def forward(self, x): return super().forward(x) * 2\n"
 
 
@@ -435,5 +421,3 @@ def test_what_makes_no_sense_is_refused(argv, words, tmp_path, capsys):
         argv = ["--model", f"{tmp_path}/mine.py:model", "--depth", "1", "--no-dropout"]
     argv = [*SMALL, *argv] if argv[-1] != "--depth" else ["--dataset", "shapes", *argv[:-1]]
     refused(capsys, words, psinet.main, [*argv, "--out", str(tmp_path / "out")])
-
-

@@ -155,6 +155,51 @@ def test_fedavgs_commands_have_the_papers_setting_and_grid(cell, wanted):
         assert float(measure.removeprefix("rounds_to/")) in args["target"]
 
 
+# Facts of the papers' experiments, by hand: FILE DATASET FLAGS | what is the default
+SETTINGS = """
+fedavg mnist | model=mnistcnn transform=centre rounds=1000 batch_size=10 lr_decay=1.0 target=[0.99]
+fedavg cifar10 | model=tfcnn transform=tensorflow rounds=2000 batch_size=50 lr_decay=0.99
+fedavg cifar10 | split=iid clients=100 fraction=0.1 epochs=5 client_test=0 target=[0.8,0.82,0.85]
+fedavg mnist --target | target=[]
+fedavg cifar100 | target=[] split=iid clients=100
+fedavgm cifar10 | lr=0.0003 beta=0.99 alpha=0.1 fraction=0.05 rounds=10000 split=dirichlet-hsu
+superfed cifar10 --mix model | rounds=200 clients=100 fraction=0.1 start=0.4 split=shards
+superfed cifar10 --mix layer | start=0.8 per_client=2 epochs=10 batch_size=20 lr=0.01
+superfed cifar100 | rounds=300 start=0.5 mu=0.01 nu=2.0 weight_decay=0.0 client_test=0.2
+superfed emnist | rounds=100 fraction=0.01 start=0.4 split=semantic lr_decay=1.0 momentum=0.9
+superfed tinyimagenet | rounds=500 fraction=0.03 start=0.4 split=semantic model=cnn
+psinet cifar10 | model=vgg9 rounds=100 split=classes per_client=4 clients=10 groups=10 norm=gn
+psinet cifar100 | model=vgg16 rounds=200 per_client=50 epochs=1 batch_size=64 fraction=1.0
+psinet cifar100 | lr=0.01 momentum=0.9 weight_decay=0.0001
+fedslr cifar10 | rounds=1000 clients=100 fraction=0.1 epochs=2 fusion_epochs=1 batch_size=20
+fedslr cifar100 | lr=0.1 lr_decay=0.998 weight_decay=0.001 momentum=0.0 lambda_=0.0001 mu=0.001
+fedslr tinyimagenet | alpha=0.1 client_test=0.0 split=fedslr model=resnet18 transform=fedslr
+fedslr tinyimagenet | p_start=copy rounds=1000 eta_g=10.0
+fedslr tinyimagenet --model cnn | p_start=zero
+persfl cifar10 | rounds=50 per_client=4 limit=None model=cifarnet alpha=0.9 clients=10
+persfl cifar10 --split dirichlet-classes | rounds=25 client_val=0.2 client_test=0.2 fraction=1.0
+persfl cifar10 --split lognormal | rounds=50 per_client=2 model=cifarnet
+persfl mnist | rounds=100 per_client=4 limit=6000 model=mnistnet
+persfl mnist --split unequal-classes | rounds=100 per_client=4 limit=6000
+persfl mnist --split dirichlet-classes | rounds=25 limit=None
+persfl mnist --split lognormal | rounds=100 per_client=2 limit=None
+persfl mnist --rounds 7 | rounds=7
+baselines cifar10 --method fedavg-ft | rounds=200 clients=100 fraction=0.1 split=shards per_client=2
+baselines cifar100 --method ditto | rounds=300 epochs=10 batch_size=20 lr=0.01 momentum=0.9
+baselines emnist --method fedavg | rounds=100 fraction=0.01 split=semantic model=cnn
+baselines tinyimagenet --method fedma | rounds=500 fraction=0.03 split=semantic
+"""
+
+
+@pytest.mark.parametrize("line", SETTINGS.strip().splitlines())
+def test_the_settings_are_the_papers(line):
+    command, settings = line.split(" | ")
+    file, argv = command.split(" ", 1)
+    args = runs.arguments(f"{file}.py --dataset {argv}")
+    names = [word.partition("=")[0] for word in settings.split()]
+    assert " ".join(f"{name}={args[name]}".replace(", ", ",") for name in names) == settings
+
+
 def test_commands_begin_on_the_embedded_data_set(tmp_path, monkeypatch):
     """One of each file, method and set of flags, made small, up to the first client's training."""
     class Begun(Exception):
