@@ -4,15 +4,13 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
     python persfl.py                              DS-1: 4 classes per user, in equal amounts (D9)
     python persfl.py --split dirichlet-classes    DS-2: classes in Dirichlet(.9) shares
     python persfl.py --split lognormal            DS-3: 2 classes per user, log-normal shares
-
     CIFAR-10, personal, means of five seeds: FedAvg (paper); fine-tuned; PersFL (paper)
     DS-1  .5068 (.450)  .6846  .7186 (.819)  results/persfl-2/persfl-cifar10-split-classes
     DS-2  .5024 (.487)  .5068  .5817 (.596)  results/persfl-2/persfl-cifar10-split-dirichlet-classes
     DS-3  .3791 (.466)  .8859  .8918 (.823)  results/persfl-2/persfl-cifar10-split-lognormal
 
-"global" tests FedAvg's model G on central test images, "personal" each user's student A_k (before
-Stage 2: G) on the user's own; "fine-tuned" is the student with lambda = 0. docs/persfl.md explains
-our choices, also D10 (means of five seeds):
+"global" tests FedAvg's model G on central test images, "personal" each user's student A_k on the
+user's own (before Stage 2: G). docs/persfl.md explains our choices, also D10 (five seeds):
 
     D1  Lines 5 to 8 choose among the models that the server sends: G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
@@ -21,14 +19,12 @@ our choices, also D10 (means of five seeds):
     D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: G_{E_G+1} is everybody's teacher. On CIFAR-10's DS-3 and MNIST's DS-2 the paper's
-        FedAvg has twice our rounds.
+    D8  Line 11: G_{E_G+1} is everybody's teacher.
     D9  Users are dealt only training images, 6,000 in MNIST's DS-1, as in the authors' logs.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline.
 
-[d]: a model's d weights; [K, d]: all K users'; net(w, b.x): minibatch b's logits. This is Algorithm
-1 in other words, with its line numbers. We add "choose G_1", line 13's loop, and lines 9 to 11,
-which in the paper close the if and the loops. In the code the users (line 14) are the outer loop.
+fedavg.py explains [d] and net. Line numbers are the paper's; we add "choose G_1", line 13's loop
+and lines 9 to 11, where its loops end. In the code the users (line 14) are the outer loop.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k

@@ -1,33 +1,26 @@
 """Psi-Net: features allocated by a grouped structure. Yu et al., "Heterogeneous Federated
 Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and four figures.
 
-    python psinet.py --dataset cifar10                         VGG-9
+    python psinet.py --dataset cifar10                         VGG-9, ten nodes with four classes
     python psinet.py --dataset cifar10 --groups 0 --norm gn    FedAvg with GroupNorm
-    python psinet.py --dataset cifar100 --groups 20            VGG-16; Fed2's figure has .6817
 
-CIFAR-10, ten nodes with four classes, 100 rounds, bf16, seed 0: global (published: .883, .833)
-    Psi-Net  .8356  results/psinet-norm/psinet-cifar10-prune/0
-    FedAvg   .8117  results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
+    global (paper)  100 rounds, bf16, seed 0
+    .8356 (.883)    Psi-Net  results/psinet-norm/psinet-cifar10-prune/0
+    .8117 (.833)    FedAvg   results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
-There is one model, Omega. "personal" tests it on central test images drawn in each node's class
-proportions. docs/psinet.md explains our choices:
+"personal" tests Omega on images in each node's class proportions. Choices (see docs/psinet.md):
 
-    D1  Line 3: each group of the first grouped layer sees all channels. The layer is initialised
-        like the ungrouped one.
-    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size
-        (in VGG-16 and cnn, of its size before rounding).
+    D1  Line 3: each group of the first grouped layer sees all channels.
+    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
     D5  Lines 9, 10 weight node i by its images. A group that no node of S has keeps its value.
-    D6  Line 6: every split is extreme, and a node prunes a group if it has none of its classes; the
-        notes' wording is ambiguous. The softmax has only G_i's classes.
-    D7  Line 12: eta, B, momentum and decay are those of FedMA's FedAvg runs; T is Fed2's; flips and
-        crops are FedSLR's; E = 1 is our guess.
+    D6  Line 6: all splits count as extreme. The softmax leaves pruned groups out.
+    D7  Line 12: eta, B, momentum, decay are FedMA's; T is Fed2's; crops are FedSLR's; E is a guess.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
     D9  papers/psinet_depth.py suggests a depth: where total variance first passes half its range.
 
-Omega [d] holds the weights w and running statistics r of the whole network. A group that i lacks
-has gradient 0; decay changes i's copy, which line 10 ignores. The listing restates the notes.
+Omega [d]: weights w and running statistics r of all groups; those that i lacks have gradient 0.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
