@@ -8,7 +8,7 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     .8356 (.883)    Psi-Net  results/psinet-norm/psinet-cifar10-prune/0
     .8117 (.833)    FedAvg   results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
-"personal" tests Omega on images in each node's class proportions. Choices (see docs/psinet.md):
+"personal" tests Omega on images in each node's class proportions. docs/psinet.md has our choices:
 
     D1  Line 3: each group of the first grouped layer sees all channels.
     D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.

@@ -9,9 +9,11 @@ tests/test_docs.py checks what this script makes.
 import ast
 import functools
 import html
+import itertools
 import json
 import pathlib
 import re
+import textwrap
 
 from markdown_it import MarkdownIt
 from pygments import highlight
@@ -118,6 +120,7 @@ SIGNS = [
     (r"\|\|", "‖"),
     (r"(?!^\*$)(?<!\()(?<!; )\*", "·"),  # a product, and no footnote
     (r"[+-]\d?\.\d+ \[[^\]]+\]", r'<span class="word">\g<0></span>'),  # an interval
+    (r"\b(?:DS-\d|(?:superfed|fedavg|fedprox)-[a-z]{2})\b", r'<span class="word">\g<0></span>'),
     (" - ", " − "),
     (r"(?<=\d)-(?=<i>)|(?<=</i>)-(?=\d)", "−"),
     (" ~ ", " ∼ "),
@@ -226,6 +229,16 @@ def paragraph(text):
     return f"<p>{mathematics(' '.join(text.split()))}</p>"
 
 
+def as_it_stands(block):
+    """A docstring's block: sentences, and lines that are indented."""
+    out = ""
+    for indented, lines in itertools.groupby(
+            block.splitlines(), lambda line: line.startswith("    ")):
+        text = "\n".join(lines)
+        out += f"<pre>{html.escape(textwrap.dedent(text))}</pre>" if indented else paragraph(text)
+    return out
+
+
 def fold(title, body, opened=False):
     return (f'<details class="fold" id="{slug(title)}"{" open" * opened}>'
             f"<summary>{mathematics(title)}</summary>\n{body}\n</details>")
@@ -292,7 +305,8 @@ def code_side(file, lines, key):
         body = re.sub(r'  (<span class="c1">.*)', r' <span class="tail"> \1</span>', body)
         labels = f' data-l="{" ".join(sorted(own))}"' if own else "" if body else " data-empty"
         indent = len(source[n - 1]) - len(source[n - 1].lstrip())
-        out.append(f'<div class="row"{labels}><span class="n">{n}</span>'
+        table = " table" * bool(re.match(r"# .*\S {4,}\S", source[n - 1]))  # in a comment
+        out.append(f'<div class="row{table}"{labels}><span class="n">{n}</span>'
                    f'<code style="--in:{indent}">{body}</code></div>')
     return (f'<div class="code"><h3><a href="../{file}">{file}</a></h3>\n'
             + "\n".join(out) + "</div>")
@@ -404,8 +418,9 @@ def paper_page(name):
     cite, *before = doc.split("\n\n")
     before = before[: next(i for i, block in enumerate(before) if pseudocode(block))]
     before = [block for block in before if not choices(block)]
-    run = "".join(f"<pre>{html.escape(re.sub('^    ', '', block, flags=re.M))}</pre>"
-                  if block.startswith("    ") else paragraph(block) for block in before[:-1])
+    # the sentence that leads to this page
+    before[-2] = re.sub(r"\s*docs/\w+\.md (?:explains|has) our choices[^:]*:", "", before[-2])
+    run = "".join(map(as_it_stands, before[:-1]))
     evidence = [fold(title, markdown(part), title.startswith("What"))
                 for title, part in parts.items()]
     links = " ".join(f'<a href="#{slug(title)}">{title}</a>' for title in (
@@ -448,22 +463,21 @@ def baselines_page():
         cite = html.escape(" ".join(cite.split()))
         out.append(
             f'<section id="{flags[0]}"><h2>{", ".join(flags)}</h2><p class="cite">{cite}</p>\n'
+            + markdown(about[flags[0]])
             + listing("baselines.py", own, lines, key=f"{flags[0]}-",
                       about="".join(map(paragraph, filter(str.strip, remarks))))
-            + choice_list(own, texts, key=f"{flags[0]}-")
-            + f"\n{markdown(about[flags[0]])}</section>")
+            + choice_list(own, texts, key=f"{flags[0]}-") + "</section>")
     others = [n for name, node in functions.items() if name not in (*methods, "arguments", "main")
               for n in range(node.lineno, node.end_lineno + 2)]
     links = " ".join(f'<a href="#{flags[0]}">{", ".join(flags)}</a>' for flags in methods.values())
     words = [block for block in doc.split("\n\n")
              if block.startswith(("Symbols", "Models", "Local SGD"))]
+    rest = [fold(title, markdown(part), title.startswith("What")) for title, part in rest]
     body = ('<header><h1>Baselines</h1><p class="cite">The methods that the papers compare with.'
             f'</p>{HINT}<p class="toc">{links}</p></header>\n'
-            + fold("Symbols and models", "".join(map(paragraph, words))) + "\n"
+            + rest.pop(0) + fold("Symbols and models", "".join(map(paragraph, words))) + "\n"
             + fold("Functions that the methods call", code_side("baselines.py", others, "other-"))
-            + "\n".join(out)
-            + "\n".join(fold(title, markdown(part), title.startswith("What"))
-                        for title, part in rest) + figures("baselines"))
+            + "\n".join(out) + "\n".join(rest) + figures("baselines"))
     return page("baselines", "Baselines: pseudocode beside code", body)
 
 

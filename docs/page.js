@@ -90,6 +90,12 @@ function unfold() {
 addEventListener("hashchange", unfold);
 unfold();
 
+// What is wider than the window says that it scrolls.
+const wide = new ResizeObserver(changes => {
+  for (const {target} of changes) target.classList.toggle("scrolls", target.scrollWidth > target.clientWidth + 1);
+});
+document.querySelectorAll(".wide, pre, figure, p:has(> img)").forEach(box => wide.observe(box));
+
 // SuPerFed's slider: the mixture of two orthogonal models, and the recorded accuracy at this lambda.
 const slider = document.getElementById("slider");
 if (slider) {

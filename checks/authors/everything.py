@@ -82,7 +82,7 @@ its random draws are recorded. Then their program, at the commit that this page 
 these draws. None of their code is in our repository.
 
 **The tables.** *Difference* is the largest difference between two numbers. Below epsilon * steps *
-n * size it counts as rounding: epsilon is 2^-52, n the number of terms in the longest sum of a
+n * size it counts as rounding: epsilon is 2.2e-16, n the number of terms in the longest sum of a
 step, and size the largest number compared, at least 1. Dividing a result by a small number enlarges
 the bound by that factor. The bound ignores later steps' amplification of errors. [The
 record](../results/authors.json) lists all rounds, steps and bounds. *Changed there* names what we
