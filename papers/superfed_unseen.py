@@ -1,6 +1,6 @@
 """SuPerFed for unseen clients, for which the paper's abstract claims gains: --unseen clients never
 take part in the training of superfed.py. The paper's text does not say how they are evaluated.
-Ours (docs/superfed.md): after the last round each unseen client is tested with w^f as it is, with
+Ours: after the last round each unseen client is tested with w^f as it is, with
 w^f after one ClientUpdate of Phase I (fine-tuned), and with its mixtures W(lambda) after one
 ClientUpdate of Phase II. The results are printed and written to unseen.json, beside the record.
 
