@@ -499,24 +499,21 @@ def logits_of_parts(net, lower, upper, x):
     return net.apply(tensors, x).to(lower.dtype)
 
 
-def gradients_of_parts(net):
-    """Returns by_lower(lower, upper, b, decay) and by_upper(lower, upper, b, decay), the gradients
-    of f_k(w; b) by one part of w = (lower, upper), plus decay times this part."""
+def gradient_of_part(net, i):
+    """Returns gradient(lower, upper, b, decay), that of f_k(w; b) w.r.t. one part of w = (lower,
+    upper), plus decay times this part. i: 0 for the lower part, 1 for the upper."""
 
     def loss(lower, upper, b):
         return common.cross_entropy(logits_of_parts(net, lower, upper, b.x), b)
 
-    def by(i):
-        def gradient(lower, upper, b, decay):
-            part = (lower, upper)[i]
-            if not len(part):  # all layers are personal, or none is
-                return part
-            decayed = net.decayed.split([len(lower), len(upper)])[i]
-            return with_decay(common.grad(loss, argnums=i)(lower, upper, b), part, decayed, decay)
+    def gradient(lower, upper, b, decay):
+        part = (lower, upper)[i]
+        if not len(part):  # all layers are personal, or none is
+            return part
+        decayed = net.decayed.split([len(lower), len(upper)])[i]
+        return with_decay(common.grad(loss, argnums=i)(lower, upper, b), part, decayed, decay)
 
-        return gradient
-
-    return by(0), by(1)
+    return gradient
 
 
 def fedrep(federation, run, args):
@@ -542,7 +539,7 @@ def fedrep(federation, run, args):
                     w_k = w_k - eta * gradient of f_k(w_k, v_k; b) w.r.t. w_k
      6      w = sum over k in S_t of n_k/n * w_k,   n = sum over k in S_t of n_k
     """
-    by_body, by_head = gradients_of_parts(federation.net)
+    by_body, by_head = gradient_of_part(federation.net, 0), gradient_of_part(federation.net, 1)
     sgd, decay = common.sgd(args), args.weight_decay
     head = personal_layers(federation, run, args)  # a slice of w; the body is before it
 
@@ -954,7 +951,7 @@ def fedma(federation, run, args):
     """
     net, L = federation.net, len(federation.net.layers)
     units = units_of_a_chain(net, federation.transform(federation.images[:2]))  # [L]: of each layer
-    sgd, (_, by_upper) = common.sgd(args), gradients_of_parts(net)
+    sgd, by_upper = common.sgd(args), gradient_of_part(net, 1)
     labels, classes = federation.data.labels, units[-1]
     held = np.array([np.bincount(labels[images], minlength=classes)
                      for images in federation.split.train], np.float32)

@@ -107,7 +107,9 @@ def difference(wanted, found, w_0):
     largest = 0.0
     for name, want in wanted.items():
         if torch.is_tensor(want) and want.is_floating_point():
-            starts = [torch.zeros_like(want), *[w_0.cpu()] * (want.shape[-1:] == w_0.shape)]
+            starts = [torch.zeros_like(want)]
+            if want.shape[-1:] == w_0.shape:
+                starts.append(w_0.cpu())
             changes = [float((want - start).nan_to_num(posinf=0).norm()) for start in starts]
             gap = float((found[name] - want).nan_to_num(posinf=0).norm())
             largest = max(largest, gap / (min(changes) or 1.0))

@@ -356,7 +356,7 @@ def test_the_gradient_by_a_part_is_that_part_of_the_whole_gradient():
     w = net.init(rng).requires_grad_()
     F.cross_entropy(net(w, b.x), b.y).backward()
     w, expected = w.detach(), (w.grad + 0.1 * w).detach()
-    by_lower, by_upper = baselines.gradients_of_parts(net)
+    by_lower, by_upper = (baselines.gradient_of_part(net, i) for i in (0, 1))
     for cut in (0, net.layers[1][1].start, net.layers[-1][1].start, net.d):
         for gradient, part in ((by_lower, slice(0, cut)), (by_upper, slice(cut, net.d))):
             torch.testing.assert_close(gradient(w[:cut], w[cut:], b, 0.1), expected[part],
