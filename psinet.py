@@ -63,9 +63,6 @@ import common
 #     fc3         10               52         1                    530   l.4: its class's logit
 
 
-MISSING = -1e9  # the logit of a class that a node lacks, so that its probability is 0 (D6)
-
-
 class PsiNet(nn.Module):
     """A network in G groups; G = 0 means no groups, for FedAvg. `plain` is the same network without
     groups, an nn.Sequential of named layers (VGG9 of fl/models.py). Layers keep their names;
@@ -142,6 +139,9 @@ def groups_of_nodes(federation, args):
     return has, has[:, group]
 
 
+MISSING = -1e9  # the logit of a class that a node lacks, so that its probability is 0 (D6)
+
+
 def local_training(net, args):
     """Returns local_update(Omega, own, epochs, eta), LocalUpdate of a node. `epochs` yields E
     passes over its images, each cut into minibatches b (common.Epochs)."""
@@ -209,7 +209,9 @@ class GroupedNet(common.Net):
 
     def __init__(self, args, shape, classes, device="cpu"):
         plain = common.Net(args.model, shape, classes, device, args.batchnorm, args.no_dropout)
-        G, depth = args.groups, (args.depth or DEPTH[args.model]) if args.groups else None  # l.1
+        G, depth = args.groups, None  # l.1
+        if G:
+            depth = args.depth or DEPTH[args.model]  # l.1
         self.G = max(G, 1)
         refuse_what_cannot_be_cut(args.model, plain.module, classes, G, depth)
         super().__init__(args.model, shape, classes, device,
@@ -218,9 +220,10 @@ class GroupedNet(common.Net):
         def start(name, shape):  # as in fl/models.py, adapted to groups (D2)
             layer = name.rpartition(".")[0]
             kind, scale = plain.start(name, shape)  # "uniform" needs no change
-            if kind == "normal":  # the fan is G times smaller, except in the first grouped layer
+            if kind == "normal":
                 scale = plain.start(name, plain.module.get_parameter(f"{layer}.weight").shape)[1]
-                scale *= G**0.5 if layer in self.module.grouped[1:] else 1
+                if layer in self.module.grouped[1:]:  # its fan is G times smaller
+                    scale *= G**0.5
             return kind, scale
 
         if plain.start:
