@@ -67,7 +67,7 @@ psinet ==> 0.9 * next_mean + 0.1 * mean ==> 0.1 * next_mean + 0.9 * mean
 psinet ==> has[:, self.group.clamp(min=0)] | (self.group < 0) ==> has[:, self.group.clamp(min=0)]
 psinet ==> nn.GroupNorm(G or 2, ==> nn.GroupNorm(1,
 psinet ==> (Omega_i * has) / n.clamp(min=1) ==> (Omega_i * has) / n_i.sum()
-psinet ==> args.epochs * float(n_i.double() ==> float(n_i.double()
+psinet ==> return torch.cat([w, r], -1) ==> return torch.cat([w, Omega[..., net.d :]], -1)
 psinet ==> G * ceil(outputs / max(G, 1)) ==> outputs // max(G, 1) * G
 psinet ==> layer in self.module.grouped[1:] ==> layer in self.module.grouped
 fedslr ==> h = g - gamma + 1 ==> h = g + gamma + 1
@@ -116,7 +116,7 @@ common ==> batch.mask.sum().clamp(min=1) ==> len(batch.mask)
 common ==> torch.add(gradient, u, alpha ==> torch.add(u, gradient, alpha
 common ==> if args.momentum else gradient ==> if args.momentum else gradient + u
 common ==> (sure * bins).ceil().long() - 1 ==> (sure * bins).long()
-common ==> images = images or self.split.train ==> images = images or self.split.test
+common ==> self.split.train if images is None ==> self.split.test if images is None
 common ==> size = fed.args.batch_size or len(index) ==> size = len(index)
 """.strip().splitlines()]
 
