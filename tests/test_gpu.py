@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 import baselines
-import common
 import fedavg
 import fedslr
 import fl.machine
@@ -133,31 +132,6 @@ def test_a_model_that_makes_tensors_on_the_cpu_is_refused(tmp_path, capsys):
     fedavg.main(argv)
     with pretend.gpu():
         refused(capsys, "--model", fedavg.main, argv)
-
-
-@pytest.mark.parametrize("frozen", ["number", "tensor", "branch", None])
-def test_a_step_that_a_graph_would_freeze_is_found(frozen, capsys):
-    """What changes from call to call must be among a step's arguments."""
-    with pretend.gpu():
-        fed, call = federation(FED), [1.0]
-        kept = [torch.ones(2, device=pretend.GPU)]
-
-        @common.step
-        def step(w, b):
-            w = w + w if frozen == "branch" and call[0] > 1 else w
-            w = w * call[0] if frozen == "number" else w
-            return w + kept[0] if frozen == "tensor" else w
-
-        def client_update(w, epochs):
-            for minibatches in epochs:
-                for b in minibatches:
-                    w = step(w, b)
-            return w
-
-        for call[0] in (1.0, 2.0):
-            kept = [torch.ones(2, device=pretend.GPU)]
-            fed.train(client_update, np.arange(4), 0, own=[torch.zeros(4, 2, device=pretend.GPU)])
-        assert bool(fed.training.gave_up) == bool(frozen)
 
 
 def test_an_old_gpu_is_the_one_of_the_device(monkeypatch):

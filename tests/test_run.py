@@ -537,30 +537,6 @@ def test_the_pages_lines_load_a_trained_model(tmp_path):
         assert names["accuracy"].item() == pytest.approx(wanted, abs=1e-6) and wanted > 0.15
 
 
-def test_the_pages_lines_make_a_state_dict_for_init(tmp_path, monkeypatch):
-    """All but the last layer is the other network's. Here it is a smaller one, not downloaded."""
-    monkeypatch.chdir(tmp_path)
-    lines, names = lines_of("import torch, torchvision"), {}
-    for a, b in (("resnet18", "shufflenet_v2_x0_5"), ('"DEFAULT"', "None"), ("512", "1024")):
-        assert a in lines
-        lines = lines.replace(a, b)
-    exec(lines, names)
-    fed = federation([*QUICK, "--model", "torchvision:shufflenet_v2_x0_5", "--batchnorm", "frozen",
-                      "--init", "w_0.pt"])
-    w_0, theirs = fed.net.state_dict(fed.initial_weights()), names["pretrained"].state_dict()
-    assert w_0.keys() == theirs.keys() and w_0["fc.weight"].shape == (10, 1024)
-    assert all(torch.equal(w_0[name], theirs[name]) for name in w_0)
-
-
-def test_the_pages_lines_call_main(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    lines, names = lines_of("import fedavg"), {}
-    assert '"2"' in lines
-    exec(lines.replace('"2"', '"2", "--limit", "400"'), names)
-    last = names["record"]["final"]["global"]["top1"]
-    assert capsys.readouterr().out.endswith(f"{last}\n")
-
-
 def test_the_pages_own_model_trains(tmp_path):
     """In every kind of file; the record names the model and the file."""
     (tmp_path / "mymodels.py").write_text(lines_of("from torch import nn"))
