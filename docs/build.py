@@ -152,7 +152,7 @@ def symbol(match):
 
 def symbols(text):
     text = SYMBOL.sub(symbol, text)
-    text = re.sub(r"\^(\([^()]*\))", r"<sup>\1</sup>", text)  # .995^(t+1)
+    text = re.sub(r"\^(\([^()]*\)|<i>\w</i>)", r"<sup>\1</sup>", text)  # .995^(t+1), .998^t
     text = re.sub(r"(?<=[|)}])((?:[_^](?:{[^{}]*}|[A-Za-z0-9*]+))+)", lambda m: scripts(m[1]), text)
     for sign, replacement in SIGNS:
         text = re.sub(sign, replacement, text)
