@@ -21,7 +21,7 @@ def number(text):
 
 
 def factor(measure):
-    """From a record's number to the papers' unit."""
+    """By what a record's number is multiplied to be in the papers' unit: GB, millions, per cent."""
     if measure == "bytes":
         return 1e-9
     if measure.startswith("numbers") or measure.endswith("parameters"):
@@ -34,7 +34,9 @@ def factor(measure):
 def digits(value, measure):
     if measure.startswith("rounds_to"):
         return f"{value:.1f}"
-    return f"{value:.3f}" if measure.endswith(("ece", "loss")) else f"{value:.2f}"
+    if measure.endswith(("ece", "loss")):
+        return f"{value:.3f}"
+    return f"{value:.2f}"
 
 
 def on_target(record):
@@ -44,7 +46,9 @@ def on_target(record):
 
 def goodness(mean, measure):
     """By what the best of several settings is chosen: the fewest rounds, else the highest mean."""
-    return -float("inf") if mean is None else -mean if measure.startswith("rounds_to") else mean
+    if mean is None:
+        return -float("inf")
+    return -mean if measure.startswith("rounds_to") else mean
 
 
 def read(tree, measure):

@@ -93,6 +93,7 @@ class Result(NamedTuple):
     seed: int
     scale: float
     path: pathlib.Path  # the folder in which it is trained
+    wanted: int  # how many rounds it shall have
     state: str  # done, diverged, interrupted, other arguments, missing
     record: dict  # None if missing
 
@@ -103,11 +104,6 @@ class Result(NamedTuple):
     @property
     def bf16(self):
         return self.record["args"].get("precision") == "bf16"
-
-    @property
-    def wanted(self):
-        """Returns how many rounds the run shall have."""
-        return max(1, round(self.scale * arguments(self.command)["rounds"]))
 
     @property
     def argv(self):
@@ -125,18 +121,18 @@ def load(path, changed):
 
 def result(command, seed, scale=1.0):
     """Returns the Result of a command and a seed, with the record if there is one."""
-    path = folder(command, scale) / str(seed)
+    path, args = folder(command, scale) / str(seed), arguments(command)
+    rounds = max(1, round(scale * args["rounds"]))
     file = records.at(path)
     if not file.exists():
-        return Result(command, seed, scale, path, "missing", None)
+        return Result(command, seed, scale, path, rounds, "missing", None)
     record = load(file, file.stat().st_mtime_ns)
-    r = Result(command, seed, scale, path, "", record)
-    wanted = arguments(command) | {"seed": seed, "split_seed": seed, "rounds": r.wanted}
+    state = {"finished": "done", "diverged": "diverged"}.get(record["status"], "interrupted")
+    wanted = args | {"seed": seed, "split_seed": seed, "rounds": rounds}
     # --precision has another default on a GPU, and the pages name bf16
     if records.unlike(record, wanted, but=("precision", "eval_every")):
-        return r._replace(state="other arguments")
-    how = {"finished": "done", "diverged": "diverged"}
-    return r._replace(state=how.get(record["status"], "interrupted"))
+        state = "other arguments"
+    return Result(command, seed, scale, path, rounds, state, record)
 
 
 def results(command, scale):
