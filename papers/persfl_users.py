@@ -1,5 +1,5 @@
 """Averages runs of persfl.py over seeds: prints accuracies by user, and draws students-users.png
-like Figs. 3 to 8 and teachers-users.png like Fig. 2 into the first run's folder.
+like Figs. 3 to 8 into the first run's folder.
 
     python -m papers.persfl_users runs/persfl-cifar10-0 runs/persfl-cifar10-1
 """
@@ -8,11 +8,10 @@ import pathlib
 
 import numpy as np
 
-import common
 import persfl
 from fl import records
 
-from . import reading
+from . import figures, reading
 
 
 def main(*folders):
@@ -21,26 +20,21 @@ def main(*folders):
     users = {name: np.mean([part["users"][name] for part in last], 0)  # [K]
              for name in last[0]["users"]}
     students = np.mean([part["students"]["test"] for part in last], 0)  # [K, 11]
-    K, folder = len(students), paths[0].parent
+    K = len(students)
     print(f"{'user':<8}" + "".join(f"{name:>17}" for name in users))
     for user in range(K):
         print(f"{user:<8}" + "".join(f"{column[user]:>17.4f}" for column in users.values()))
     for name, of in (("mean", np.mean), ("std", lambda z: np.std(z, ddof=min(1, K - 1)))):
         print(f"{name:<8}" + "".join(f"{of(column):>17.4f}" for column in users.values()))
-    columns = min(5, K)
-    lines = -(-K // columns)  # rounded up
-    with common.drawing(folder / "students-users.png", lines, columns, (3 * columns, 3 * lines),
-                        "accuracy of the students, by $\\lambda$ and $T$") as axes:
-        for user, (axis, accuracy) in enumerate(zip(np.ravel(axes), students)):
+    title = "accuracy of the students, by $\\lambda$ and $T$"
+    with figures.panels(paths[0].parent / "students-users.png", title, K, 5, (3, 3)) as axes:
+        for user, (axis, accuracy) in enumerate(zip(axes, students)):
             for T in sorted({T for T, _ in persfl.GRID}):
                 points = sorted((lam, a) for (of, lam), a in zip(persfl.GRID, accuracy)
                                 if of == T or lam in (0, 1))  # all T share these
                 axis.plot(*zip(*points), marker="o", label=f"$T$ = {T}")
             axis.set(title=f"user {user}", xlabel=r"$\lambda$",
-                     ylabel="" if user % columns else "test accuracy")
-    with common.drawing(folder / "teachers-users.png") as axis:
-        axis.bar(np.arange(K), users["teacher's round"])
-        axis.set(xlabel="user", ylabel="round of its teacher")
+                     ylabel="" if user % 5 else "test accuracy")
 
 
 if __name__ == "__main__":

@@ -173,8 +173,7 @@ def test_two_runs_are_averaged_by_hand(tmp_path, capsys, monkeypatch):
         ["1", "0.4000", "0.7000", "15.0000", "2.5000"],
         ["mean", "0.3500", "0.6500", "9.0000", "2.2500"],
         ["std", "0.0707", "0.0707", "8.4853", "0.3536"]]  # a gap of two numbers / sqrt 2
-    for name in ("students-users.png", "teachers-users.png"):
-        assert (tmp_path / "0" / name).stat().st_size > 1000
+    assert (tmp_path / "0" / "students-users.png").stat().st_size > 1000
 
 
 def class_counts(split, draws):
