@@ -143,27 +143,28 @@ MISSING = -1e9  # the logit of a class that a node lacks, so that its probabilit
 
 
 def local_training(net, args):
-    """Returns local_update(Omega, own, epochs, eta), LocalUpdate of a node. `epochs` yields E
-    passes over its images, each cut into minibatches b (common.Epochs)."""
+    """Returns local_update(Omega, has_class, epochs, eta), LocalUpdate of a node. `epochs` yields E
+    passes over its images, each cut into minibatches b (common.Epochs). has_class [classes]: which
+    classes are in its groups."""
     sgd = common.sgd(args, net.decayed)  # w - eta * gradient, with momentum and decay (D7)
 
     @common.step  # on a GPU it runs for all nodes at once, or as a CUDA graph
-    def step(w, u, r, own, b, eta):  # weights, their momentum, running statistics
+    def step(w, u, r, has_class, b, eta):  # weights, their momentum, running statistics
         def loss(w):
             logits, next_r = net.forward(w, r, b.x, b.mask)
-            logits = torch.where(own, logits, MISSING)  # l.12 (D6): own [classes], G_i's classes
+            logits = torch.where(has_class, logits, MISSING)  # l.12 (D6): [B, classes]
             return common.cross_entropy(logits, b), next_r
 
         gradient, r = common.grad(loss, has_aux=True)(w)  # l.12: 0 for groups that i lacks
         w, u = sgd(w, u, gradient, eta)  # l.12: w - eta * gradient
         return w, u, r  # l.12: r from BatchNorm
 
-    def local_update(Omega, own, epochs, eta):
+    def local_update(Omega, has_class, epochs, eta):
         w, r = Omega[..., : net.d], Omega[..., net.d :]
         u = torch.zeros_like(w)  # momentum (D7)
         for minibatches in epochs:  # l.11 (D8)
             for b in minibatches:  # l.11: step does line 12
-                w, u, r = step(w, u, r, own, b, eta)
+                w, u, r = step(w, u, r, has_class, b, eta)
         return torch.cat([w, r], -1)
 
     return local_update
