@@ -39,7 +39,7 @@ from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
-from fl.training import Training, check_clients, form_of, grad, may_look, naming, step
+from fl.training import Training, check_clients, form_of, grad, may_look, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"
@@ -150,8 +150,12 @@ class Federation:
         """Returns what `train` does, by the plain loop over the clients: on a CPU as many at once
         as there are threads. clients: the Epochs of each."""
         def alone(i):
-            with naming(clients[i]):
+            try:
                 return client_update(*(z[i] for z in own), clients[i], *shared)
+            except Exception as problem:  # from Python 3.11 on it ends with
+                client = getattr(clients[i], "client", "?")
+                problem.__notes__ = [f"(in client_update of client {client})"]
+                raise
 
         results = form = None
         for i, found in self.training.each(alone, len(clients)):

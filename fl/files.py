@@ -12,7 +12,7 @@ import torch
 from .machine import first_line, refuse
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
-LOADED = {}  # a file: its time when it was loaded, and its module
+LOADED = {}  # a file: the contents with which it was loaded, and its module
 
 
 def find(flag, name, known):
@@ -37,22 +37,19 @@ def load_file(path):
     is loaded anew if it, or one of these, has changed. Refuses what can't be loaded."""
     path = pathlib.Path(path)
     if path.suffix != ".py" or not path.is_file():
-        refuse(f"there is no file {path}" + " that ends in .py" * (path.suffix != ".py"))
+        refuse(f"there is no file {path} that ends in .py")
     file, folder = path.resolve(), str(path.resolve().parent)
-    sys.path += [folder] * (folder not in sys.path)
+    if folder not in sys.path:
+        sys.path.append(folder)
     helpers = {} if file.parent == HERE else beside(file)
     for name, own in helpers.items():
         if "." not in name and (found := origin(name)) != str(own):
             refuse(f"{path} imports {name}, which can be {own} or {found}; rename one of them")
-    now = {own: own.stat().st_mtime_ns for own in (*helpers.values(), file)}
-    if any(own in LOADED and LOADED[own][0] != time for own, time in now.items()):
-        for name in [*sys.modules]:
-            if name in helpers:
-                del sys.modules[name]
-        LOADED.pop(file, None)
-    if file not in LOADED:
-        module = execute(path)
-        LOADED.update({own: (time, module) for own, time in now.items()})
+    contents = [own.read_bytes() for own in (*helpers.values(), file)]
+    if LOADED.get(file, [None])[0] != contents:
+        for name in helpers:
+            sys.modules.pop(name, None)
+        LOADED[file] = contents, execute(path)
     return LOADED[file][1]
 
 

@@ -226,7 +226,8 @@ def decode_leaf(files):
                     own = content["user_data"][user]
                     rows = np.array(own["x"])
                     rows = rows if rows.dtype.kind in "iu" else rows.astype(np.float32)
-                    x += [rows] * bool(len(rows))
+                    if len(rows):
+                        x.append(rows)
                     y += own["y"]
                     users += [user] * len(own["y"])
             x = np.concatenate(x)

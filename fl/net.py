@@ -261,10 +261,11 @@ class Net:
             if not w.isfinite().all():
                 raise ValueError("some weights are not finite")
         except Exception as problem:  # torch.load raises nearly anything
-            running = "running_mean" in str(problem) and self.batchnorm != "frozen"
+            why = textwrap.shorten(str(problem), 200)
+            if "running_mean" in str(problem) and self.batchnorm != "frozen":
+                why += " Use --batchnorm frozen."
             refuse(f"--init {path} can't be read as a state dict of {self.name}, as "
-                   f"torch.save(model.state_dict(), FILE) writes it: "
-                   f"{textwrap.shorten(str(problem), 200)}" + " Use --batchnorm frozen." * running)
+                   f"torch.save(model.state_dict(), FILE) writes it: {why}")
         self.module, self.copies = module, threading.local()  # set_extra_state may have changed it
         self.constants, self.settled = self.constants_of(module), True
         try:
@@ -414,10 +415,10 @@ def check(net, precision):
         for key in vars(layer).keys() - {"_parameters", "_buffers", "_modules"}:
             held = [z for z in Content(vars(layer)[key]).tensors if not isinstance(z, nn.Parameter)]
             if not {*map(id, held)} <= {*map(id, net.module.buffers())}:
-                raise ValueError(f"{name}{'.' * bool(name)}{key} holds a tensor that is "
-                                 "neither parameter nor buffer; use nn.Parameter or register_buffer"
-                                 + ", and torch.nn.utils.parametrizations in place of old "
-                                 "weight_norm or pruning" * bool(layer._forward_pre_hooks))
+                raise ValueError(f"{f'{name}.{key}'.lstrip('.')} holds a tensor that is neither "
+                                 "parameter nor buffer; use nn.Parameter or register_buffer, and "
+                                 "torch.nn.utils.parametrizations in place of old weight_norm or "
+                                 "pruning")
         if type(layer).__name__ == "_SpectralNorm":
             raise ValueError("its spectral_norm has buffers that must follow the weights; use "
                              "parametrizations.weight_norm, or divide by torch.linalg."
@@ -518,11 +519,12 @@ def pure(net, w):
     if not first.isfinite().all():
         raise ValueError("its logits are not finite, with weights and pixels drawn at random")
     if draws:
-        norms = any(isinstance(z, BATCHNORM) and z.training for z in layers.values())
-        raise ValueError("it draws random numbers"
-                         + "; for dropout use --no-dropout, which makes it inactive"
-                         * net.module.training
-                         + ", and for BatchNorm --batchnorm group" * norms)
+        why = "it draws random numbers"
+        if net.module.training:
+            why += "; for dropout use --no-dropout, which makes it inactive"
+        if any(isinstance(z, BATCHNORM) and z.training for z in layers.values()):
+            why += ", and for BatchNorm --batchnorm group"
+        raise ValueError(why)
     changed = [name for name, z in before.items() if not torch.equal(z, values[name])]
     if odd := [name for name, where, _ in net.tensors
                if not torch.equal(values[name].flatten(), w[where])]:
@@ -542,10 +544,11 @@ def pure(net, w):
         raise ValueError("its logits carry no gradient of its weights (.detach(), torch.no_grad, "
                          "numpy?)")
     if changed or differ(first[:2], two):
-        raise ValueError("an image's logits depend on the others of its minibatch; for BatchNorm "
-                         "use --batchnorm group (GroupNorm instead)"
-                         + ", or --batchnorm frozen (constant running statistics, for a pretrained "
-                         "--init)" * (net.batchnorm != "frozen"))
+        why = ("an image's logits depend on the others of its minibatch; for BatchNorm use "
+               "--batchnorm group (GroupNorm instead)")
+        if net.batchnorm != "frozen":
+            why += ", or --batchnorm frozen (constant running statistics, for a pretrained --init)"
+        raise ValueError(why)
     expect_shape(net.apply(w.split(net.sizes), x[:1]), 1)  # a minibatch may have one image
     return first
 

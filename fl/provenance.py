@@ -92,8 +92,10 @@ def commit(files):
         return None
     found = git("status", "--porcelain", "--ignored", "--",
                 *(pathlib.Path(path).resolve() for path in files))
+    if head.returncode:
+        return None
     changed = found.stdout or found.returncode  # git fails on a file elsewhere
-    return None if head.returncode else head.stdout.strip() + "+" * bool(changed)
+    return head.stdout.strip() + ("+" if changed else "")
 
 
 def peak_memory(device):

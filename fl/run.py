@@ -20,7 +20,7 @@ from tqdm import tqdm
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Outside, Rows, is_finite, types
+from .state import PLAIN, Rows, is_finite, watch
 
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -107,9 +107,10 @@ class Run:
                    "one loop over it; distinguish phases inside the loop, by t")
         self.state, self.model, self.models = state, model, clients
         self.more_follows, self.personal = more_follows, personal
-        self.types = types(state)
+        self.types = {name: getattr(z, "dtype", None) for name, z in vars(state).items()}
         self.check_state()
-        outside = Outside(self.file, state)
+        outside = watch(self.file, state)
+        next(outside, None)
         with self.open():  # after --resume `state` is as it was saved
             while len(self.history) < self.last:
                 self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
@@ -119,7 +120,7 @@ class Run:
                 self.clock = machine.now(self.federation.device)
                 yield len(self.history)
                 self.end_round(*before)
-                outside.check()
+                next(outside, None)
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
                 self.clock = machine.now(self.federation.device) - self.row["seconds"]
@@ -419,10 +420,13 @@ class Run:
         try:
             if first:
                 lock.acquire(blocking=False)
-                (self.out / ".lock").write_text(str(os.getpid()))
+                (self.out / ".lock").write_text(f"process {os.getpid()}")
         except filelock.Timeout:
-            refuse(f"another run{process_in(lock.lock_file)} is writing to {self.out}; wait for "
-                   "it, end it, or use another --out", alone=True)
+            who = "a process"
+            with contextlib.suppress(OSError):  # Windows lets nobody read it
+                who = (self.out / ".lock").read_text()
+            refuse(f"another run ({who}) is writing to {self.out}; wait for it, end it, or use "
+                   "another --out", alone=True)
         except (OSError, NotImplementedError):
             pass  # a file system without locks
         try:
@@ -495,14 +499,6 @@ class Run:
             previous = path.with_suffix(".previous" + path.suffix)
             os.replace(path, previous)
             say(f"kept    the earlier {path.name} in {self.out} as {previous.name}")
-
-
-def process_in(lock_file):
-    """Returns the number of the process that holds a lock, in words."""
-    try:
-        return f" (process {int(pathlib.Path(lock_file).read_text())})"
-    except (OSError, ValueError):
-        return ""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -105,14 +105,9 @@ def is_finite(z):
     return not z.numel() or bool(torch.stack(torch.aminmax(z)).isfinite().all())
 
 
-def types(state):
-    """Returns {name: a tensor's dtype, else None}."""
-    return {name: getattr(z, "dtype", None) for name, z in vars(state).items()}
-
-
 def check(state, before, model, clients, all_rows):
-    """Refuses a state that --resume can't restore. before: its types before the first round. model,
-    clients: those of Run.rounds."""
+    """Refuses a state that --resume can't restore. before: {name: a tensor's dtype, else None}
+    before the first round. model, clients: those of Run.rounds."""
     now = vars(state)
     for name in (model, clients):
         if isinstance(name, str) and name not in now:
@@ -132,56 +127,49 @@ def check(state, before, model, clients, all_rows):
                "anew")
 
 
-class Outside:
-    """What a loop over run.rounds can change beside its state, and --resume would begin anew: what
-    it reads before it sets it, what its function's functions use, and the variables of its file."""
+def frame_of(file):
+    """Returns the frame of the file's loop, or None. tqdm, for instance, may stand between."""
+    frame = sys._getframe()
+    while frame and frame.f_globals.get("__file__") != file:
+        frame = frame.f_back
+    return frame
 
-    def __init__(self, file, state):
-        self.file, self.state, self.read, first, self.before = file, state, set(), {}, {}
-        if not (frame := self.frame()):
-            return
-        body = [*dis.get_instructions(frame.f_code)]
-        end = [z.argval for z in body if z.offset == frame.f_lasti and z.opname == "FOR_ITER"]
-        for z in (z for z in body if frame.f_lasti < z.offset < max(end, default=0)):
-            verbs = re.findall("(LOAD|STORE)_(?:FAST|DEREF|CLOSURE|NAME|GLOBAL)(?!_AND)", z.opname)
-            for verb, name in zip(verbs, z.argval if isinstance(z.argval, tuple) else [z.argval]):
-                first.setdefault(name, verb)
-        self.set_anew = {name for name, verb in first.items() if verb == "STORE"}
-        self.read = {*first, *frame.f_code.co_cellvars} - self.set_anew if end else set()
-        self.before = self.contents()
-        for name in self.read & vars(state).keys() & frame.f_locals.keys():
-            if torch.is_tensor(z := frame.f_locals[name]) and z is vars(state)[name]:
-                refuse(f"the loop reads {name}, which stays what it was before the loop; read "
-                       f"state.{name}, or give the first one another name")
 
-    def frame(self):
-        """Returns the frame of the file's loop, or None. tqdm, for instance, may stand between."""
-        frame = sys._getframe()
-        while frame and frame.f_globals.get("__file__") != self.file:
-            frame = frame.f_back
-        return frame
-
-    def contents(self):
-        """Returns {name: Content} now."""
-        if not (frame := self.frame()):
-            return {}
-        here, module = frame.f_locals, frame.f_globals
+def watch(file, state):
+    """A generator that refuses, at each next(), what a file's loop over run.rounds has changed
+    beside its state, and --resume would begin anew: what the loop reads before it sets it, what its
+    function's functions use, and the file's variables."""
+    if not (frame := frame_of(file)):
+        return
+    body, first = [*dis.get_instructions(frame.f_code)], {}
+    end = [z.argval for z in body if z.offset == frame.f_lasti and z.opname == "FOR_ITER"]
+    for z in (z for z in body if frame.f_lasti < z.offset < max(end, default=0)):
+        verbs = re.findall("(LOAD|STORE)_(?:FAST|DEREF|CLOSURE|NAME|GLOBAL)(?!_AND)", z.opname)
+        for verb, name in zip(verbs, z.argval if isinstance(z.argval, tuple) else [z.argval]):
+            first.setdefault(name, verb)
+    set_anew = {name for name, verb in first.items() if verb == "STORE"}
+    read = sorted({*first, *frame.f_code.co_cellvars} - set_anew) if end else []
+    for name, z in vars(state).items():
+        if torch.is_tensor(z) and name in read and frame.f_locals.get(name) is z:
+            refuse(f"the loop reads {name}, which stays what it was before the loop; read "
+                   f"state.{name}, or give the first one another name")
+    before, module = {}, frame.f_globals
+    while frame := frame_of(file):
+        here = frame.f_locals
         found = {name: z for name, z in module.items()
-                 if name not in self.set_anew and name[:2] != "__"}
-        found |= {name: here[name] for name in sorted(self.read) if name in here}
+                 if name not in set_anew and name[:2] != "__"}
+        found |= {name: here[name] for name in read if name in here}
         if here is not module and type(here) is dict:
             here.clear()  # before Python 3.13 a copy, which would keep large tensors
-        return {name: Content(z, self.state, self.set_anew, module["__name__"])
-                for name, z in found.items()}
-
-    def check(self):
-        """Refuses what the loop has changed."""
-        now = self.contents()
-        if changed := [name for name, z in self.before.items() if now.get(name, z) != z]:
+        now = {name: Content(z, state, set_anew, module["__name__"]) for name, z in found.items()}
+        before = before or now
+        if changed := [name for name, z in before.items() if now.get(name, z) != z]:
             refuse(f"the loop changes {changed[0]}, which --resume would begin anew; keep tensors "
                    "and numbers in `state`, record by run.log what is only to be read, and make "
                    'generators in the loop, by common.stream(args.seed, "algorithm", t, '
                    "federation.K)", alone=True)
+        del frame, here, found  # or they would keep each other
+        yield
 
 
 class Content(pickle.Pickler):

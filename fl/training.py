@@ -319,16 +319,6 @@ def form_of(found, first=None):
     return form
 
 
-@contextlib.contextmanager
-def naming(epochs):
-    """Has an error inside it end with the client's number (from Python 3.11 on)."""
-    try:
-        yield
-    except Exception as problem:
-        problem.__notes__ = [f"(in client_update of client {getattr(epochs, 'client', '?')})"]
-        raise
-
-
 def plain(z):
     """Returns z's memory in a type that gloo sends, which has no bool."""
     return z.view(torch.uint8) if z.dtype == torch.bool else z
