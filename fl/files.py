@@ -41,7 +41,7 @@ def load_file(path):
     file, folder = path.resolve(), str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    helpers = {} if file.parent == HERE else beside(file)
+    helpers = beside(file)
     for name, own in helpers.items():
         if "." not in name and (found := origin(name)) != str(own):
             refuse(f"{path} imports {name}, which can be {own} or {found}; rename one of them")
@@ -70,7 +70,9 @@ def execute(path):
 
 def beside(file, root=None, found=None):
     """Returns {name: file} of the modules in its folder that a file imports, wherever it does so,
-    or that these do; the name is a.b of a/b.py."""
+    or that these do; the name is a.b of a/b.py. Nothing of this repository."""
+    if file.parent == HERE:
+        return {}
     root, found = root or file.parent, {} if found is None else found
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]

@@ -413,7 +413,8 @@ def check(net, precision):
     and of each image alone, in this precision, with a gradient. Returns notes, a line each."""
     for name, layer in net.module.named_modules():
         for key in vars(layer).keys() - {"_parameters", "_buffers", "_modules"}:
-            held = [z for z in Content(vars(layer)[key]).tensors if not isinstance(z, nn.Parameter)]
+            held = [z for z in Content(vars(layer)[key]).tensors
+                    if torch.is_tensor(z) and not isinstance(z, nn.Parameter)]
             if not {*map(id, held)} <= {*map(id, net.module.buffers())}:
                 raise ValueError(f"{f'{name}.{key}'.lstrip('.')} holds a tensor that is neither "
                                  "parameter nor buffer; use nn.Parameter or register_buffer, and "

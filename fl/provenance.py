@@ -27,8 +27,7 @@ def sources(file, args):
     repository's, those of --model, --split and --init, and what they import beside them. Refuses
     two files of one name."""
     own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
-    importing = [path for path in (pathlib.Path(name).resolve() for name in (*own, file))
-                 if path.parent != ROOT]
+    importing = [pathlib.Path(name).resolve() for name in (*own, file)]
     own += [args.init] if args.init else []
     found = {pathlib.Path(file).name: pathlib.Path(file)}
     for name, path in (*((name, ROOT / name) for name in SHARED),

@@ -5,6 +5,7 @@ import contextlib
 import dis
 import io
 import json
+import pathlib
 import pickle
 import re
 import sys
@@ -14,6 +15,7 @@ from types import FunctionType, GeneratorType
 import numpy as np
 import torch
 
+from .files import beside
 from .machine import first_line, free_memory, refuse
 from .records import FREE
 
@@ -154,6 +156,7 @@ def watch(file, state):
             refuse(f"the loop reads {name}, which stays what it was before the loop; read "
                    f"state.{name}, or give the first one another name")
     before, module = {}, frame.f_globals
+    modules = {module["__name__"], *beside(pathlib.Path(file).resolve())}
     while frame := frame_of(file):
         here = frame.f_locals
         found = {name: z for name, z in module.items()
@@ -161,7 +164,7 @@ def watch(file, state):
         found |= {name: here[name] for name in read if name in here}
         if here is not module and type(here) is dict:
             here.clear()  # before Python 3.13 a copy, which would keep large tensors
-        now = {name: Content(z, state, set_anew, module["__name__"]) for name, z in found.items()}
+        now = {name: Content(z, state, set_anew, modules) for name, z in found.items()}
         before = before or now
         if changed := [name for name, z in before.items() if now.get(name, z) != z]:
             refuse(f"the loop changes {changed[0]}, which --resume would begin anew; keep tensors "
@@ -172,14 +175,18 @@ def watch(file, state):
         yield
 
 
-class Content(pickle.Pickler):
-    """What may change of an object z, to be compared: its pickle, but of a tensor its identity and
-    version (if versions), and what functions hold, and classes of this `module`. Nothing of ours,
-    of `skipped`, and of what functions hold by the names `but`. tensors: all those in it."""
+KNOWN = "builtins", "collections", "functools", "itertools", "numpy", "random", "torch", "types"
 
-    def __init__(self, z, skipped=None, but=(), module=None, versions=True):
+
+class Content(pickle.Pickler):
+    """What may change of an object z, to be compared: its pickle, but of a tensor and of a large
+    array the identity and version (if versions), and what functions hold, but by the names `but`.
+    Nothing of ours and of `skipped`; with `modules` nothing of other libraries (a figure, a bar),
+    and all that these modules' classes hold. tensors: those in it."""
+
+    def __init__(self, z, skipped=None, but=(), modules=None, versions=True):
         self.file, self.tensors = io.BytesIO(), []  # which keep their numbers while they live
-        self.skipped, self.but, self.module, self.versions = skipped, but, module, versions
+        self.skipped, self.but, self.modules, self.versions = skipped, but, modules, versions
         super().__init__(self.file)
         with contextlib.suppress(Exception):  # whatever somebody's object does
             self.dump(z)
@@ -188,11 +195,13 @@ class Content(pickle.Pickler):
         return self.file.getvalue() == other.file.getvalue()
 
     def persistent_id(self, z):
-        if z is self.skipped or type(z).__module__.partition(".")[0] in ("fl", "common"):
+        name = type(z).__module__
+        foreign = self.modules and name not in self.modules and name.split(".")[0] not in KNOWN
+        if z is self.skipped or foreign or name.split(".")[0] in ("fl", "common"):
             return "skipped"
-        if torch.is_tensor(z):
+        if torch.is_tensor(z) or isinstance(z, np.ndarray) and z.nbytes > 10**7:
             self.tensors.append(z)
-            return self.versions and (id(z), z._version)
+            return self.versions and (id(z), getattr(z, "_version", 0))
 
     def reducer_override(self, z):
         holds = None
@@ -204,7 +213,7 @@ class Content(pickle.Pickler):
             cells = zip(z.__code__.co_freevars, z.__closure__ or ())
             holds = [x.cell_contents for name, x in cells if name not in self.but], z.__defaults__
         elif isinstance(z, type):
-            own = z.__module__ == self.module
+            own = z.__module__ in (self.modules or ())
             holds = z.__qualname__, own and [x for name, x in vars(z).items() if name[:2] != "__"]
         else:
             with contextlib.suppress(Exception):  # it can't be pickled

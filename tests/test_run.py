@@ -697,6 +697,8 @@ KEPT = {  # before the loop, in it, what is named
     "a list of tensors": ("last = [w_0, w_0]", "last[t % 2] = w", "last"),
     "an array": ("counts = np.zeros(9)", "counts[S] += 1", "counts"),
     "an object": ("server = Memory()", "server.v = w", "server"),
+    "a helper's object": ("import own_helper; server = own_helper.Server()", "server.v = w",
+                          "server"),
     "a class": ("", "Memory.norms = [*Memory.norms, 1.0]", "Memory"),
     "a dict of the file": ("", "SEEN[t] = w", "SEEN"),
     "a default argument": ("", "keeps(w)", "keeps"),
@@ -710,6 +712,9 @@ KEPT = {  # before the loop, in it, what is named
 
 def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0):
     path = tmp_path / "own.py"
+    (tmp_path / "own_helper.py").write_text("class Server:\n    pass\n")
+    sys.modules.pop("own_helper", None)
+    sys.path[:] = [name for name in sys.path if "what_resume" not in name]  # of earlier calls
     path.write_text(OWN.replace("BEFORE", before).replace("EACH", each).replace("LOOP", loop))
     return common.load_file(path).main([*QUICK, "--model", "2nn", "--seed", str(seed),
                                         "--out", str(tmp_path / "out")])
@@ -729,6 +734,7 @@ def test_what_a_loop_may_use(tmp_path, capsys):
     """Names that it sets first, what it only reads, functions that cache, loops in it, tqdm."""
     before = """
     z, i, norm, v = 1, None, functools.cache(lambda k: k), torch.ones(3)
+    bar, large = tqdm.tqdm(total=2, disable=True), np.zeros(2 * 10**6)
     def distance(x):
         return (x - w_0).norm() + norm(1)
     def models(S):
@@ -739,6 +745,7 @@ def test_what_a_loop_may_use(tmp_path, capsys):
         for i in range(3):
             g = np.random.default_rng(i)
             g.random(len(z) + i)
+        bar.n += len(large)
         w_0.norm() + v.sum() + distance(w) + norm(t)
         if t:
             z = z + z
