@@ -337,20 +337,16 @@ fedavg,fedfoo     |                     | there is no method fedfoo
 fedavg,nosuch.py  |                     | there is no file
 ,                 |                     | --methods is empty
 fedavg            | --set mu=0.1        | --set mu=0.1: say NAME.PARAMETER=VALUE
-fedavg            | --set fedavg        | --set fedavg: say NAME.PARAMETER=VALUE
 fedprox           | --set fedprox.mu(=1 | unrecognized arguments: --mu(=1
 fedavgm | --set fedavgm.target=0.8 | stops at an accuracy (target=[0.8]), others don't
 fedavg,fedavg     |                     | the name fedavg is taken; give fedavg another one: NAME=
-fedavg,all        |                     | the name fedavg is taken
 local=fedprox     |                     | the name local is taken; give fedprox another one: NAME=
 ../a=fedavg       |                     | there is no method ../a=fedavg
 _a=fedavg         |                     | there is no method _a=fedavg
-a=                |                     | there is no method a=
 a=superfed-mm     | --set a.mix=layer   | --mix is no parameter of superfed-mm alone
 a=fedprox         | --set fedprox.mu=1  | --methods has no fedprox; its names are a
 a=fedprox         | --set a.mu=1 --set a.mu=.1 | it is set twice
 fedavg            | --alpha 0.1         | --split iid has no use for --alpha
-a=fedprox         | --set a.density=.5  | fedprox has no density; it is for fedspa
 apfl | --set apfl.personal=1 | apfl has no personal; it is for fedper, fedrep, lg-fedavg
 fedavg            | --set fedavg.mu=1   | --set fedavg.mu=1: fedavg has no mu; it is for fedprox
 fedprox           | --set fedprox.mu=-1 | fedprox.mu=-1: argument --mu: -1 must be at least 0
@@ -369,7 +365,6 @@ fedavg,local      | --against local     | one run of each method gives no interv
 fedprox  | --tune fedprox.moo=1,2 | --methods: fedprox, --tune fedprox.moo=1: unrecogni
 fedprox,fedavg    | --tune mu=1,2       | --methods: fedavg, --tune fedavg.mu=1: fedavg has no mu
 fedprox           | --tune fedavg.lr=1,2 | the names are fedprox
-fedprox           | --tune lr   | --tune lr: say PARAMETER=A,B,... or NAME.PARAMETER=A,B,...
 fedprox           | --tune fedprox.mu=1,x | --tune fedprox.mu=x: argument --mu
 fedprox           | --tune fedprox.mu=1 --set fedprox.mu=2 | it is set twice
 fedprox           | --tune lr=.1,.2 --client-val 0 | --client-val must be above 0
