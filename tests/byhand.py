@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import common
 from conftest import pixels, softmax_gradient
@@ -87,11 +86,6 @@ def evaluated(monkeypatch):
 
     monkeypatch.setattr(common.Federation, "evaluate_clients", noting)
     return models
-
-
-def squares(logits, batch):
-    """Least squares on one-hot labels, in place of the cross-entropy."""
-    return (logits - F.one_hot(batch.y, 3)).square().sum(1).mean() / 2
 
 
 def column(S):
