@@ -222,8 +222,8 @@ def persfl_3(optimal, final):
 def fedslr_1(*runs):
     ranks = [run.record["final"]["ranks"] for run in runs]  # {layer: rank}, of each run
     lost = {name: ranks[0][name] - ranks[2][name] for name in ranks[0]}
-    sums, numbers = ([sum(of.values()) for of in ranks],
-                     [run.record["final"]["numbers"]["gkr"] for run in runs])
+    sums = [sum(of.values()) for of in ranks]
+    numbers = [run.record["final"]["numbers"]["gkr"] for run in runs]
     columns = {"ranks": sums, "conv2": [of["conv2"] for of in ranks],
                "parameters in w": [f"{n:,}" for n in numbers]}
     holds = (sums[0] > sums[1] > sums[0] / 2 and sums[2] < sums[1] / 2
