@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import pathlib
 import random
 import sys
@@ -43,7 +44,8 @@ def load_file(path):
         sys.path.append(folder)
     helpers = beside(file)
     for name, own in helpers.items():
-        if "." not in name and (found := origin(name)) != str(own):
+        spec = "." not in name and importlib.util.find_spec(name)
+        if spec and (found := os.path.realpath(spec.origin)) != str(own):
             refuse(f"{path} imports {name}, which can be {own} or {found}; rename one of them")
     contents = [own.read_bytes() for own in (*helpers.values(), file)]
     if LOADED.get(file, [None])[0] != contents:
@@ -89,15 +91,6 @@ def beside(file, root=None, found=None):
                     found[".".join(place.relative_to(root).parts)] = own
                     beside(own, root, found)
     return found
-
-
-def origin(name):
-    """Returns the file that `import NAME` gives."""
-    there = sys.modules.get(name)
-    if there and getattr(there, "__file__", None):
-        return str(pathlib.Path(there.__file__).resolve())
-    spec = importlib.util.find_spec(name)
-    return spec and spec.origin
 
 
 def fresh(build, seed=0):
