@@ -544,7 +544,8 @@ def pure(net, w):
     if not two.requires_grad:
         raise ValueError("its logits carry no gradient of its weights (.detach(), torch.no_grad, "
                          "numpy?)")
-    if changed or differ(first[:2], two):
+    many = net.apply(w.split(net.sizes), torch.cat([x, -x, 2 * x, x.flip(-1), x.flip(-2)]))
+    if changed or differ(first[:2], two) or differ(first, many[:8]):
         why = ("an image's logits depend on the others of its minibatch; for BatchNorm use "
                "--batchnorm group (GroupNorm instead)")
         if net.batchnorm != "frozen":

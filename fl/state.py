@@ -167,8 +167,9 @@ def watch(file, state):
         now = {name: Content(z, state, set_anew, modules) for name, z in found.items()}
         before = before or now
         if changed := [name for name, z in before.items() if now.get(name, z) != z]:
-            refuse(f"the loop changes {changed[0]}, which --resume would begin anew; keep tensors "
-                   "and numbers in `state`, record by run.log what is only to be read, and make "
+            name = min(changed, key=lambda name: callable(found[name]))  # not who changes it
+            refuse(f"the loop changes {name}, which --resume would begin anew; keep tensors and "
+                   "numbers in `state`, record by run.log what is only to be read, and make "
                    'generators in the loop, by common.stream(args.seed, "algorithm", t, '
                    "federation.K)", alone=True)
         del frame, here, found  # or they would keep each other

@@ -339,6 +339,7 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     (BEFORE, "self.more = nn.BatchNorm2d(1, eps=1e12, affine=False)", OTHERS_OF),
     (BEFORE, "self.more = Thick(1)", OTHERS_OF),
     ("super().forward(F.batch_norm(x, None, None, training=True))", "", "depend on the others"),
+    ("super().forward(x - (len(x) > 32) * x.mean())", "", "depend on the others"),
     (BEFORE, "self.more = nn.InstanceNorm2d(1, track_running_stats=True)", "it changes its buffer "
      "more.running_mean in training, which all clients share; keep it constant (InstanceNorm: "
      "track_running_stats=False)"),

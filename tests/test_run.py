@@ -693,6 +693,8 @@ KEPT = {  # before the loop, in it, what is named
     "a momentum": ("v = torch.zeros(net.d)", "v = 0.9 * v + state.w - w", "v"),
     "a momentum in place": ("v = torch.zeros(net.d)", "v += state.w - w", "v"),
     "a number": ("best = 0.0", "best = max(best, float(w.norm()))", "best"),
+    "a nonlocal number": ("n = 0\n    def adds():\n        nonlocal n\n        n += 1", "adds()",
+                          "n"),
     "a deque": ("last = collections.deque(maxlen=3)", "last.append(w)", "last"),
     "a list of tensors": ("last = [w_0, w_0]", "last[t % 2] = w", "last"),
     "an array": ("counts = np.zeros(9)", "counts[S] += 1", "counts"),
