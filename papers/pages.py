@@ -117,45 +117,48 @@ for seed s add `--seed s --split-seed s`. Minutes are for one seed, with evaluat
 
 def pages(paper):
     """Returns the text of <paper>.md and <paper>-runs.md."""
-    tables, made = [], {}
-    for t in TABLES.values():
-        if t.name.startswith(f"{paper}-"):
-            found = {(cell.row, cell.column): (cell, shown(cell)) for cell in cells(t.name)}
-            tables += table_lines(t, found)
-            made |= {s.results[0].path: s.results for _, s in found.values() if s}
+    mine = [t for t in TABLES.values() if t.name.startswith(f"{paper}-")]
+    found = [shown(cell) for t in mine for cell in cells(t.name)]
+    made = {s.results[0].path: s.results for s in found if s}
     title = PAPERS[paper].TITLE
     links = (f"[The code](../{paper}.py). [About it](../docs/{paper}.md). "
              f"[All papers](README.md). [Our {len(made)} runs]({paper}-runs.md).")
-    text = [f"# {title}", "", links, "", HOW_TO_READ, *tables]
+    text = [f"# {title}", "", links, "", HOW_TO_READ]
+    for t in mine:
+        text += table_lines(t)
     runs_text = [f"# {title}: our runs", "", RUNS_ARE.format(paper=paper),
                  *head("python ...", "seeds", "rounds", "device", "minutes"),
                  *map(run_line, made.values())]
     return "\n".join(text) + "\n", "\n".join(runs_text) + "\n"
 
 
-def table_lines(t, found):
-    """Returns one table in Markdown. found: (row, column) -> (cell, what it shows or None)."""
+def table_lines(t):
+    """Returns one table in Markdown."""
+    here = {(cell.row, cell.column): cell for cell in cells(t.name)}
     text = ["", f"## {t.name}", "", f"**{t.title}.** {t.note}".strip(), ""]
     if (runs.RESULTS / f"{t.name}.svg").exists():
         text += [f"![{t.title}]({t.name}.svg)", ""]
     text += head("", *t.columns)
-    explained = set()
     for row in t.rows:
-        words = []
-        for column in t.columns:
-            cell, s = found.get((row, column), (None, None))
-            if s:
-                mark = " **!**" if differs(cell, s) else ""
-                words.append(f"{cell.published} / {ours(cell, s)}{mark}{s.note}")
-                explained |= {"All", row, f"{row}/{column}"}
-            else:
-                words.append(f"{cell.published} / ·" if cell else "-")
-        text.append(line(row, *words))
+        text.append(line(row, *(cell_text(here.get((row, column))) for column in t.columns)))
+    explained = {key for cell in here.values() if shown(cell)
+                 for key in ("All", cell.row, f"{cell.row}/{cell.column}")}
     sentences = [f"- {key.replace('/', ', ')}: {why}" for key, why in t.why.items()
                  if key in explained]
     if sentences:
         text += ["", "Why ours are as they are:", "", *sentences]
     return text
+
+
+def cell_text(cell):
+    """Returns a cell as the pages print it. cell: None if the paper has none."""
+    if not cell:
+        return "-"
+    s = shown(cell)
+    if not s:
+        return f"{cell.published} / ·"
+    mark = " **!**" if differs(cell, s) else ""
+    return f"{cell.published} / {ours(cell, s)}{mark}{s.note}"
 
 
 def run_line(found):
