@@ -452,16 +452,6 @@ def test_augment_once_moves_and_mirrors_images_for_good():
     assert torch.equal(a, b) and not torch.equal(a, other) and not torch.equal(a, plain)
 
 
-def test_augmentation_comes_from_the_clients_own_stream():
-    argv = [*SHAPES, "--limit", "400", "--clients", "5", "--model", "tfcnn",
-            "--transform", "tensorflow"]
-    a, b = federation(argv), federation([*argv, "--seed", "1"])
-    same, again, *others = (fed.plan(k, np.arange(20), t, 1)[1] for fed, k, t in (
-        (a, 2, 7), (a, 2, 7), (a, 3, 7), (a, 2, 8), (b, 2, 7)))
-    assert same.size == 20 * 5 and np.array_equal(same, again)
-    assert not any(np.array_equal(same, other) for other in others)
-
-
 # Splits that say what they are
 
 HAM = np.repeat(np.arange(7), (6705, 1113, 1099, 514, 327, 142, 115))  # HAM10000's classes
@@ -539,21 +529,6 @@ def test_fractions_go_up_as_often_as_they_say():
     seen = np.array([fl.splits.whole_numbers(values, rng) for _ in range(4000)])
     assert (seen.sum(1) == 8).all() and np.allclose(seen.mean(0), values, atol=0.04)
     assert (np.abs(seen - values) < 1).all() and (seen[:, 2] == 0).all()
-
-
-def test_a_class_that_is_used_up_is_said_with_numbers():
-    """60 images of each of ten classes, alpha = .01: many clients want the same class."""
-    argv = [*SHAPES, "--limit", "600", "--clients", "20", "--alpha", "0.01", "--client-test", "0"]
-    fed = federation([*argv, "--split", "dirichlet-hsu"])
-    counts = np.array([np.bincount(fed.data.labels[i], minlength=10) for i in fed.split.train])
-    left, k = np.full(10, 60), 0
-    while left.min() > 0:
-        left, k = left - counts[k], k + 1
-    before, after = ((counts[part] > 0).sum(1).mean() for part in (slice(k), slice(k, None)))
-    note, = (note for note in fed.notes if "used up" in note)
-    assert note == (f"note    a class is used up after {k} of 20 clients; the others get "
-                    f"{after:.1f} classes on average, these {before:.1f}")
-    assert not federation([*argv, "--split", "dirichlet-classes", "--alpha", "9"]).notes
 
 
 # A split of one's own
@@ -927,7 +902,6 @@ def test_normalize_only_shifts_a_channel_that_is_constant_in_training():
 
 def test_the_tensorflow_transform_counts_pixels_from_0_to_255():
     x = np.random.default_rng(0).integers(0, 256, (4, 30, 30, 3), dtype=np.uint8)
-    u = torch.rand(4, 5)
     for u in (None, torch.rand(4, 5)):
         a = fl.transforms.tensorflow(torch.from_numpy(x), u)
         b = fl.transforms.tensorflow(torch.from_numpy((x / 255).astype(np.float32)), u)
