@@ -61,7 +61,7 @@ superfed ==> w_l, u_l = sgd(w_l, u_l, gradient_l, eta) ==> w_l, u_l = sgd(w_l, u
 superfed ==> + 1e-9), 1) ==> ), 1)
 superfed ==> train[: len(test)] ==> train
 psinet ==> device) * G // classes ==> device) % G
-psinet ==> logits = torch.where(own, logits, MISSING) ==> logits = logits + 0
+psinet ==> torch.where(has_class, logits, MISSING) ==> logits + 0
 psinet ==> n = n_i @ has.to(Omega_i.dtype) ==> n = n_i.sum() * has.any(0)
 psinet ==> 0.9 * next_mean + 0.1 * mean ==> 0.1 * next_mean + 0.9 * mean
 psinet ==> has[:, self.group.clamp(min=0)] | (self.group < 0) ==> has[:, self.group.clamp(min=0)]
