@@ -151,10 +151,10 @@ def watch(file, state):
             first.setdefault(name, verb)
     set_anew = {name for name, verb in first.items() if verb == "STORE"}
     read = sorted({*first, *frame.f_code.co_cellvars} - set_anew) if end else []
-    for name, z in vars(state).items():
-        if torch.is_tensor(z) and name in read and frame.f_locals.get(name) is z:
-            refuse(f"the loop reads {name}, which stays what it was before the loop; read "
-                   f"state.{name}, or give the first one another name")
+    if stale := [name for name, z in vars(state).items()
+                 if torch.is_tensor(z) and name in read and frame.f_locals.get(name) is z]:
+        refuse(f"the loop reads {stale[0]}, which stays what it was before the loop; read "
+               f"state.{stale[0]}, or give the first one another name")
     before, module = {}, frame.f_globals
     modules = {module["__name__"], *beside(pathlib.Path(file).resolve())}
     while frame := frame_of(file):
@@ -172,7 +172,7 @@ def watch(file, state):
                    "numbers in `state`, record by run.log what is only to be read, and make "
                    'generators in the loop, by common.stream(args.seed, "algorithm", t, '
                    "federation.K)", alone=True)
-        del frame, here, found  # or they would keep each other
+        del frame, here, found, now  # which would keep tensors
         yield
 
 
