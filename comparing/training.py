@@ -170,7 +170,7 @@ def trained(run, argv, child, prints):
                       'run.rounds without `break`, and end with  if __name__ == "__main__": main()')
     rounds = len(found["rounds"])
     for part in found["final"].keys() & {"global", "personal"} if code == 0 else ():
-        if (last := found["final"][part].get("round", rounds)) < rounds:
+        if (last := found["final"][part]["round"]) < rounds:
             common.refuse(f"{run.label}: {file} has last called run.log in round {last} of "
                           f"{rounds}; ask run.evaluates() whether to call it")
     if prints != prints_of(found):

@@ -51,7 +51,8 @@ class Child:
             "split": {"fingerprint": split.fingerprint(), "clients": len(split.train),
                       "sizes": [*map(len, split.train)]},
             "parameters": 10, "rounds": [{"round": t + 1, **row} for t in range(args.rounds)],
-            "final": {"global": row["global"], "personal": own, "fine_tuned": tuned},
+            "final": {"global": {**row["global"], "round": args.rounds},
+                      "personal": {**own, "round": args.rounds}, "fine_tuned": tuned},
             "local_epochs": 1.0, "bytes_up": 16, "bytes_down": 16, "seconds_per_round": 6.0}))
 
     def ended(self):

@@ -304,6 +304,19 @@ def test_a_file_that_trains_nothing_or_leaves_its_loop_is_refused(go, capsys, mo
                  "without `break`, and end with", go, "local")
 
 
+def test_a_method_that_does_not_evaluate_its_last_round_is_refused(go, capsys, monkeypatch):
+    class Early(Child):
+        def __init__(self, argv, one_thread):
+            super().__init__(argv, one_thread)
+            path = go.out / "local/0/result.json"
+            final = json.loads(path.read_text())["final"]
+            edited(path, final=final | {"personal": {**final["personal"], "round": 1}})
+
+    monkeypatch.setattr(training, "Child", Early)
+    refused_late(capsys, "has last called run.log in round 1 of 2; ask run.evaluates() whether",
+                 go, "local", "--rounds", "2")
+
+
 def test_what_a_program_said_explains_its_end(go, capsys, monkeypatch):
     """A refusal's line, or else the command."""
     for rounds, code, end in ((2, 2, "wrong\n"), (3, 1, "wrong (python /")):
