@@ -29,7 +29,7 @@ def test_three_rounds_by_hand(toy, tmp_path):
 @pytest.mark.parametrize("momentum, decay", [(0, 0), (0.9, 0.01)])
 def test_one_client_is_centralised_sgd(momentum, decay, toy, tmp_path):
     """K = 1, in fedavg.py and in the method centralised. In baselines.py clients have momentum .9,
-    which starts anew every round, and weight decay. (test_authors.py has torch.optim.SGD.)"""
+    which starts anew every round, and weight decay. (checks/authors has torch.optim.SGD.)"""
     argv = ["--dataset", toy, *BARE, "--clients", "1", "--split", "iid", "--fraction", "1",
             "--momentum", str(momentum), "--weight-decay", str(decay), "--lr-decay", "0.5"]
     world = World(federation(argv))

@@ -3,10 +3,13 @@
 import functools
 import inspect
 import itertools
+import json
 import pathlib
 import re
 import shlex
+import sys
 
+import exercises
 import numpy as np
 import pytest
 
@@ -21,6 +24,11 @@ from papers import __main__ as reproduce
 from papers import again, fedavg_how_often, reading, runs
 
 HERE = pathlib.Path(fedavg.__file__).parent
+sys.path.insert(0, str(HERE / "checks" / "authors"))
+import check
+import everything
+
+pytestmark = pytest.mark.pages
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl"]
 
 
@@ -303,3 +311,77 @@ def test_numbers_in_the_docstrings_are_those_of_the_committed_results(name):
         quoted = ["".join(words) for words in quoted]
         folder = f"{common_folder.group(1)}/{folder}" if common_folder else folder
         assert quoted and set(quoted) <= {number.lstrip("0") for number in quotable(folder)}, folder
+
+
+# The exercises, beside checks/exercises.py, which runs them, and its record
+
+EXERCISES = exercises.exercises()
+MEASURED = json.loads(exercises.RECORD.read_text())
+
+
+def test_those_with_commands_are_those_that_the_script_knows():
+    known = {name.replace("_", "-") for name in vars(exercises)
+             if re.fullmatch(r"[a-z]{2,}_\d", name)}
+    assert {name for name, one in EXERCISES.items() if one.runs} == known == set(MEASURED)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_pages_show_what_the_script_measured(name):
+    record = MEASURED[name]
+    assert record["runs"] == [
+        [command, change and list(change)] for command, change in EXERCISES[name].runs
+    ]
+    assert list(record["holds"].values()) == [True] * len(exercises.SEEDS)
+    assert f"\n\n{exercises.table(record['numbers'])}\n\n</details>" in EXERCISES[name].text
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_commands_parse_and_changed_lines_are_there(name):
+    for command, change in EXERCISES[name].runs:
+        assert runs.arguments(command.removeprefix("python "))["dataset"] == "shapes"
+        if change:
+            assert (exercises.HERE / shlex.split(command)[1]).read_text().count(change[0]) == 1
+
+
+# What checks/authors has recorded, and README and results/authors.md beside it. The scripts run by
+# hand, beside the authors' programs, but for the one that compares with PyTorch.
+
+AUTHORS = json.loads((HERE / "results" / "authors.json").read_text())
+
+
+def test_every_difference_of_the_record_is_rounding_or_has_its_choice():
+    lines = [line for part in AUTHORS["scripts"].values() for line in part["lines"]]
+    assert lines and all(map(check.sound, lines))
+    for line in lines:
+        if line["because"]:
+            name, *choices = line["because"].replace(",", "").split()
+            page, own = (name, "") if (HERE / f"{name}.py").exists() else ("baselines", f"{name} ")
+            text = (HERE / "docs" / f"{page}.md").read_text()
+            assert choices and all(re.search(rf"^### {own}.*\b{choice}\b", text, re.M)
+                                   for choice in choices), line["because"]
+
+
+def test_the_readme_quotes_the_record():
+    text = " ".join((HERE / "README.md").read_text().split())
+    for name, title in (("superfed", "SuPerFed"), ("fedslr", "FedSLR"), ("pfedme", "pFedMe")):
+        lines = AUTHORS["scripts"][name]["lines"]
+        largest = max(line["difference"] for line in lines if not line["because"])
+        assert f"{largest:.0e} for {title}" in text
+
+
+def test_the_page_is_made_from_the_record():
+    assert (HERE / "results" / "authors.md").read_text() == everything.page(AUTHORS)
+
+
+def test_every_script_is_in_the_record():
+    for name in check.SCRIPTS:
+        script, part = check.script(name), AUTHORS["scripts"][name]
+        assert [script.REPOSITORY, list(script.COMMITS)] == [part["repository"], part["commits"]]
+    assert set(check.SCRIPTS) == set(AUTHORS["scripts"])
+
+
+def test_the_script_that_needs_no_clone_finds_what_is_recorded():
+    lines, recorded = (check.compared(check.script("torch_sgd"), None),
+                       AUTHORS["scripts"]["torch_sgd"]["lines"])
+    assert [line["what"] for line in lines] == [line["what"] for line in recorded]
+    assert all(map(check.sound, lines))
