@@ -144,7 +144,11 @@ class Federation:
                 refuse(f"federation.train: {name} has {len(z)} rows for {len(S)} clients; give it "
                        "one for each client of S, as V[S]")
         clients = [Epochs(self, int(k), i, t, epochs, draw, order) for k, i in zip(S, images)]
-        return self.training.train(self, client_update, own, clients, shared)
+        passed = {**self.passed}
+        found = self.training.train(self, client_update, own, clients, shared)
+        if not self.training.share(len(clients)):  # another process counts what this one has passed
+            self.passed = passed
+        return found
 
     def one_by_one(self, client_update, own, clients, shared):
         """Returns what `train` does, by the plain loop over the clients: on a CPU as many at once
