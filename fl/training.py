@@ -178,7 +178,10 @@ class Training:
         tensors = [z for z in (*own, *shared) if torch.is_tensor(z)]
         versions, before = [z._version for z in tensors], generators(self.device)
         try:
+            passed = {**fed.passed}
             found = self.train_all(fed, client_update, own, clients, shared)
+            if not self.share(len(clients)):  # another process counts what this one has passed
+                fed.passed = passed
             if versions != [z._version for z in tensors]:
                 raise Slip("client_update" + IN_PLACE)
         except Slip as problem:  # in one of several threads, or of several processes
