@@ -12,6 +12,7 @@ from PIL import Image
 import common
 import fl.plots
 from docs import build
+from papers import figures
 
 pytestmark = pytest.mark.pages
 HERE = pathlib.Path(build.HERE)
@@ -107,6 +108,10 @@ def test_figures_are_sharp_and_equal_and_their_legend_covers_nothing(tmp_path, m
         "accuracy", "another of a longer name"]
     assert not any(legend.get_window_extent().overlaps(axis.get_tightbbox()) for axis in axes)
     assert all(tick == int(tick) for axis in axes for tick in axis.get_xticks())
+
+
+def test_names_in_figures_are_in_print():
+    assert figures.words("LM mu=0.01, nu=2") == r"Layer Mixing $\mu$ = 0.01, $\nu$ = 2"
 
 
 ALGORITHMS = ["fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"]

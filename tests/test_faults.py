@@ -33,6 +33,10 @@ def shared(labels, classes, rng, args):
 def allowed(labels, classes, rng, args):
     return np.arange(210), np.arange(200, 400)
 allowed.overlap = True
+def fails(labels, classes, rng, args):
+    return 1 / 0
+def forgets(labels, classes, rng, args):
+    pass
 def spoils(labels, classes, rng, args):
     labels[:] = 0
     return np.array_split(rng.permutation(len(labels)), args.clients)

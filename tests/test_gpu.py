@@ -23,7 +23,12 @@ SMALL = [*gpu_check.FEW[2:], "--device", "cpu"]
 FED = [*QUICK, "--split", "iid", "--model", "mnistnet"]
 
 
-@pytest.mark.parametrize("name", [name for name in gpu_check.ALGORITHMS if "unequal" not in name])
+LIKE_OTHERS = ("superfed, unequal", "local", "centralised", "fedavg-ft", "fedprox-ft", "fedper",
+               "apfl")  # whose steps are those of another
+
+
+@pytest.mark.parametrize("name", [
+    name for name in gpu_check.ALGORITHMS if name not in LIKE_OTHERS])
 def test_all_clients_at_once_give_what_the_loop_gives(name):
     """Each step is captured, and what is repeated is what was captured. test_matrix.py does so with
     unequal clients, one after the other."""

@@ -591,6 +591,13 @@ class Positions(Plain):  # 16 weights of its own, added to the pixels
 class TiedHead(Plain):
     def change(self): self.c.weight = nn.Parameter(self.a.weight[:3, :4].detach()); self.d = self.c
     def forward(self, x): return self.c(self.b(self.a(x.flatten(1)).relu() + self.d.weight.sum()))
+class Idle(Plain):
+    def change(self): self.d = nn.Linear(2, 2)
+class Dictionary(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.p = nn.ParameterDict({"a": torch.randn(5, 16), "b": torch.randn(classes, 5)})
+    def forward(self, x): return F.linear(F.linear(x.flatten(1), self.p["a"]), self.p["b"])
 class TwoNames(nn.Module):  # b has a's matrix, 16 * 16, and a bias; then c, 16 * 3 + 3
     def __init__(self, classes):
         super().__init__()
@@ -613,7 +620,9 @@ class TwoNames(nn.Module):  # b has a's matrix, 16 * 16, and a bias; then c, 16 
     ("Scaled", "an image passes a before the root module, which is registered before it",
      "an image passes c before the root module, which is registered before it"),
     ("Positions", (0, 16), (125, 140)), ("TiedHead", (0, 85), "an image passes c before b"),
+    ("Idle", (0, 85), "an image does not pass d"),
     ("TwoNames", "a and b share a tensor", (288, 339)),
+    ("Dictionary", "p holds the weights of several layers", "p holds the weights of several"),
 ])
 def test_layers_are_divided_where_an_image_passes_from_one_to_the_next(name, first, last, tmp_path,
                                                                        capsys):
