@@ -1,4 +1,5 @@
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -161,3 +162,12 @@ def test_figure_1_is_the_loss_between_two_clients_models(toy, tmp_path, monkeypa
             assert record["loss"][name][at] == pytest.approx(loss, abs=1e-5)
     assert len(record["theta"]) == 51
     assert (min(record["theta"]), max(record["theta"])) == pytest.approx((-0.2, 1.2))
+
+
+def test_the_page_has_figure_1s_numbers():
+    root = pathlib.Path(fedavg.__file__).parent
+    record = json.loads((root / "results" / "fedavg-figure-1.json").read_text())
+    page, theta = (root / "docs" / "fedavg.md").read_text(), np.array(record["theta"])
+    for name, loss in record["loss"].items():
+        row = [f"{loss[np.abs(theta - at).argmin()]:.3f}".lstrip("0") for at in (1, 0, 0.5)]
+        assert f"| {name} | {' | '.join(row)} |" in page

@@ -1,4 +1,5 @@
 import itertools
+import pathlib
 
 import numpy as np
 import pytest
@@ -196,3 +197,107 @@ def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
         ratios.append((two[:, 0] - 10 + 0.5) / (two[:, 1] - 10 + 0.5))
     inside = np.abs(np.log(ratios)) < 0.6745 * 8**0.5
     assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58
+
+
+# The numbers on docs/persfl.md (those of its rows that begin with a link are in test_pages.py)
+
+HERE = pathlib.Path(persfl.__file__).parent
+PAGE = (HERE / "docs" / "persfl.md").read_text()
+SPLITS = "classes", "dirichlet-classes", "lognormal"
+FOLDERS = {f"{name}, DS-{i + 1}": f"results/persfl-{number}/persfl-{data}-split-{split}"
+           for number, name, data in ((2, "CIFAR-10", "cifar10"), (3, "MNIST", "mnist"))
+           for i, split in enumerate(SPLITS)}
+
+
+def lines_of(header):
+    """The cells of the table on docs/persfl.md whose header begins so, a list for each line."""
+    lines = iter(PAGE.splitlines())
+    next(line for line in lines if line.startswith(header)), next(lines)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+
+
+def records(folder):
+    return [fl.records.read(path) for path in sorted((HERE / folder).glob("*.json"))]
+
+
+def by_seed(folder):
+    """{seed: mean personal accuracy} of a folder's records."""
+    return {record["args"]["seed"]: record["final"]["personal"]["mean"]
+            for record in records(folder)}
+
+
+def percent(values):
+    return f"{100 * np.mean(values):.1f}"
+
+
+def users_of(folder):
+    return [record["final"]["users"] for record in records(folder)]
+
+
+def test_the_page_tells_the_teachers_rounds_t_lambda_and_the_lead_over_fine_tuning():
+    published = {"T": (13.88, 15.16, 9.24, 1.08, 8.92, 1.48),
+                 "lambda": (0.445, 0.675, 0.315, 0.035, 0.51, 0.005)}
+    for split, rounds, mean, least, last in lines_of("| split | rounds of Stage 1 | mean round"):
+        found = [e for users in users_of(FOLDERS[split]) for e in users["teacher's round"]]
+        assert [mean, least] == [f"{np.mean(found):.1f}", str(min(found))], split
+        assert last == str(found.count(int(rounds))) and len(found) == 50, split
+    for i, (split, T, paper_T, lam, paper_lam) in enumerate(lines_of("| split | mean T |")):
+        users = users_of(FOLDERS[split])
+        assert T == f"{np.mean([run['T'] for run in users]):.1f}"
+        assert float(lam) == round(np.mean([run["lambda"] for run in users]), 3)
+        assert [paper_T, float(paper_lam)] == [f"{published['T'][i]:.1f}", published["lambda"][i]]
+    for split, least, most, ahead in lines_of("| split | least | most |"):
+        lead = [np.mean(run["PersFL"]) - np.mean(run["fine-tuned"])
+                for run in users_of(FOLDERS[split])]
+        assert [least, most] == [f"{100 * min(lead):.1f}", f"{100 * max(lead):.1f}"], split
+        assert ahead == f"{sum(z > 1e-9 for z in lead)} of {len(lead)}", split
+
+
+def test_the_page_says_what_ties_do():
+    """Among the 11 students; the records have 15, of which the others are copies."""
+    gained = []
+    for split, count, of, *cells in lines_of("| split | users with a tie"):
+        accuracies, lambdas, tied, best = ([], []), ([], []), 0, []
+        for record in records(FOLDERS[split]):
+            final = record["final"]
+            columns = [final["grid"].index(list(pair)) for pair in persfl.GRID]
+            val, test = (np.array(final["students"][part]) for part in ("val", "test"))
+            best += [final["personal@test"]["mean"] - final["personal"]["mean"]]
+            for k in range(10):
+                top = [i for i in columns if val[k, i] == val[k, columns].max()]
+                tied += len(top) > 1
+                for end, i in enumerate((top[0], top[-1])):
+                    accuracies[end].append(test[k, i])
+                    lambdas[end].append(final["grid"][i][1])
+        assert [int(count), int(of)] == [tied, len(lambdas[0])], split
+        means = [f"{np.mean(z):.3f}".lstrip("0") for z in lambdas]
+        assert cells == [*map(percent, accuracies), *means], split
+        gained.append(f"{100 * np.mean(best):.1f}".removeprefix("0"))
+    assert lines_of("| CIFAR-10, DS-1 | CIFAR-10, DS-2") == [gained]
+
+
+def test_the_page_compares_persfl_with_others_of_the_same_seeds():
+    """With FedPer, with the last teacher, and with training alone, for as many epochs."""
+    for header in ("| split | runs | FedPer", "| split | runs | the last G",
+                   "| split | runs | Local"):
+        (title,) = (line for line in PAGE.splitlines() if line.startswith(header))
+        titles = [cell.strip() for cell in title.strip("|").split("|")]
+        for split, runs, other, *cells, link in lines_of(header):
+            row = dict(zip(titles[3:], cells))
+            folder, twins = link.split("../")[1].rstrip(")"), records(FOLDERS[split])
+            theirs, ours = by_seed(folder), by_seed(FOLDERS[split])
+            mine = next(row[name] for name in row if "PersFL, same" in name or "optimal" in name)
+            assert runs == str(len(theirs)) and other == percent([*theirs.values()]), split
+            assert mine == percent([ours[seed] for seed in theirs]), split
+            if ahead := row.get("PersFL ahead in"):
+                count = sum(ours[seed] > theirs[seed] for seed in theirs)
+                assert ahead == f"{count} of {runs}", split
+            if tuned := row.get("fine-tuned, same runs"):
+                by = {twin["args"]["seed"]: twin for twin in twins}
+                assert tuned == percent([np.mean(by[seed]["final"]["users"]["fine-tuned"])
+                                         for seed in theirs]), split
+                for record in records(folder):
+                    twin = by[record["args"]["seed"]]
+                    epochs = twin["args"]["rounds"] + twin["args"]["distill_epochs"]
+                    assert record["split"] == twin["split"] and record["args"]["rounds"] == epochs

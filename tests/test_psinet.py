@@ -1,3 +1,4 @@
+import pathlib
 import re
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -421,3 +422,20 @@ def test_what_makes_no_sense_is_refused(argv, words, tmp_path, capsys):
         argv = ["--model", f"{tmp_path}/mine.py:model", "--depth", "1", "--no-dropout"]
     argv = [*SMALL, *argv] if argv[-1] != "--depth" else ["--dataset", "shapes", *argv[:-1]]
     refused(capsys, words, psinet.main, [*argv, "--out", str(tmp_path / "out")])
+
+
+def test_numbers_in_the_file_and_on_the_page():
+    """The table above PsiNet, and how large VGG-9 is in ten groups and without."""
+    net, plain = psi("vgg9", 10, None), psi("vgg9", 0, None)
+    rows = re.findall(r"^# +(\w+) +(?:shared|10) .*?([\d,]+)   l\.",
+                      pathlib.Path(psinet.__file__).read_text(), re.M)
+    found = {}
+    for name, where, _ in net.tensors:
+        layer = name.rpartition(".")[0].removesuffix("-norm")
+        found[layer] = found.get(layer, 0) + where.stop - where.start
+    assert {layer: int(n.replace(",", "")) for layer, n in rows} == found and len(rows) == 9
+    page = (pathlib.Path(psinet.__file__).parent / "docs" / "psinet.md").read_text()
+    text, has = " ".join(page.split()), torch.arange(10)[None] < 4
+    weights, statistics = net.entries(has)[0].tensor_split([net.d])
+    assert f"VGG-9 in ten groups has {net.d:,} weights (without groups {plain.d:,})" in text
+    assert f"has {weights.sum():,} weights and {statistics.sum()} running statistics" in text
