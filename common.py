@@ -1,7 +1,8 @@
-"""What every algorithm here needs and no paper's pseudocode contains, in the order in which a round
-uses it: Federation samples clients (sample), trains them (train, one_by_one; Epochs yields one
-client's minibatches), and evaluates models (evaluate, evaluate_clients). step and grad, which the
-algorithms call, are in fl/training.py; Run, the loop over the rounds and the record, in fl/run.py.
+"""This file has what every algorithm here needs and no paper's pseudocode contains, in the order in
+which a round uses it: Federation samples clients (sample), trains them (train, one_by_one; Epochs
+yields one client's minibatches), and evaluates models (evaluate, evaluate_clients). step and grad,
+which the algorithms call, are in fl/training.py; Run, the loop over the rounds and the record, in
+fl/run.py; score, the arithmetic of the measures, in fl/measures.py.
 
 Shapes in comments: d weights in a model, K clients, m of them sampled in a round, B images in a
 minibatch, H x W pixels, C channels. Global measures are taken on the data set's central test
@@ -47,8 +48,8 @@ STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algor
 
 
 def stream(seed, purpose, round=0, client=0, nth=0):
-    """Returns a numpy Generator for one purpose, since what a client draws must depend on no other
-    draw. Equal arguments give equal streams on every device and for every --parallel.
+    """Returns a numpy Generator for one purpose, so that what a client draws does not depend on any
+    other draw. Equal arguments give equal streams on every device and for every --parallel.
 
     purpose: one of STREAMS. nth tells apart several streams of a client in one round."""
     return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * nth, round, client])
@@ -57,7 +58,7 @@ def stream(seed, purpose, round=0, client=0, nth=0):
 class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
-    n [K]: n_k, how many training images each client has. split: for each client the numbers of its
+    n [K]: n_k, how many training images each client has. split: for each client the indices of its
     images. net: the model, logits = net(w, x). images, labels: all images of the data set.
     training: how clients are spread over threads, processes and a GPU.
     """
@@ -84,10 +85,10 @@ class Federation:
         self.net = make_net(shape, self.data.classes, self.device)
         self.w_0 = None if args.init is None else self.net.load(args.init)
         self.training.begin(self.net.d, max(map(len, dealt.train)))
-        self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # a line each for the user
+        self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # one line each, printed
                       *fl.splits.remarks(dealt, self.data, args)]
         self.all_rows = []  # what per_client has made
-        self.passed = {}  # an Epochs' client and options -> images that it passes in this round
+        self.passed = {}  # (client, options) of an Epochs -> its images in this round
 
     def initial_weights(self):
         """Returns w_0 [d]: the weights of --init, or random ones from the seed."""
@@ -96,7 +97,8 @@ class Federation:
         return self.net.init(stream(self.args.seed, "initialisation"))
 
     def per_client(self, x):
-        """Returns Rows [K, ...]: what every client keeps between rounds, at first x, or x(k)."""
+        """Returns Rows [K, ...]: what every client k keeps between rounds: at first x, or x(k) if
+        x is a function."""
         rows = Rows(self.K, x if callable(x) else lambda k: x, self.device, self.all_rows)
         self.all_rows.append(rows)
         return rows
@@ -125,17 +127,18 @@ class Federation:
         tensor or a tuple of tensors, with a row for each client.
 
         client_update is written for ONE client. It loops over its epochs and their minibatches
-        (see Epochs), and does its work on each minibatch by a function with @common.step.
+        (see Epochs), and does its work on each minibatch in a function decorated with
+        @common.step.
 
         own: tensors [m, ...], of which each client gets its row. For Rows V, V.of(S) can stand for
         V[S]: then a row is fetched when its client's turn comes.
-        shared: what is the same for all clients, such as eta; numbers that change are tensors.
+        shared: what is the same for all clients, such as eta. Give numbers that change as tensors.
         epochs: E, by default --epochs. order: calls with another order shuffle the images anew.
         draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers; a minibatch finds its
         row in b.draw.
         images: for each client the numbers of the images to train on, by default its own.
 
-        Results do not depend on how many clients train at once; on a GPU up to rounding.
+        Results do not depend on how many clients train at once (on a GPU up to rounding).
         """
         check_clients(S, self.K)
         epochs = self.args.epochs if epochs is None else epochs
@@ -148,12 +151,12 @@ class Federation:
         return self.training.train(self, client_update, own, clients, shared)
 
     def one_by_one(self, client_update, own, clients, shared):
-        """Returns what `train` does, by the plain loop over the clients: on a CPU as many at once
-        as there are threads. clients: the Epochs of each."""
+        """Returns what `train` does, client by client, on a CPU in as many threads as there are.
+        clients: the Epochs of each."""
         def alone(i):
             try:
                 return client_update(*(z[i] for z in own), clients[i], *shared)
-            except Exception as problem:  # from Python 3.11 on it ends with
+            except Exception as problem:  # Python 3.11 and later end it with
                 client = getattr(clients[i], "client", "?")
                 problem.__notes__ = [f"(in client_update of client {client})"]
                 raise
@@ -169,7 +172,7 @@ class Federation:
 
     def plan(self, k, images, t, epochs, draw=None, order=0):
         """Returns what client k does in round t, from its own random streams: `index` [epochs, n],
-        the numbers of its n images, in a new order in each epoch; `uniform` [epochs, n, DRAWS],
+        the indices of its n images, in a new order in each epoch; `uniform` [epochs, n, DRAWS],
         draws from [0, 1) for the transform of each; `draws` [epochs, minibatches, ...]."""
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, k, order)
                                        for purpose in ("order", "augmentation", "algorithm"))
@@ -183,7 +186,7 @@ class Federation:
 
     def batch(self, index, uniform, draw, mask=None):
         """Returns the Batch of the images numbered index [B], transformed with the random numbers
-        uniform [B, DRAWS]; of m clients at once [m, B] and [m, B, DRAWS]."""
+        uniform [B, DRAWS]; for m clients at once they are [m, B] and [m, B, DRAWS]."""
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2))
         x = x.unflatten(0, index.shape)
         x = x.bfloat16() if self.args.precision == "bf16" else x
@@ -194,7 +197,7 @@ class Federation:
 
     def logits(self, w, index):
         """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
-        have about equal sizes, since a part of 1 to 3 images would change the last bits."""
+        have about equal sizes, since a part of 1 to 3 images would be rounded differently."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
         return self.each_logits(lambda i: self.logits_of_part(w, parts[i]), parts)
 
@@ -204,7 +207,7 @@ class Federation:
         return self.net(w, self.transform(self.images[index]))
 
     def each_logits(self, logits_of, parts):
-        """Returns logits_of(i) for all parts i of the images, one below the other."""
+        """Returns logits_of(i) for all parts i of the images, stacked in order."""
         ends, logits = np.cumsum([len(index) for index in parts]), None
         places = [slice(end - len(index), end) for end, index in zip(ends, parts)]
         for i, found in self.training.each(logits_of, len(parts)):
@@ -226,10 +229,10 @@ class Federation:
         models of the clients S.
 
         per_client: the accuracies, one for each client. mean, std (divisor: clients - 1) and
-        worst_decile (the worst tenth's mean) are taken over these. weighted_mean: by test images.
-        top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss on validation
-        images, if there are any and `images` is None.
-        images: for each client the numbers of the images to measure on, not its test images.
+        worst_decile (the worst tenth's mean) are taken over these, weighted_mean weights them by
+        test images. top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss on
+        validation images, if there are any and `images` is None.
+        images: for each client the indices of the images to measure on, instead of its test images.
         """
         own = self.split.test if images is None else images
         index = np.concatenate(own)
@@ -256,9 +259,9 @@ class Federation:
         return measures
 
     def fine_tuned(self, W, epochs, eta, order):
-        """Returns W [K, d], each client's model, after `epochs` more of SGD on its own training
-        images at the rate eta, by --momentum and --weight-decay. What a model has besides weights,
-        W[:, net.d:], stays as it is. order: calls with another one shuffle the images anew."""
+        """Returns each client's model, W [K, d], after `epochs` more epochs of SGD on the client's
+        own training images, at the rate eta, with --momentum and --weight-decay. What a model has
+        besides weights, W[:, net.d:], stays. Calls with another order shuffle the images anew."""
         descent = sgd(self.args, self.net.decayed)
 
         @step
