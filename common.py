@@ -88,7 +88,8 @@ class Federation:
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # one line each, printed
                       *fl.splits.remarks(dealt, self.data, args)]
         self.all_rows = []  # what per_client has made
-        self.passed = {}  # (client, options) of an Epochs -> its images in this round
+        self.dealt = np.unique(np.concatenate([*dealt.train, *dealt.val]))  # that may be trained on
+        self.passed = []  # how many images each client's epochs have passed in this round
 
     def initial_weights(self):
         """Returns w_0 [d]: the weights of --init, or random ones from the seed."""
@@ -141,6 +142,9 @@ class Federation:
         Results do not depend on how many clients train at once (on a GPU up to rounding).
         """
         check_clients(S, self.K)
+        if images is not None and not np.isin(np.concatenate(images), self.dealt).all():
+            refuse("federation.train: `images` has some that are nobody's for training or "
+                   "validation; they are numbered as in federation.split.train[k]")
         epochs = self.args.epochs if epochs is None else epochs
         images = [self.split.train[k] for k in S] if images is None else images
         for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
@@ -306,12 +310,11 @@ class Epochs:
         return Epochs(self.fed, self.client, images, self.t, **self.options | options)
 
     def plan(self):
-        key = self.client, self.t, *self.options.values(), len(self.images)
-        self.fed.passed[key] = self.options["epochs"] * len(self.images)
         return self.fed.plan(self.client, self.images, self.t, **self.options)
 
     def __iter__(self):
         fed = self.fed
+        fed.passed.append(self.options["epochs"] * len(self.images))
         for index, uniform, draw in zip(*(torch.as_tensor(z, device=fed.device)
                                           for z in self.plan())):
             size = fed.args.batch_size or len(index)  # the last minibatch may have fewer images

@@ -166,6 +166,8 @@ def main(argv=None):
                                     epochs=args.distill_epochs)  # l.13-14: [K, 11, d]
         accuracy = accuracies(federation, students, validation)
         best, state.A = best_students(students, accuracy)  # l.13: keep the best one
+        if np.isnan(accuracy).all(1).any():
+            run.diverge("each student of a user")
         run.log(federation.evaluate(state.G),
                 **measures(federation, state, students, accuracy, best, args))
     run.finish()

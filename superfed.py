@@ -150,7 +150,7 @@ def main(argv=None, federation=None, file=__file__):
     for t in run.rounds(state, model="w_f", clients="w_l", personal=at_chosen_lambda):  # l.4
         m = max(int(args.fraction * federation.K + 1e-9), 1)  # l.5 (D13)
         S = federation.sample(t, m)  # l.5: [m]
-        w_f, w_l = state.w_f.expand(m, -1), state.w_l[S]  # [m, d] each
+        w_f, w_l = state.w_f.expand(len(S), -1), state.w_l[S]  # [m, d] each
         eta = federation.eta(t)
         phase_two = torch.tensor(float(t >= phase_two_from), device=federation.device)  # l.C6
         # train calls client_update for each client of S, with its rows of `own`, its epochs and

@@ -172,8 +172,8 @@ def made(name, method, mine, shared, option):
     what, fixed = f"--methods: {name}", {*OURS, *all_share} - {*FREED}
     for key, word in mine.items():
         if flag(key) in words or key in fixed:
-            common.refuse(f"--set {name}.{word[2:]}: {flag(key)} is no parameter of {method} alone:"
-                          " all methods share it, or it makes the method")
+            common.refuse(f"{option} {name}.{word[2:]}: {flag(key)} is no parameter of {method} "
+                          "alone: all methods share it, or it makes the method")
     for key in (*mine, *(COMPUTED[key] for key in mine if key in COMPUTED)):
         wanted.pop(key, None)
     if mine:

@@ -467,7 +467,9 @@ def draw(rows, records, shared, out):
 def curve(runs, part, key):
     """Returns the rounds [n], and the mean and std [n] of a measure over runs; n is 0 if it was not
     measured."""
-    measured = [[row for row in r["rounds"] if part in row] for r in runs]
+    rounds = [{row["round"] for row in r["rounds"] if part in row} for r in runs]
+    rounds = set.intersection(*rounds)  # a run that went on has its old last round, too
+    measured = [[row for row in r["rounds"] if row["round"] in rounds] for r in runs]
     y = np.array([[row[part][key] for row in rows] for rows in measured])
     return (np.array([row["round"] for row in measured[0]]), y.mean(0),
             y.std(0, ddof=min(1, len(y) - 1)))

@@ -167,6 +167,8 @@ def parser(doc, **defaults):
     flag("--plot", action="store_true",
          help="draw learning curves, accuracy per client and the split into --out")
     p.set_defaults(**defaults)
+    flags = {action.dest for action in p._actions}
+    p.unknown = [name for name in defaults if name not in flags]  # perhaps flags of the file's own
     return p
 
 
@@ -191,6 +193,11 @@ def parse(p, by_dataset, argv=None):
         p.set_defaults(split="natural")
     split = given.split or p.get_default("split")
     p.set_defaults(**by_dataset.get((given.dataset, split), {}))
+    flags = {action.dest for action in p._actions}
+    named = [*getattr(p, "unknown", ()), *(name for z in by_dataset.values() for name in z)]
+    if unknown := [name for name in named if name not in flags]:
+        refuse(f"the defaults name {unknown[0]}, but there is no flag "
+               f"--{unknown[0].strip('_').replace('_', '-')}")
     args = p.parse_args(argv, Arguments())
     args.argv = argv
     if not args.model.startswith("torchvision:"):

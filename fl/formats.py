@@ -224,6 +224,9 @@ def decode_leaf(files):
                 content = json.loads(path.read_bytes())
                 for user in content["users"]:
                     own = content["user_data"][user]
+                    if len(own["x"]) != len(own["y"]):
+                        raise ValueError(f"user {user} has {len(own['x'])} images and "
+                                         f"{len(own['y'])} labels")
                     rows = np.array(own["x"])
                     rows = rows if rows.dtype.kind in "iu" else rows.astype(np.float32)
                     if len(rows):

@@ -424,6 +424,11 @@ def check(net, precision):
             raise ValueError("its spectral_norm has buffers that must follow the weights; use "
                              "parametrizations.weight_norm, or divide by torch.linalg."
                              "matrix_norm(weight, 2) in forward")
+    at = {}
+    for name, z in (*net.module.named_parameters(), *net.module.named_buffers()):
+        if z.numel() and at.setdefault(z.data_ptr(), name) != name:
+            raise ValueError(f"{at[z.data_ptr()]} and {name} share their memory, but would be "
+                             "trained and saved apart; assign the nn.Parameter itself, or .clone()")
     if hooked := [name for name, z in net.module.named_parameters() if z._backward_hooks]:
         raise ValueError(f"{hooked[0]} has a hook on its gradient, which would not be called; use "
                          "requires_grad = False, or multiply the weight by a mask in forward")
@@ -467,7 +472,7 @@ def check(net, precision):
                          "evaluation, too")
     if torch.equal(w_0, w_1):
         notes.append("note    the model's initial weights are the same for every --seed")
-    gradients = []
+    gradients, own = [], [z.data for z in net.module.parameters()]
     for _ in range(2):
         logits, leaves = net.graph(w)
         try:
@@ -475,8 +480,10 @@ def check(net, precision):
                                                  materialize_grads=True))
         except RuntimeError as problem:
             raise ValueError(f"its gradient can't be computed: {first_line(problem)}") from problem
-        for z in net.module.parameters():
-            z.data += 1  # its own weights, which must have no influence
+        for z in net.module.parameters():  # its own weights, which must have no influence
+            z.data = z.data + 1  # not in place: their memory may be the file's
+    for z, data in zip(net.module.parameters(), own):
+        z.data = data
     far, whole = (sum(float(z.nan_to_num().square().sum()) for z in of) for of in (
         (a - b for a, b in zip(*gradients)), gradients[0]))
     if far > 1e-8 * whole:
@@ -544,8 +551,9 @@ def pure(net, w):
     if not two.requires_grad:
         raise ValueError("its logits carry no gradient of its weights (.detach(), torch.no_grad, "
                          "numpy?)")
-    many = net.apply(w.split(net.sizes), torch.cat([x, -x, 2 * x, x.flip(-1), x.flip(-2)]))
-    if changed or differ(first[:2], two) or differ(first, many[:8]):
+    x = torch.cat([x, -x, 2 * x, x.flip(-1), x.flip(-2)])
+    many, turned = (net.apply(w.split(net.sizes), z) for z in (x, x.flip(0)))
+    if changed or differ(first[:2], two) or differ(first, many[:8]) or differ(many.flip(0), turned):
         why = ("an image's logits depend on the others of its minibatch; for BatchNorm use "
                "--batchnorm group (GroupNorm instead)")
         if net.batchnorm != "frozen":

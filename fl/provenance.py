@@ -16,10 +16,10 @@ from .files import beside
 from .machine import device_name, refuse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# the files, beside the algorithm's, on which a result depends
-SHARED = ("common.py", *(f"fl/{name}.py" for name in (
-    "data", "files", "flags", "machine", "models", "net", "run", "splits", "state", "training",
-    "transforms")))
+# the files, beside the algorithm's, on which a result depends: not those that read data sets, which
+# have fingerprints, and that write or draw
+SHARED = "common.py", *(f"fl/{path.name}" for path in sorted((ROOT / "fl").glob("[a-z]*.py"))
+                        if path.stem not in ("formats", "plots", "provenance", "records"))
 
 
 def sources(file, args):

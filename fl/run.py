@@ -68,6 +68,7 @@ class Run:
             refuse("--tensorboard needs the package tensorboard: pip install tensorboard")
         files = provenance.sources(file, args)
         self.identity = provenance.identity(federation)
+        self.given, self.known = {**vars(args)}, {*vars(federation), *vars(federation.net)}
         self.environment = provenance.environment(files, federation)
         self.command = provenance.command(file, getattr(args, "argv", None))
         self.notes = []
@@ -116,10 +117,10 @@ class Run:
                 self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
                 for rows in self.federation.all_rows:
                     rows.finite = True
-                before = {**vars(self.args)}, machine.generators(self.federation.device)
+                before = machine.generators(self.federation.device)
                 self.clock = machine.now(self.federation.device)
                 yield len(self.history)
-                self.end_round(*before)
+                self.end_round(before)
                 next(outside, None)
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
@@ -127,15 +128,20 @@ class Run:
             if not more_follows:
                 self.finish()
 
-    def end_round(self, args, generators):
-        """Completes the row, and writes the state if that is worth it. May end the run. args,
+    def end_round(self, generators):
+        """Completes the row, and writes the state if that is worth it. May end the run.
         generators: what they were before the round."""
         row, now = self.row, vars(self.state)
         row["seconds"] = row["seconds"] or self.elapsed()
         self.check_state()
-        if changed := [name for name, z in vars(self.args).items() if args.get(name) != z]:
-            refuse(f"the loop changes args.{changed[0]}, which --resume would not restore; use "
-                   f"state.{changed[0]}")
+        if changed := [name for name, z in vars(self.args).items() if self.given.get(name) != z]:
+            refuse(f"args.{changed[0]} has changed since Run was made, and the record has the old "
+                   f"value; set it before, or use state.{changed[0]}")
+        parts = self.federation, self.federation.net
+        added = {name for part in parts for name in vars(part) if not hasattr(type(part), name)}
+        if added := added - self.known:
+            refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
+                   f"not restore; use state.{min(added)}")
         if generators != machine.generators(self.federation.device):
             refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
                    "command would give other results; draw from common.stream(args.seed, "
@@ -163,7 +169,7 @@ class Run:
         """Adds to the row how many images the clients' epochs have passed since the last call."""
         passed = self.federation.passed
         self.row["images"] = self.row.get("images", 0) + self.federation.training.total(
-            sum(passed.values()))
+            sum(passed))
         passed.clear()
 
     def fine_tune(self):
@@ -259,6 +265,8 @@ class Run:
         say(f"round {self.row['round']}: diverged, {what} is not finite; "
             + self.go_on("--resume would go on"))
         self.count_images()
+        if self.row in self.history:  # it was complete, and something more followed
+            self.history.remove(self.row)
         self.failed = [{**{name: self.row[name] for name in (*ROW, "images")}, "diverged": True}]
         self.finish("diverged")
         raise SystemExit(3)

@@ -178,10 +178,10 @@ class Training:
         tensors = [z for z in (*own, *shared) if torch.is_tensor(z)]
         versions, before = [z._version for z in tensors], generators(self.device)
         try:
-            passed = {**fed.passed}
+            before_this = len(fed.passed)
             found = self.train_all(fed, client_update, own, clients, shared)
             if not self.share(len(clients)):  # another process counts what this one has passed
-                fed.passed = passed
+                del fed.passed[before_this:]
             if versions != [z._version for z in tensors]:
                 raise Slip("client_update" + IN_PLACE)
         except Slip as problem:  # in one of several threads, or of several processes
@@ -215,12 +215,14 @@ class Training:
         for way in self.ways[:-1]:
             if way in self.gave_up or way == "together" and not alike:
                 continue
-            self.used = way
+            self.used, counted = way, len(fed.passed)
             try:
                 self.prove(way, fed, client_update, own, clients, shared)
+                del fed.passed[counted:]
                 return self.by(way, fed, client_update, own, clients, shared, len(clients))
             except Exception as problem:
                 now(self.device)  # raises if the GPU can't be used any more
+                del fed.passed[counted:]
                 self.gave_up[way] = why = first_line(problem)
             later = self.ways[self.ways.index(way) + 1 :]
             instead = next(z for z in later if z not in self.gave_up)
@@ -340,6 +342,8 @@ class FilledEpochs:
     def __iter__(self):
         fed, wide = self.fed, []
         plans = [one.plan() for one in self.clients]
+        passed = {one.client: index.size for one, (index, *_) in zip(self.clients, plans)}
+        fed.passed.extend(passed.values())  # a chunk is filled up with client 0
         sizes = [min(fed.args.batch_size or math.inf, index.shape[1]) for index, *_ in plans]
         for (index, uniform, draw), size in zip(plans, sizes):
             (epochs, n), steps = index.shape, draw.shape[1]

@@ -125,6 +125,9 @@ def test_any_method_can_be_fine_tuned_at_the_end(world, toy_argv, tmp_path, mode
     again, _ = go("fedavg", [*toy_argv, "--fine-tune", "1,3", "--resume"], tmp_path / "fedavg")
     assert again["final"] == record["final"]
 
+    twice, _ = go("ditto", toy_argv, tmp_path / "ditto")  # it trains two models
+    assert twice["local_epochs"] == 2 * record["local_epochs"]
+
     argv = [*toy_argv, "--fine-tune", "2", "--fine-tune-lr", "0.01"]
     _, state = go("local", argv, tmp_path / "local")
     w = [world.descend(w_k, k, 3, epochs=2, eta=0.01) for k, w_k in enumerate(state["W"].numpy())]

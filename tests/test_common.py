@@ -189,7 +189,7 @@ class Method:
 
     def main(self, argv):
         fed = federation([*argv, "--rounds", "2", "--eval-every", "1"])
-        self.args = fed.args
+        self.args, self.fed = fed.args, fed
         self.prepare(fed.args)
         run = common.Run(__file__, fed)
         state = self.state(fed)
@@ -248,7 +248,7 @@ SLIPS = {
                                    "train: S is [6]; it needs a client, and numbers below 6"),
     "images of all clients": (dict(images=lambda self, fed, S: fed.split.train),
                               "train: `images` has 6 rows for 3 clients"),
-    "a client without images": (dict(images=lambda self, fed, S: [[0], [1], []]),
+    "a client without images": (dict(images=lambda self, fed, S: [*fed.split.train[:2], []]),
                                 "train: `images` has none for client"),
     "NumPy's noise": (dict(average=lambda self, w: w + torch.from_numpy(np.zeros(len(w)))),
                       "the loop makes state.w torch.float64, which began as torch.float32"),
@@ -260,7 +260,12 @@ SLIPS = {
     "a dict as state": (dict(state=lambda self, fed: {"w": fed.initial_weights()}),
                         "run.rounds(state) takes a State(...)"),
     "another rate": (dict(keep=lambda self, state, S, w_k: self.args.__setattr__("lr", 1.0)),
-                     "the loop changes args.lr, which --resume would not restore"),
+                     "args.lr has changed since Run was made, and the record has the old value"),
+    "an attribute of federation": (
+        dict(keep=lambda self, state, S, w_k: setattr(self.fed, "u", w_k)),
+        "the loop sets `u` on federation or its net, which --resume would not restore"),
+    "test images": (dict(images=lambda self, fed, S: [fed.split.test[k] for k in S]),
+                    "train: `images` has some that are nobody's for training or validation"),
     "a tensor in args": (dict(prepare=lambda self, args: args.__setattr__("mine", torch.ones(2))),
                          "args.mine is a Tensor, which a record can't hold"),
     "a number as measures": (dict(log=lambda self, run, a, b: run.log(0.5)),

@@ -816,6 +816,16 @@ def test_leafs_writers_are_clients_with_test_images_of_their_own(tmp_path):
     assert (root / "data" / "images-leaf.npz").exists()
 
 
+def test_a_user_of_leaf_has_a_label_for_each_image(tmp_path, capsys):
+    root = leaf(tmp_path, WRITERS, TESTS)
+    path = next((root / "train").glob("*.json"))
+    content = json.loads(path.read_text())
+    user = content["users"][0]
+    content["user_data"][user]["y"].append(0)
+    path.write_text(json.dumps(content))
+    refused(capsys, f"user {user} has ", fl.data.load_data, f"leaf:{root}")
+
+
 def test_leafs_other_layouts(tmp_path):
     users = {"f1": [0, 1], "f2": [1, 0]}
     root = leaf(tmp_path / "others", users, {"f5": [0, 1]})  # LEAF's -t user: new writers

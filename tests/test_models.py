@@ -340,6 +340,13 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     (BEFORE, "self.more = Thick(1)", OTHERS_OF),
     ("super().forward(F.batch_norm(x, None, None, training=True))", "", "depend on the others"),
     ("super().forward(x - (len(x) > 32) * x.mean())", "", "depend on the others"),
+    # of the images before it alone: batch_first forgotten, an expert's capacity
+    ("super().forward(x.cumsum(0))", "", "depend on the others"),
+    ("super().forward(x * (torch.ones(len(x)).cumsum(0) <= 16).view(-1, 1, 1, 1))", "",
+     "depend on the others"),
+    ("super().forward(x)", "self.near = nn.Parameter(self.fc.weight.data[:1])", "near and "
+     "fc.weight share their memory, but would be trained and saved apart; assign the nn.Parameter"),
+    ("super().forward(x)", "self.register_buffer('old', self.fc.bias.data)", "share their memory"),
     (BEFORE, "self.more = nn.InstanceNorm2d(1, track_running_stats=True)", "it changes its buffer "
      "more.running_mean in training, which all clients share; keep it constant (InstanceNorm: "
      "track_running_stats=False)"),
@@ -500,6 +507,21 @@ def test_what_a_copy_of_the_network_would_lose(more, words, tmp_path, capsys):
     refused(capsys, words, common.Net, changed(tmp_path, "super().forward(x)", more), *IMAGES)
 
 
+@pytest.mark.parametrize("build", ["nn.Linear(16, classes)", "SAME"])
+def test_weights_that_the_file_keeps_stay_as_they_are(build, tmp_path):
+    """The checks change no memory of the file: a pretrained weight, or a module, of all builds."""
+    (tmp_path / "kept.py").write_text(f"""from torch import nn
+import torch
+W, SAME = torch.ones(3, 16), nn.Linear(16, 3)
+def net(classes):
+    layer = {build}
+    layer.weight = nn.Parameter(W)
+    return nn.Sequential(nn.Flatten(), layer)
+""")
+    net = common.Net(f"{tmp_path / 'kept.py'}:net", *IMAGES)
+    assert torch.equal(net.init(np.random.default_rng(0))[:48], torch.ones(48))
+
+
 def test_frozen_parameters_stay_as_they_are(toy, tmp_path):
     """They are in the network and in model.pt."""
     file = tmp_path / "mine.py"
@@ -589,7 +611,7 @@ class Positions(Plain):  # 16 weights of its own, added to the pixels
     def change(self): self.code = nn.Parameter(torch.ones(1, 1, 4, 4))
     def forward(self, x): return super().forward(x + self.code)
 class TiedHead(Plain):
-    def change(self): self.c.weight = nn.Parameter(self.a.weight[:3, :4].detach()); self.d = self.c
+    def change(self): self.c.weight = nn.Parameter(1 * self.a.weight[:3, :4]); self.d = self.c
     def forward(self, x): return self.c(self.b(self.a(x.flatten(1)).relu() + self.d.weight.sum()))
 class Idle(Plain):
     def change(self): self.d = nn.Linear(2, 2)

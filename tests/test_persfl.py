@@ -199,6 +199,20 @@ def test_the_spread_of_ds_3_is_that_of_lognormal_draws_with_sigma_2():
     assert 0.42 < inside.mean() < 0.58 and 0.42 < (np.array(ratios) < 1).mean() < 0.58
 
 
+def test_a_user_whose_students_all_diverge_is_no_result(toy, tmp_path, capsys, monkeypatch):
+    def accuracies(federation, students, images):
+        return np.where(np.arange(len(students))[:, None] == 1, np.nan, np.ones((1, 11)))
+
+    monkeypatch.setattr(persfl, "accuracies", accuracies)
+    argv = ["--dataset", toy, *FLAGS, "--fraction", "1", "--client-val", "0.2"]
+    with pytest.raises(SystemExit) as stop:
+        persfl.main([*argv, "--out", str(tmp_path)])
+    assert stop.value.code == 3
+    assert "diverged, each student of a user is not finite" in capsys.readouterr().out
+    record = fl.records.read(tmp_path / "result.json")
+    assert record["diverged"] and len(record["rounds"]) == record["args"]["rounds"]
+
+
 # The numbers on docs/persfl.md (those of its rows that begin with a link are in test_pages.py)
 
 HERE = pathlib.Path(persfl.__file__).parent
