@@ -88,7 +88,7 @@ class Federation:
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # one line each, printed
                       *fl.splits.remarks(dealt, self.data, args)]
         self.all_rows = []  # what per_client has made
-        self.dealt = np.unique(np.concatenate([*dealt.train, *dealt.val]))  # that may be trained on
+        self.dealt = np.concatenate([*dealt.train, *dealt.val])  # that may be trained on
         self.passed = []  # how many images each client's epochs have passed in this round
 
     def initial_weights(self):
@@ -142,9 +142,6 @@ class Federation:
         Results do not depend on how many clients train at once (on a GPU up to rounding).
         """
         check_clients(S, self.K)
-        if images is not None and not np.isin(np.concatenate(images), self.dealt).all():
-            refuse("federation.train: `images` has some that are nobody's for training or "
-                   "validation; they are numbered as in federation.split.train[k]")
         epochs = self.args.epochs if epochs is None else epochs
         images = [self.split.train[k] for k in S] if images is None else images
         for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
@@ -203,21 +200,12 @@ class Federation:
         """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
         have about equal sizes, since a part of 1 to 3 images would be rounded differently."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
-        return self.each_logits(lambda i: self.logits_of_part(w, parts[i]), parts)
+        return self.training.stacked(lambda i: self.logits_of_part(w, parts[i]), parts)
 
     @torch.no_grad()
     def logits_of_part(self, w, index):
         index = torch.as_tensor(index, device=self.device)
         return self.net(w, self.transform(self.images[index]))
-
-    def each_logits(self, logits_of, parts):
-        """Returns logits_of(i) for all parts i of the images, stacked in order."""
-        ends, logits = np.cumsum([len(index) for index in parts]), None
-        places = [slice(end - len(index), end) for end, index in zip(ends, parts)]
-        for i, found in self.training.each(logits_of, len(parts)):
-            logits = found.new_empty(ends[-1], self.data.classes) if logits is None else logits
-            logits[places[i]] = found
-        return self.training.exchange(logits, ends)
 
     def evaluate(self, w):
         """Returns the global measures of the model w [d], on the central test images: top1, top5,
@@ -243,8 +231,8 @@ class Federation:
         if torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
         else:
-            models = W if callable(W) else W.__getitem__
-            logits = self.each_logits(lambda k: self.logits(models([k]).squeeze(0), own[k]), own)
+            of = W if callable(W) else W.__getitem__
+            logits = self.training.stacked(lambda k: self.logits(of([k]).squeeze(0), own[k]), own)
         n = np.array([len(index) for index in own])
         client = torch.from_numpy(self.everyone.repeat(n)).to(self.device)
         labels = self.labels[torch.as_tensor(index, device=self.device)]

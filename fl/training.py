@@ -132,6 +132,15 @@ class Training:
                     dist.broadcast(plain(rows), rank)
         return tree
 
+    def stacked(self, logits_of, parts):
+        """Returns logits_of(i) for all parts i of the images, stacked in order."""
+        ends, logits = np.cumsum([len(index) for index in parts]), None
+        places = [slice(end - len(index), end) for end, index in zip(ends, parts)]
+        for i, found in self.each(logits_of, len(parts)):
+            logits = found.new_empty(ends[-1], found.shape[1]) if logits is None else logits
+            logits[places[i]] = found
+        return self.exchange(logits, ends)
+
     def agree(self, value):
         """Returns process 0's value (anything that pickle takes), in all processes."""
         if self.processes == 1:
@@ -172,6 +181,10 @@ class Training:
         S = [one.client for one in clients]
         if empty := [one.client for one in clients if not len(one.images)]:
             refuse(f"federation.train: `images` has none for client {empty[0]}; leave it out of S")
+        others = [one.images for one in clients if one.images is not fed.split.train[one.client]]
+        if others and not np.isin(np.concatenate(others), fed.dealt).all():
+            refuse("federation.train: `images` has some that are nobody's for training or "
+                   "validation; they are numbered as in federation.split.train[k]")
         if S != self.agree(S):
             refuse("the processes of torchrun train other clients S; draw them by "
                    "federation.sample, or from common.stream", alone=True)

@@ -8,6 +8,7 @@ import re
 import shlex
 from typing import NamedTuple
 
+import common
 from fl import records
 
 from . import fedavg, fedavgm, fedslr, persfl, psinet, superfed
@@ -73,9 +74,10 @@ def written_out(command):
 
 
 def parsed(words):
-    """Returns all arguments (a dict) of the command `words`, by the parser of its file, which is
-    one of this repository's."""
+    """Returns all arguments (a dict) of the command `words`, by the parser of its file."""
     file, *flags = words
+    if pathlib.Path(file).is_absolute():  # not of this repository
+        return vars(common.load_file(file).arguments(flags))
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     return vars(module.arguments(flags))
 
