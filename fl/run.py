@@ -110,6 +110,11 @@ class Run:
         self.more_follows, self.personal = more_follows, personal
         self.types = {name: getattr(z, "dtype", None) for name, z in vars(state).items()}
         self.check_state()
+        at = {}
+        for name, z in vars(state).items():
+            if torch.is_tensor(z) and z.numel() and at.setdefault(z.data_ptr(), name) != name:
+                refuse(f"state.{at[z.data_ptr()]} and state.{name} share their memory, which they "
+                       "would not after --resume; give one a .clone()")
         outside = watch(self.file, state)
         next(outside, None)
         with self.open():  # after --resume `state` is as it was saved

@@ -261,6 +261,10 @@ SLIPS = {
                         "run.rounds(state) takes a State(...)"),
     "another rate": (dict(keep=lambda self, state, S, w_k: self.args.__setattr__("lr", 1.0)),
                      "args.lr has changed since Run was made, and the record has the old value"),
+    "two names for one tensor": (
+        dict(clients=None, state=lambda self, fed: SimpleNamespace(**dict.fromkeys(
+            ("w", "best"), fed.initial_weights()))),
+        "state.w and state.best share their memory, which they would not after --resume"),
     "an attribute of federation": (
         dict(keep=lambda self, state, S, w_k: setattr(self.fed, "u", w_k)),
         "the loop sets `u` on federation or its net, which --resume would not restore"),
