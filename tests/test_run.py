@@ -708,7 +708,7 @@ KEPT = {  # before the loop, in it, what is named
                      "u.grad = state.w - w; opt.step()", "opt"),
     "a client's update": ("sgd = update; update = lambda w, epochs, eta: (SEEN.update("
                           "{epochs.client: 1}), sgd(w, epochs, eta))[1]", "", "SEEN"),
-    "the first model": ("w_0 = 1 * w_0; v = state.w; state.v = state.w", "w = w + 0 * v", "v"),
+    "the first model": ("v = state.v = 1 * w_0", "w = w + 0 * v", "v"),
 }
 
 
