@@ -204,7 +204,6 @@ def fedprox(federation, run, args):
     """
     mu = args.mu if args.method in ("fedprox", "fedprox-ft") else 0.0
     gradient, sgd = gradient_of_loss(federation.net, args), common.sgd(args)
-    fine_tune = local_sgd(federation.net, args)
 
     @common.step
     def proximal_step(w, u, w_t, b, eta):  # [d] each, u: momentum
@@ -229,9 +228,7 @@ def fedprox(federation, run, args):
             v = state.w  # the personal model: [d]; for -ft methods in the end [K, d]
             if args.method.endswith("-ft") and t == args.rounds - 1:
                 v, T = state.w.expand(federation.K, -1), args.rounds  # l.5: [K, d]
-                v = federation.train(fine_tune, federation.everyone, T, own=[v],
-                                     shared=[federation.eta(T)],
-                                     epochs=args.finetune_epochs)  # l.6 (D3)
+                v = federation.fine_tuned(v, args.finetune_epochs, federation.eta(T))  # l.6 (D3)
             run.log(federation.evaluate(state.w), federation.evaluate_clients(v))
 
 

@@ -250,7 +250,7 @@ class Federation:
             measures.update(val_mean=on_val["mean"], val_loss=on_val["loss"])
         return measures
 
-    def fine_tuned(self, W, epochs, eta, order):
+    def fine_tuned(self, W, epochs, eta, order=0):
         """Returns each client's model, W [K, d], after `epochs` more epochs of SGD on the client's
         own training images, at the rate eta, with --momentum and --weight-decay. What a model has
         besides weights, W[:, net.d:], stays. Calls with another order shuffle the images anew."""

@@ -12,8 +12,7 @@
 docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11, D14):
 
     D1  Line C8: the distance is squared; the authors' code sums (1-lambda) * norms over tensors.
-    D2  Lines C7, C8 treat biases like other weights; the authors' code leaves them out of the
-        mixture and the cosine.
+    D2  Lines C7, C8 include biases; the authors' code leaves them out of mixture and cosine.
     D3  Line 2: all w^l_k start from the same weights; with --own-start each from its own.
     D4  Line C6: Phase II begins at the first t >= L*R, in the authors' code at int(L*R) - 1.
     D5  Model Mixing's mu, nu, L are the authors'. Layer Mixing's L = .8 is inferred from Table 3

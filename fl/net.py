@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .files import find, fresh
 from .machine import first_line, generators, refuse
 from .models import MODELS
-from .state import Content
+from .state import Content, sharing
 
 ROOT = "the root module"
 
@@ -424,11 +424,9 @@ def check(net, precision):
             raise ValueError("its spectral_norm has buffers that must follow the weights; use "
                              "parametrizations.weight_norm, or divide by torch.linalg."
                              "matrix_norm(weight, 2) in forward")
-    at = {}
-    for name, z in (*net.module.named_parameters(), *net.module.named_buffers()):
-        if z.numel() and at.setdefault(z.data_ptr(), name) != name:
-            raise ValueError(f"{at[z.data_ptr()]} and {name} share their memory, but would be "
-                             "trained and saved apart; assign the nn.Parameter itself, or .clone()")
+    if two := sharing((*net.module.named_parameters(), *net.module.named_buffers())):
+        raise ValueError(f"{two[0]} and {two[1]} share their memory, but would be trained and "
+                         "saved apart; assign the nn.Parameter itself, or .clone()")
     if hooked := [name for name, z in net.module.named_parameters() if z._backward_hooks]:
         raise ValueError(f"{hooked[0]} has a hook on its gradient, which would not be called; use "
                          "requires_grad = False, or multiply the weight by a mask in forward")

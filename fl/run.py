@@ -20,7 +20,7 @@ from tqdm import tqdm
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, is_finite, watch
+from .state import PLAIN, Rows, is_finite, sharing, watch
 
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -110,11 +110,9 @@ class Run:
         self.more_follows, self.personal = more_follows, personal
         self.types = {name: getattr(z, "dtype", None) for name, z in vars(state).items()}
         self.check_state()
-        at = {}
-        for name, z in vars(state).items():
-            if torch.is_tensor(z) and z.numel() and at.setdefault(z.data_ptr(), name) != name:
-                refuse(f"state.{at[z.data_ptr()]} and state.{name} share their memory, which they "
-                       "would not after --resume; give one a .clone()")
+        if two := sharing((name, z) for name, z in vars(state).items() if torch.is_tensor(z)):
+            refuse(f"state.{two[0]} and state.{two[1]} share their memory, which they would not "
+                   "after --resume; give one a .clone()")
         outside = watch(self.file, state)
         next(outside, None)
         with self.open():  # after --resume `state` is as it was saved
@@ -173,8 +171,8 @@ class Run:
     def count_images(self):
         """Adds to the row how many images the clients' epochs have passed since the last call."""
         passed = self.federation.passed
-        self.row["images"] = self.row.get("images", 0) + self.federation.training.total(
-            sum(passed))
+        passed_by_all = self.federation.training.total(sum(passed))
+        self.row["images"] = self.row.get("images", 0) + passed_by_all
         passed.clear()
 
     def fine_tune(self):

@@ -129,6 +129,16 @@ def check(state, before, model, clients, all_rows):
                "anew")
 
 
+def sharing(named):
+    """Returns the names of two tensors that share their memory, () if none do. named: (name,
+    tensor) of each."""
+    at = {}
+    for name, z in named:
+        if z.numel() and at.setdefault(z.data_ptr(), name) != name:
+            return at[z.data_ptr()], name
+    return ()
+
+
 def frame_of(file):
     """Returns the frame of the file's loop, or None. tqdm, for instance, may stand between."""
     frame = sys._getframe()
