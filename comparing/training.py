@@ -101,8 +101,9 @@ def missing(run, prints):
     found, start = record(run), [str(run.method.file), *run.method.argv, f"--out={run.folder}"]
     if not found:
         return [*start, "--resume"]
-    more = found["args"]["rounds"] < run.method.args["rounds"] or (
-        run.method.args["fine_tune"] and not found["final"].get("fine_tuned"))
+    tuned = ",".join(str(z["epochs"]) for z in found["final"].get("fine_tuned", ()))
+    more = (found["args"]["rounds"] < run.method.args["rounds"]
+            or run.method.args["fine_tune"] not in (None, tuned))
     done = found["status"] == "diverged" or found["status"] == "finished" and not more
     if names := changed(run.method, found, done):
         common.say(f"{run.label}: {', '.join(names)} changed; trained anew, the record becomes "

@@ -9,7 +9,7 @@ import baselines
 import common
 
 from . import planning, training
-from .report import lines
+from .report import MEASURES, lines
 
 
 def grid_of(methods, args, shared):
@@ -47,7 +47,7 @@ def tune(points, args, shared):
     chosen, rows, out = {}, [], pathlib.Path(args.out)
     found = training.train_all([run for _, run in points], args.jobs, shared)
     for (words, run), r in zip(points, found):
-        name, value = run.method.name, r["final"].get("personal", {}).get("val_mean")
+        name, value = run.method.name, MEASURES["validation"](r)
         if value is None and not r["diverged"]:
             common.refuse(f"--tune: {name} measures no accuracy on validation images")
         rows.append([name, " ".join(word.partition(".")[2] for word in words),

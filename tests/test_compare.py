@@ -242,14 +242,16 @@ def test_finished_runs_can_be_fine_tuned_later(go, monkeypatch, tmp_path):
     go("local,fedprox")
     go("local,fedprox", "--fine-tune", "1,3")
     assert go.trained == ["local/0+", "fedprox/0+"]
-    go("local,fedprox", "--fine-tune", "1,3")
+    go("local,fedprox", "--fine-tune", "1,3,10")
+    assert go.trained == ["local/0+", "fedprox/0+"]
+    go("local,fedprox", "--fine-tune", "1,3,10")
     assert not go.trained
     page = (go.out / "compare.md").read_text()
-    assert "--fine-tune=1,3" in page and "| fedprox | -0.100 |" in page
+    assert "--fine-tune=1,3,10" in page and "| fedprox | -0.100 |" in page
     table = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     columns = [table[0].index(title) for title in ("personal", "fine-tuned", "epochs more")]
     assert [table[1][i] for i in columns] == ["0.500", "0.600", "1.0"]
-    assert [table[2][i] for i in columns] == ["0.500", "0.500", "0.0"]  # after 1, 3: no 0.4
+    assert [table[2][i] for i in columns] == ["0.500", "0.500", "0.0"]  # after 1, 3, 10: 0.4
 
 
 def test_another_file_s_record_under_the_same_name_is_refused(go, tmp_path, capsys):
