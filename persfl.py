@@ -9,8 +9,8 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
     DS-2  .5024 (.487)  .5068  .5817 (.596)  results/persfl-2/persfl-cifar10-split-dirichlet-classes
     DS-3  .3791 (.466)  .8859  .8918 (.823)  results/persfl-2/persfl-cifar10-split-lognormal
 
-"global" tests FedAvg's model G on central test images, "personal" each user's student A_k on the
-user's own (before Stage 2: G). docs/persfl.md explains our choices, also D10 (five seeds):
+"global" tests FedAvg's model G on central test images, "personal" each user's A_k (in Stage 1:
+G) on its own test images. docs/persfl.md explains our choices, also D10 (five seeds):
 
     D1  Lines 5 to 8 choose among the models that the server sends: G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
@@ -116,9 +116,10 @@ def distillation(net, args, grid=GRID):
 def accuracies(federation, students, images):
     """Returns the accuracies of every user's students [K, 11, d] on the images numbered images[k]:
     [K, 11], nan for a student that diverged."""
-    found = [federation.evaluate_clients(W, images)["per_client"]  # [11, K]
-             for W in students.unbind(1)]
-    return np.where(students.isfinite().all(2).cpu().numpy(), np.array(found).T, np.nan)
+    per_student = [federation.evaluate_clients(W, images)["per_client"]  # [11, K]
+                   for W in students.unbind(1)]
+    return np.where(students.isfinite().all(2).cpu().numpy(), np.array(per_student).T,
+                    np.nan)
 
 
 def best_students(students, accuracy):

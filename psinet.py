@@ -36,7 +36,7 @@ Omega [d]: weights w and running statistics r of all groups; those that i lacks 
     10      Omega_g = average of omega^i_g over the nodes i in S with g in G_i
     LocalUpdate(i, omega)
     11  for each of E local epochs, for each minibatch b:
-    12      omega = omega - eta * gradient of the cross-entropy; running statistics move towards b's
+    12      omega = omega - eta * gradient of the cross-entropy (D6); running statistics follow b's
 """
 
 import argparse

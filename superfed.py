@@ -20,12 +20,12 @@ docs/superfed.md explains our choices, also some that belong to no line (D8, D10
     D6  Line C6: in Layer Mixing a bias shares its layer's lambda. The cosine is over all of w.
     D7  Line C8a: momentum is .9 (paper's text); its buffer u starts a round at 0; no weight decay.
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
-    D12  All clients share one lambda of 0, .1, ..., 1: that with the smallest mean training loss.
+    D12  All clients share one lambda of 0, .1, ..., 1: the one with the least training loss.
     D13  Line 5: C*K is rounded down.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
 [d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Line numbers
-are the paper's, whose ends of loops and return are omitted. We added 7a and C8a and reconstructed
+are the paper's; ends of loops and return are omitted. We added 7a and C8a and reconstructed
 C2, C6, C7; 3, C10, C11 are lost. L: share of rounds before Phase II; n_k: k's training images.
 
     Server
