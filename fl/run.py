@@ -20,8 +20,9 @@ from tqdm import tqdm
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, is_finite, sharing, watch
+from .state import PLAIN, Rows, copies, differing, is_finite, sharing, tensors_of, watch
 
+OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
          "personal": ("mean", "std", "worst_decile", "val_mean")}
@@ -44,12 +45,17 @@ class Run:
     --resume goes on from the last state that was written. Do not leave the loop by `break`.
     """
 
-    def __init__(self, file, federation, name=None, fixed_rounds="", marks=None):
+    def __init__(self, file, federation, name=None, fixed_rounds=None, marks=None):
         """name: the algorithm's, by default that of its file. fixed_rounds: why --resume can't
-        change --rounds, where an algorithm depends on them. marks: round -> what begins with it,
+        change --rounds, where an algorithm depends on them; "" where it does not, though a user's
+        file names args.rounds. marks: round -> what begins with it,
         for --plot."""
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
         self.file, self.args = file, federation.args
+        self.is_ours = pathlib.Path(file).stem in OURS
+        if fixed_rounds is None and not self.is_ours and "args.rounds" in pathlib.Path(
+                file).read_text(encoding="utf-8"):
+            fixed_rounds = f"{pathlib.Path(file).name} uses args.rounds"
         self.fixed_rounds, self.marks = fixed_rounds, marks or {}
         args = self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
@@ -75,6 +81,7 @@ class Run:
         self.history, self.failed = [], []  # the rows of complete rounds, and of one that diverged
         self.per_client = None  # accuracies at the last evaluation
         self.status = "unfinished"
+        self.rehearses = False  # the first round is tried, and will be taken back
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
         self.written, self.saved, self.cost = 0, 0.0, 0.0  # rounds on disk; when, and its seconds
@@ -116,20 +123,51 @@ class Run:
         outside = watch(self.file, state)
         next(outside, None)
         with self.open():  # after --resume `state` is as it was saved
+            tried = (yield from self.rehearse()) if self.is_new() else None
             while len(self.history) < self.last:
-                self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
-                for rows in self.federation.all_rows:
-                    rows.finite = True
-                before = machine.generators(self.federation.device)
-                self.clock = machine.now(self.federation.device)
+                before = self.begin_round()
                 yield len(self.history)
                 self.end_round(before)
                 next(outside, None)
+                if tried and (odd := differing(tried, copies(state))):
+                    refuse(f"round 1 was tried twice and gave two results (state.{odd[0]}): "
+                           "something beside `state` has changed, or numbers are drawn without a "
+                           "seed; make generators in the loop, by common.stream(args.seed, "
+                           '"algorithm", t, federation.K)', alone=True)
+                tried = None
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
                 self.clock = machine.now(self.federation.device) - self.row["seconds"]
             if not more_follows:
                 self.finish()
+
+    def is_new(self):
+        """Returns whether the loop is a user's own, at its beginning, and its state can be copied.
+        """
+        size = sum(getattr(z, "nbytes", 0) for z in tensors_of(self.state).values())
+        return (not self.history and not self.is_ours and size < 1e9
+                and self.federation.device.type == "cpu")  # a GPU may round differently
+
+    def rehearse(self):
+        """Yields the first round and takes it back. Returns what it has made of the state: what it
+        then makes again, unless the loop depends on what --resume does not restore."""
+        say("try     round 1 runs twice, to see whether the loop depends on `state` alone")
+        first, last, self.rehearses = copies(self.state), self.last, True
+        self.begin_round()
+        yield 0
+        made = copies(self.state)
+        state.restore(self.state, {"state": first}, self.federation.device)
+        self.federation.passed.clear()
+        self.last, self.rehearses = last, False
+        return made
+
+    def begin_round(self):
+        """Returns what torch's, NumPy's and Python's generators are now."""
+        self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
+        for rows in self.federation.all_rows:
+            rows.finite = True
+        self.clock = machine.now(self.federation.device)
+        return machine.generators(self.federation.device)
 
     def end_round(self, generators):
         """Completes the row, and writes the state if that is worth it. May end the run.
@@ -252,6 +290,8 @@ class Run:
             row["personal"], row["per_client"] = without_clients(personal), personal["per_client"]
         row.update(more)
         row["evaluation_seconds"] = self.elapsed()
+        if self.rehearses:
+            return
         words = [f"round {row['round']:>{len(str(self.args.rounds))}}"]
         words += [in_words(part, row[part], SHOWN[part]) for part in SHOWN if part in row]
         words += [f"{name} {z:.4g}" for name, z in more.items() if isinstance(z, float)]

@@ -62,6 +62,8 @@ class Rows:
             refuse(f"rows[S] = x: x is {x.dtype}, but the rows are {self.all.dtype}; begin with "
                    f"rows of that type, as per_client(torch.zeros(3, dtype={x.dtype}))")
         shape, index = self.index(S)
+        if len(index.unique()) < len(index):
+            refuse("rows[S] = x: a client is in S twice, and has one row")
         x = x.expand(shape)  # one row for all of S, or a row each
         self.finite = self.finite and is_finite(x)
         x = x.to(self.all.device, self.all.dtype).view(len(index), *self.all.shape[1:])
@@ -233,9 +235,29 @@ class Content(pickle.Pickler):
         return repr, (holds,)  # nobody calls it
 
 
+def tensors_of(state):
+    """Returns {name: tensor, or number} of a state, of Rows the whole tensor."""
+    return {name: z.all if isinstance(z, Rows) else z for name, z in vars(state).items()}
+
+
+def copies(state):
+    """Returns {name: a tensor's copy, or number} of a state."""
+    return {name: z.clone() if torch.is_tensor(z) else z for name, z in tensors_of(state).items()}
+
+
+def differing(a, b):
+    """Returns the names of what is not equal, or close, in two results of `copies`."""
+    def equal(x, y):
+        if torch.is_tensor(x) and torch.is_tensor(y):
+            return x.shape == y.shape and torch.allclose(x, y.to(x.dtype))
+        return type(x) is type(y) and x == y
+
+    return [name for name, x in a.items() if not equal(x, b.get(name))]
+
+
 def put(file, state, **more):
     """Writes a state, and more, into an open file."""
-    tensors = {name: z.all if isinstance(z, Rows) else z for name, z in vars(state).items()}
+    tensors = tensors_of(state)
     tensors = {name: z.cpu() if torch.is_tensor(z) else z for name, z in tensors.items()}
     torch.save({"state": tensors, **more}, file)
 

@@ -118,6 +118,13 @@ def test_rows_are_picked_and_replaced_as_a_tensors_are(S):
     assert not torch.equal(whole, first) or np.size(S) == 0
 
 
+def test_a_client_that_is_in_s_twice_has_one_row(capsys):
+    fed = federation([*SHAPES, "--limit", "30", "--clients", "3", "--model", "mnistnet"])
+    V = fed.per_client(torch.zeros(2))
+    assert V[[1, 1]].shape == (2, 2)
+    refused(capsys, "a client is in S twice", V.__setitem__, [1, 1], torch.ones(2))
+
+
 def test_worst_decile_and_losses_by_hand(toy):
     """11 and 25 clients: the worst tenth is 1.1 and 2.5 clients, rounded up to 2 and 3. The model
     always says class 1, so a client's accuracy is its share of class 1."""

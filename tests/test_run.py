@@ -714,6 +714,7 @@ KEPT = {  # before the loop, in it, what is named
 
 def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0):
     path = tmp_path / "own.py"
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "own_helper.py").write_text("class Server:\n    pass\n")
     sys.modules.pop("own_helper", None)
     sys.path[:] = [name for name in sys.path if "what_resume" not in name]  # of earlier calls
@@ -730,6 +731,56 @@ def test_what_resume_would_begin_anew_is_refused(name, tmp_path, capsys):
         of_its_own(tmp_path, before, each)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and f"the loop {words} {what}, which" in error, error
+
+
+HIDDEN = {  # what only a second try of the first round shows
+    "a generator without a seed": ("", "w = w + 0.01 * float(np.random.default_rng().normal())"),
+    "a function's attribute": ("update.n = 0", "update.n += 1; w = w * 0.9 ** update.n"),
+    "another module's attribute": ("", "fedavg.n = getattr(fedavg, 'n', 0) + 1; w = w / fedavg.n"),
+    "initial weights": ("first = w_0.clone()", "w = w + first; first.data.mul_(0.5)"),
+    "rows": ("state.v = federation.per_client(w_0)",
+             "state.v[S] = w * float(np.random.default_rng().normal())"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_first_round_that_gives_two_results_is_refused(name, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        of_its_own(tmp_path, *HIDDEN[name])
+    assert stop.value.code == 2
+    assert "round 1 was tried twice and gave two results (state." in capsys.readouterr().err
+
+
+def test_a_first_round_that_is_tried_leaves_no_trace(tmp_path, capsys, monkeypatch):
+    """The record and the state are those of a run without it, with one line a round."""
+    each = "state.n = state.n + 1; run.sent(1, 1); run.stop_at_target(w)"
+    found = []
+    for ours in ((), ("own",)):
+        monkeypatch.setattr(fl.run, "OURS", ours)
+        record = of_its_own(tmp_path / str(len(found)), "", each)
+        state = torch.load(tmp_path / str(len(found)) / "out" / "state.pt", weights_only=True)
+        out = capsys.readouterr().out
+        assert out.count("round 1 runs twice") == (not ours)
+        lines = [line.rsplit("|", 1)[0] for line in out.splitlines() if line.startswith("round ")]
+        rows = [{name: z for name, z in row.items() if "seconds" not in name}
+                for row in record["rounds"]]
+        found.append((lines, rows, state["state"]["n"], state["state"]["w"].tolist()))
+    assert found[0] == found[1] and found[0][2] == len(found[0][1])
+
+
+def test_a_file_that_names_args_rounds_is_resumed_with_as_many(tmp_path, capsys, monkeypatch):
+    """Unless it says that nothing depends on them."""
+    for made, ends in ("Run(__file__, federation)", 2), ('Run(__file__, federation, None, "")', 0):
+        monkeypatch.setattr(sys.modules[__name__], "OWN", OWN.replace(
+            "Run(__file__, federation)", made))
+        folder = tmp_path / str(ends)
+        of_its_own(folder, "half = args.rounds / 2", "")
+        again = [*QUICK, "--model", "2nn", "--rounds", "3", "--resume", "--out", f"{folder}/out"]
+        if ends:
+            refused(capsys, "belongs to --rounds 2, this run has 3: own.py uses args.rounds",
+                    common.load_file(folder / "own.py").main, again)
+        else:
+            assert len(common.load_file(folder / "own.py").main(again)["rounds"]) == 3
 
 
 def test_what_a_loop_may_use(tmp_path, capsys):
