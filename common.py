@@ -1,12 +1,12 @@
-"""This file has what every algorithm here needs and no paper's pseudocode contains, in the order in
-which a round uses it: Federation samples clients (sample), trains them (train, one_by_one; Epochs
-yields one client's minibatches), and evaluates models (evaluate, evaluate_clients). step and grad,
-which the algorithms call, are in fl/training.py; Run, the loop over the rounds and the record, in
-fl/run.py; score, the arithmetic of the measures, in fl/measures.py.
+"""Provides what every algorithm here needs and no paper's pseudocode contains. In the order of a
+round, Federation samples clients (sample), trains them (train, one_by_one; Epochs yields one
+client's minibatches) and evaluates models (evaluate, evaluate_clients). The algorithms also call
+step and grad (fl/training.py) and Run, the loop over the rounds and the record (fl/run.py). score,
+the arithmetic of the measures, is in fl/measures.py.
 
 Shapes in comments: d weights in a model, K clients, m of them sampled in a round, B images in a
-minibatch, H x W pixels, C channels. Global measures are taken on the data set's central test
-images, personal ones on each client's own test images.
+minibatch, H x W pixels, C channels. Global measures use the data set's central test images,
+personal measures each client's own test images.
 """
 
 import math
@@ -51,7 +51,7 @@ def stream(seed, purpose, round=0, client=0, nth=0):
     """Returns a numpy Generator for one purpose, so that what a client draws does not depend on any
     other draw. Equal arguments give equal streams on every device and for every --parallel.
 
-    purpose: one of STREAMS. nth tells apart several streams of a client in one round."""
+    purpose: one of STREAMS. nth distinguishes several streams of a client in one round."""
     return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * nth, round, client])
 
 
@@ -59,7 +59,7 @@ class Federation:
     """K clients and their images: split, sampled, trained and evaluated.
 
     n [K]: n_k, how many training images each client has. split: for each client the indices of its
-    images. net: the model, logits = net(w, x). images, labels: all images of the data set.
+    images. net: the model; net(w, x) returns logits. images, labels: of the whole data set.
     training: how clients are spread over threads, processes and a GPU.
     """
 
@@ -87,8 +87,8 @@ class Federation:
         self.training.begin(self.net.d, max(map(len, dealt.train)))
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # one line each, printed
                       *fl.splits.remarks(dealt, self.data, args)]
-        self.all_rows = []  # what per_client has made
-        self.dealt = np.concatenate([*dealt.train, *dealt.val])  # that may be trained on
+        self.all_rows = []  # every Rows that per_client has made
+        self.dealt = np.concatenate([*dealt.train, *dealt.val])  # images that training may use
         self.passed = []  # how many images each client's epochs have passed in this round
 
     def initial_weights(self):
@@ -98,8 +98,8 @@ class Federation:
         return self.net.init(stream(self.args.seed, "initialisation"))
 
     def per_client(self, x):
-        """Returns Rows [K, ...]: what every client k keeps between rounds: at first x, or x(k) if
-        x is a function."""
+        """Returns Rows [K, ...], what each client k keeps between rounds. A row starts as x, or as
+        x(k) if x is a function."""
         rows = Rows(self.K, x if callable(x) else lambda k: x, self.device, self.all_rows)
         self.all_rows.append(rows)
         return rows
@@ -108,7 +108,7 @@ class Federation:
 
     @property
     def m(self):
-        """How many clients a round has: max(C*K, 1), where C*K is rounded down."""
+        """How many clients a round samples: max(C*K, 1), where C*K is rounded down."""
         return max(int(self.args.fraction * self.K + 1e-9), 1)  # .29 * 100 is 28.999999999999996
 
     def sample(self, t, m=None):
@@ -131,13 +131,13 @@ class Federation:
         (see Epochs), and does its work on each minibatch in a function decorated with
         @common.step.
 
-        own: tensors [m, ...], of which each client gets its row. For Rows V, V.of(S) can stand for
-        V[S]: then a row is fetched when its client's turn comes.
-        shared: what is the same for all clients, such as eta. Give numbers that change as tensors.
+        own: tensors [m, ...], of which each client gets its row. For Rows V, V.of(S) may replace
+        V[S]: each row is then fetched only when its client's turn comes.
+        shared: what is the same for all clients, such as eta. Pass changing numbers as tensors.
         epochs: E, by default --epochs. order: calls with another order shuffle the images anew.
         draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers; a minibatch finds its
         row in b.draw.
-        images: for each client the numbers of the images to train on, by default its own.
+        images: for each client the indices of the images to train on, by default its own.
 
         Results do not depend on how many clients train at once (on a GPU up to rounding).
         """
@@ -152,12 +152,12 @@ class Federation:
         return self.training.train(self, client_update, own, clients, shared)
 
     def one_by_one(self, client_update, own, clients, shared):
-        """Returns what `train` does, client by client, on a CPU in as many threads as there are.
-        clients: the Epochs of each."""
+        """Returns what `train` returns, from one call of client_update for each client, several of
+        them at once on a CPU. clients: the Epochs of each client."""
         def alone(i):
             try:
                 return client_update(*(z[i] for z in own), clients[i], *shared)
-            except Exception as problem:  # Python 3.11 and later end it with
+            except Exception as problem:  # Python 3.11 and later print the note below
                 client = getattr(clients[i], "client", "?")
                 problem.__notes__ = [f"(in client_update of client {client})"]
                 raise
@@ -165,7 +165,7 @@ class Federation:
         results = form = None
         for i, found in self.training.each(alone, len(clients)):
             form = form_of(found, form)
-            if results is None:  # filled row by row, since torch.stack would hold all of it twice
+            if results is None:  # filled row by row, since torch.stack would hold all rows twice
                 results = tree_map(lambda z: z.new_empty((len(clients), *z.shape)), found)
             for rows, row in zip(tree_leaves(results), tree_leaves(found)):
                 rows[i].copy_(row)
@@ -174,20 +174,20 @@ class Federation:
     def plan(self, k, images, t, epochs, draw=None, order=0):
         """Returns what client k does in round t, from its own random streams: `index` [epochs, n],
         the indices of its n images, in a new order in each epoch; `uniform` [epochs, n, DRAWS],
-        draws from [0, 1) for the transform of each; `draws` [epochs, minibatches, ...]."""
+        random numbers for each image's transform; `draws` [epochs, minibatches, ...]."""
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, k, order)
                                        for purpose in ("order", "augmentation", "algorithm"))
         size = min(self.args.batch_size or len(images), len(images))
         steps = math.ceil(len(images) / size)
         index = np.array([shuffle.permutation(images) for _ in range(epochs)], np.int64)
-        shape = epochs, steps * size, DRAWS[self.args.transform]  # as if all minibatches were full
+        shape = epochs, steps * size, DRAWS[self.args.transform]  # drawn for full minibatches
         uniform = augment.random(shape, np.float32)[:, : len(images)]
         draws = draw(algorithm, epochs * steps) if draw else np.zeros((epochs * steps, 0))
         return index, uniform, np.float32(draws).reshape(epochs, steps, *np.shape(draws)[1:])
 
     def batch(self, index, uniform, draw, mask=None):
-        """Returns the Batch of the images numbered index [B], transformed with the random numbers
-        uniform [B, DRAWS]; for m clients at once they are [m, B] and [m, B, DRAWS]."""
+        """Returns the Batch of the images index [B], transformed with the random numbers uniform
+        [B, DRAWS]. For m clients at once index is [m, B], and uniform [m, B, DRAWS]."""
         x = self.transform(self.images[index.flatten()], uniform.flatten(0, -2))
         x = x.unflatten(0, index.shape)
         x = x.bfloat16() if self.args.precision == "bf16" else x
@@ -197,7 +197,7 @@ class Federation:
     # Evaluation
 
     def logits(self, w, index):
-        """Returns w's logits [n, classes] on the images numbered index [n], unaugmented. Parts
+        """Returns w's logits [n, classes] on the images index [n], without augmentation. Parts
         have about equal sizes, since a part of 1 to 3 images would be rounded differently."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
         return self.training.stacked(lambda i: self.logits_of_part(w, parts[i]), parts)
@@ -221,9 +221,9 @@ class Federation:
         models of the clients S.
 
         per_client: the accuracies, one for each client. mean, std (divisor: clients - 1) and
-        worst_decile (the worst tenth's mean) are taken over these, weighted_mean weights them by
-        test images. top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss on
-        validation images, if there are any and `images` is None.
+        worst_decile (the worst tenth's mean) are over these; weighted_mean weights them by numbers
+        of test images. top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss
+        on validation images, if there are any and `images` is None.
         images: for each client the indices of the images to measure on, instead of its test images.
         """
         own = self.split.test if images is None else images
@@ -252,8 +252,8 @@ class Federation:
 
     def fine_tuned(self, W, epochs, eta, order=0):
         """Returns each client's model, W [K, d], after `epochs` more epochs of SGD on the client's
-        own training images, at the rate eta, with --momentum and --weight-decay. What a model has
-        besides weights, W[:, net.d:], stays. Calls with another order shuffle the images anew."""
+        own training images, at the rate eta, with --momentum and --weight-decay. W[:, net.d:],
+        which is not weights, is unchanged. Calls with another order shuffle the images anew."""
         descent = sgd(self.args, self.net.decayed)
 
         @step
@@ -320,14 +320,14 @@ class Batch(NamedTuple):
 
 
 def cross_entropy(logits, batch):
-    """Returns the mean cross-entropy over the real images: logits [B, classes] -> scalar."""
+    """Returns the mean cross-entropy, a scalar, over the images that are not padding."""
     loss = F.cross_entropy(logits, batch.y, reduction="none")
     return (loss * batch.mask).sum() / batch.mask.sum().clamp(min=1)
 
 
 def descend(w, eta, gradient):
-    """Returns w - eta * gradient, in one pass through memory. w, gradient: [..., d]; eta: a tensor
-    of one number."""
+    """Returns w - eta * gradient, in one pass through memory. w, gradient: [..., d]; eta: a scalar
+    tensor."""
     return torch.addcmul(w, eta, gradient, value=-1)
 
 
@@ -335,8 +335,8 @@ def sgd(args, decayed=None):
     """Returns the step of SGD with --momentum and --weight-decay: sgd(w, u, gradient, eta) -> w, u.
 
     The new u is gradient + momentum * u + decay * w; then w becomes w - eta * u. w, u, gradient:
-    [..., d]. eta: a tensor of one number. decayed [d]: 1 where the decay acts; None if the gradient
-    includes it.
+    [..., d]. eta: a scalar tensor. decayed [d]: 1 where the decay applies; None if the
+    gradient includes it.
     """
 
     def momentum_step(w, u, gradient, eta):
