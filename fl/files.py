@@ -94,15 +94,19 @@ def beside(file, root=None, found=None):
 
 
 def fresh(build, seed=0):
-    """Returns build(), which draws from torch, numpy or random with this seed."""
+    """Returns build(), which draws from torch, numpy or random with this seed. What it does not
+    initialise is NaN."""
     before = random.getstate(), np.random.get_state()
+    strict = torch.get_deterministic_debug_mode()
     with torch.random.fork_rng(devices=[]):
         seed_all(seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
         try:
             return build()
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+            torch.set_deterministic_debug_mode(strict)
 
 
 def seed_all(seed):

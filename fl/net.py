@@ -368,15 +368,24 @@ def construct(name, shape, classes):
     known = (("in_channels", "channels"), shape[0]), (("num_classes", "classes"), classes), (
         ("size",), tuple(shape[1:]))
     try:
-        asked = inspect.signature(make)
-        given = {next(key for key in keys if key in asked.parameters): value
-                 for keys, value in known if {*keys} & {*asked.parameters}}
+        asked, given = inspect.signature(make), {}
+        for keys, value in known:
+            ours = [key for key in keys if key in asked.parameters
+                    and may_be(asked.parameters[key].default, value, key)]
+            given |= dict.fromkeys(ours[:1], value)
         asked.bind(**given)
     except TypeError as problem:
         refuse(f"--model {name}: {problem}; it must be a function or class that gives an nn.Module "
                "and asks for nothing else than in_channels (or channels), num_classes (or "
                "classes) and size (docs/extend.md)")
     return lambda: make(**given)
+
+
+def may_be(default, value, key):
+    """Returns whether a parameter with this default means what we fill in. channels=64 is a width,
+    and size="large" or size=512 is no (height, width)."""
+    free = default in (inspect.Parameter.empty, None)
+    return free or type(default) is type(value) and ("channels" not in key or default in (1, 3))
 
 
 class GroupNormInstead(nn.GroupNorm):
@@ -424,7 +433,14 @@ def check(net, precision):
             raise ValueError("its spectral_norm has buffers that must follow the weights; use "
                              "parametrizations.weight_norm, or divide by torch.linalg."
                              "matrix_norm(weight, 2) in forward")
-    if two := sharing((*net.module.named_parameters(), *net.module.named_buffers())):
+    own = {**dict(net.module.named_parameters()), **dict(net.module.named_buffers())}
+    if odd := [name for name, z in own.items() if z.layout != torch.strided]:
+        raise ValueError(f"{odd[0]} is sparse; make it dense, and call .to_sparse() in forward")
+    if odd := [name for name, z in own.items()
+               if z.isnan().any() or name not in net.constants and not z.isfinite().all()]:
+        raise ValueError(f"{odd[0]} starts as NaN or infinite; torch.empty, for instance, "
+                         "initialises nothing")
+    if two := sharing(own.items()):
         raise ValueError(f"{two[0]} and {two[1]} share their memory, but would be trained and "
                          "saved apart; assign the nn.Parameter itself, or .clone()")
     if hooked := [name for name, z in net.module.named_parameters() if z._backward_hooks]:
@@ -451,7 +467,13 @@ def check(net, precision):
         net.module.register_forward_pre_hook(lambda module, given: (given[0].contiguous(),))
         net.copies = threading.local()
         logits = pure(net, w)
-    x, notes = net.sample(), []
+    x, notes, other = net.sample(), [], copy.deepcopy(fresh(net.build, 1)).to(net.device)
+    values, saved = net.values(w.split(net.sizes)), other.state_dict().keys()
+    values = {name: z for name, z in values.items() if name in saved}
+    if differ(logits, functional_call(other, values, x.contiguous())):
+        raise ValueError("with the weights of its model.pt it gives other logits when it is built "
+                         "again: its constructor draws or counts something that is neither a "
+                         "parameter nor a buffer that is saved; use register_buffer")
     if precision == "bf16":
         try:
             half = net(w, x.bfloat16())
@@ -461,8 +483,9 @@ def check(net, precision):
         if not (half - logits).norm() <= logits.norm() / 4:
             notes.append("note    in bf16 logits differ by more than a quarter (its buffers are "
                          "bf16, too)")
-    if (logits >= 0).all() and (logits.sum(1) - 1).abs().max() < 1e-4:
-        notes.append("note    the model ends in softmax; cross-entropy wants the logits before it")
+    if logits.min() >= 0 and logits.max() <= 1:
+        notes.append("note    the model's outputs lie between 0 and 1, as after softmax or sigmoid;"
+                     " cross-entropy wants the logits before it")
     if net.module.training:
         other = functional_call(net.copy().eval(), net.values(w.split(net.sizes)), x)
         if not torch.is_tensor(other) or other.shape != logits.shape or differ(logits, other):
@@ -482,6 +505,9 @@ def check(net, precision):
             z.data = z.data + 1  # not in place: their memory may be the file's
     for z, data in zip(net.module.parameters(), own):
         z.data = data
+    if odd := [name for name, z in zip(leaves, gradients[0]) if z.layout != torch.strided]:
+        raise ValueError(f"the gradient of {odd[0]} is sparse; nn.Embedding(sparse=False) has "
+                         "a dense one")
     far, whole = (sum(float(z.nan_to_num().square().sum()) for z in of) for of in (
         (a - b for a, b in zip(*gradients)), gradients[0]))
     if far > 1e-8 * whole:
@@ -521,7 +547,8 @@ def pure(net, w):
     expect_shape(first, 8)
     if first.requires_grad:
         raise ValueError("it trains tensors that are not its parameters: register them, as modules "
-                         "in an nn.ModuleList, not in a list")
+                         "in an nn.ModuleList, not in a list (for a gradient in forward use "
+                         "torch.func.grad)")
     if not first.isfinite().all():
         raise ValueError("its logits are not finite, with weights and pixels drawn at random")
     if draws:

@@ -190,9 +190,24 @@ class Widths(Base):  # `channels` is a width, and `classes` something else
     def __init__(self, in_channels=3, channels=64, num_classes=10, classes="many"):
         assert (channels, classes) == (64, "many")
         super().__init__(num_classes, in_channels)
+class Defaults(Base):  # each could be ours
+    def __init__(self, channels=3, classes=None, size=(28, 28)):
+        super().__init__(classes, channels, size)
+class Both(Base):  # one name of each pair
+    def __init__(self, in_channels=3, channels=3, num_classes=10, classes=10):
+        assert (channels, classes) == (3, 10)
+        super().__init__(num_classes, in_channels)
+class Named(Base):  # none is ours: a kernel's side, widths
+    def __init__(self, num_classes=10, channels=64, in_channels=(64, 64), size=5, classes=True):
+        assert (channels, in_channels, size, classes) == (64, (64, 64), 5, True)
+        super().__init__(num_classes)
+class Word(Base):
+    def __init__(self, channels=2, classes=10, size="large"):
+        assert (channels, size) == (2, "large")
+        super().__init__(classes)
 def function(num_classes): return Base(num_classes)
 def without(): return Base(3)
-partial = functools.partial(Base, in_channels=7, size=(9, 9))
+partial = functools.partial(Base, in_channels=3, size=(9, 9))
 instance = Base(3)
 
 class Residual(nn.Module):
@@ -257,7 +272,8 @@ def module_of(folder, name):
 
 
 @pytest.mark.parametrize("name", [
-    "Base", "Sized", "More", "Widths", "function", "without", "partial", "instance"])
+    "Base", "Sized", "More", "Widths", "Defaults", "Both", "Named", "Word", "function",
+    "without", "partial", "instance"])
 def test_whatever_makes_a_module_is_a_model(name, tmp_path):
     """A class, a function or an instance; it gets what its signature asks for. Conv2d(1, 2, 3) has
     20 weights, Linear(32, 3) has 99."""
@@ -311,6 +327,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
 
 
 OTHERS_OF = "an image's logits depend on the others of its minibatch; for BatchNorm use --batchnorm"
+EMPTY = "k starts as NaN or infinite; torch.empty, for instance, initialises nothing"
+AGAIN = "with the weights of its model.pt it gives other logits when it is built again"
 RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it inactive"
 
 
@@ -358,6 +376,22 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
      "fc.weight is complex; torch.complex(a, b) makes it of two real parameters"),
     ("self.more[0](super().forward(x))", "self.more = [nn.Linear(3, 3)]", "it trains tensors that "
      "are not its parameters: register them, as modules in an nn.ModuleList, not in a list"),
+    ("z = 1 * x.requires_grad_(); return super().forward(z - torch.autograd.grad(self.conv(z).sum()"
+     ", z, create_graph=True)[0])", "", "(for a gradient in forward use torch.func.grad)"),
+    ("super().forward(x) + self.more(torch.zeros(1, dtype=int))", "self.more = nn.Embedding(4, 3, "
+     "sparse=True)", "the gradient of more.weight is sparse; nn.Embedding(sparse=False) has"),
+    ("super().forward(x)", "self.register_buffer('s', torch.eye(3).to_sparse())",
+     "s is sparse; make it dense, and call .to_sparse() in forward"),
+    ("super().forward(x) + self.k", "self.k = nn.Parameter(torch.empty(3))", EMPTY),
+    ("super().forward(x)", "self.k = nn.Parameter(torch.full([1], -torch.inf))", EMPTY),
+    ("super().forward(x)", "self.register_buffer('k', torch.Tensor(3), persistent=False)", EMPTY),
+    ("self.f(super().forward(x))", "z = np.random.rand(); self.f = lambda x: z * x", AGAIN),
+    ("self.f(super().forward(x))", "self.f = functools.partial(torch.mul, torch.rand(1).item())",
+     AGAIN),
+    ("super().forward(x) * self.k", "self.k = np.random.default_rng().random()", AGAIN),
+    ("super().forward(x) * self.k", "self.k = float(self.fc.weight.std())", AGAIN),
+    ("super().forward(x) * self.k", "self.register_buffer('k', torch.rand(3), persistent=False)",
+     AGAIN),
     ("super().forward(x)", "self.fc.scale = torch.ones(3)", "fc.scale holds a tensor that is "
      "neither parameter nor buffer; use nn.Parameter or register_buffer"),
     ("super().forward(x) + self.c['a'].sum()", "self.c = {'a': torch.randn(3)}",
@@ -395,7 +429,14 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, mo
     (BEFORE, "self.more = nn.BatchNorm2d(1)", {"batchnorm": "frozen"}),
     (BEFORE, "self.more = Thick(1)", {"batchnorm": "frozen"}),
     ("self.seen[len(x)] = torch.ones(1); return super().forward(x)", "self.seen = {}", {}),
-    ("super().forward(x)", "self.again = [self.conv.weight, self.fc]", {})])
+    ("super().forward(x)", "self.again = [self.conv.weight, self.fc]", {}),
+    # the remedies that lines name
+    ("super().forward(x + torch.func.grad(lambda z: self.conv(z).sum())(x))", "", {}),
+    ("(self.s.to_sparse() @ super().forward(x).T).T", "self.register_buffer('s', torch.eye(3))",
+     {}),
+    ("super().forward(x) * self.k.exp()", "self.register_buffer('k', torch.full([3], -torch.inf)); "
+     "self.k[0] = 1", {}),
+    ("super().forward(x) * self.k", "self.register_buffer('k', torch.rand(3))", {})])
 def test_what_the_flags_help_is_taken(forward, more, flags, tmp_path):
     net = common.Net(changed(tmp_path, forward, more), *IMAGES, **flags)
     assert net.batchnorms == ("batchnorm" in flags)
@@ -484,7 +525,8 @@ def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
 
 @pytest.mark.parametrize("forward, more, d, note", [
     ("super().forward(x).softmax(1)", "", 119,
-     "note    the model ends in softmax; cross-entropy wants the logits before it"),
+     "note    the model's outputs lie between 0 and 1, as after softmax or sigmoid; cross-entropy "
+     "wants the logits before it"),
     ("y = super().forward(x); return y if self.training else y.softmax(1)", "", 119,
      "note    the model's logits differ in eval(); it stays in train(), in evaluation, too"),
     ("super().forward(x)", "self.conv.requires_grad_(False)", 99,
