@@ -2,6 +2,7 @@
 JSON. formats.py reads the files."""
 
 import hashlib
+import os
 import pathlib
 from typing import NamedTuple
 
@@ -77,20 +78,23 @@ def load_data(name, folder="data", resize=None, test_share=None, classes=None):
     test_share, classes: as the flags.
     """
     path, known = pathlib.Path(name), DATASETS.get(name)
-    is_folder = name and path.is_dir() and not known
+    is_folder = name and os.path.isdir(path) and not known
     if known and classes not in (None, known[-1]):
         refuse(f"--classes {classes}: {name} has {known[-1]} classes; leave it out")
     if resize and not is_folder:
         refuse("--resize is for a folder of images; leave it out")
-    if name.startswith("leaf:"):
-        path = pathlib.Path(name[5:])
-        arrays = formats.read_leaf(path)
-    elif is_folder:
-        arrays = formats.read_folder(path, resize)
-    else:
-        path = path if name.endswith(".npz") else pathlib.Path(folder) / f"{name}.npz"
-        there = path.exists() or name.endswith(".npz")
-        arrays = formats.read_npz(path) if there else fetch(name, path)
+    try:
+        if name.startswith("leaf:"):
+            path = pathlib.Path(name[5:])
+            arrays = formats.read_leaf(path)
+        elif is_folder:
+            arrays = formats.read_folder(path, resize)
+        else:
+            path = path if name.endswith(".npz") else pathlib.Path(folder) / f"{name}.npz"
+            there = name.endswith(".npz") or path.exists()
+            arrays = formats.read_npz(path) if there else fetch(name, path)
+    except OSError as problem:
+        refuse(f"--dataset {name} can't be read: {problem.strerror}")
     title = path.stem if path.suffix == ".npz" else path.resolve().name
     data = make_data(title, path if path.exists() else name, arrays, test_share, classes)
     found = (*data.images.shape[1:], data.classes)
@@ -165,7 +169,8 @@ def check_images(source, key, x):
     if x.dtype.newbyteorder("=") == np.uint16:  # either byte may come first
         x = x / np.float32(65535)
     if x.dtype.kind == "f":
-        x = x.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # what becomes infinite is refused below
+            x = x.astype(np.float32, copy=False)
     if x.dtype not in (np.uint8, np.float32):
         refuse(f"{source}: {key} holds {x.dtype}; save the images as uint8 (0 to 255), uint16 or "
                "float32")
@@ -200,7 +205,8 @@ def count_classes(source, y, said):
     trained, every = np.unique(y["train"]), np.unique(np.concatenate([*y.values()]))
     n = said or int(trained[-1]) + 1
     if every[0] < 0:
-        refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1")
+        refuse(f"{source}: a label is negative; labels must be integers from 0 to classes - 1, and "
+               "images without one be left out")
     if every[-1] >= n:
         why = f"there are only {n} classes" if said else f"no training label is above {n - 1}"
         refuse(f"{source}: there is the label {every[-1]}, but {why}; if training images may lack "
@@ -282,10 +288,17 @@ def remarks(data):
         return [*notes, "warning all images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
-    tops = [float(data.images[part].max()) for part in (slice(data.n_train), data.central)]
-    if max(tops) > 10 * min(tops) >= 0:
-        notes.append("warning the brightest pixel of the training images is {:g}, of the test "
-                     "images {:g}: are both scaled alike?".format(*tops))
+    train, test = data.images[: data.n_train], data.images[data.n_train :][: len(data.central)]
+    lows, tops = ([float(z) for z in (end(train), end(test))] for end in (np.min, np.max))
+    centred = max(lows) >= 0 > min(lows) + max(tops) / 20  # the one alone, and not by rounding
+    if max(tops) > 10 * min(tops) >= 0 or centred:
+        notes.append("warning the pixels of the training images go from {:g} to {:g}, of the test "
+                     "images from {:g} to {:g}: are both scaled alike?".format(
+                         *(end for ends in zip(lows, tops) for end in ends)))
+    if data.images.nbytes < 2e9:  # a second's work; larger data sets are not looked through
+        seen = {hash(x.tobytes()) for x in train}
+        if both := sum(hash(x.tobytes()) in seen for x in test):
+            notes.append(f"note    {both} of {len(test)} test images are training images, too")
     if data.images.dtype == np.float32 and (top := data.images.max()) > 50:
         notes.append(f"note    images are floats up to {top:g}, which --transform scale, centre "
                      "and half do not scale; divide them by 255, or use --transform normalize")

@@ -38,9 +38,11 @@ def read_npz(path):
             arrays = {}
             for key in ARRAYS:  # if one can't be read, the refusal below names it
                 also = {"x": f"{key[2:]}_images", "y": f"{key[2:]}_labels"}.get(key[0], key)
+                if also != key and also in file and key in file:
+                    refuse(f"{path} has both {key} and {also}; leave out one of them")
                 for name in (also, key):
                     if name in file:
-                        arrays[key] = file[name]
+                        arrays[key] = np.asarray(file[name])  # bytes of a .zip
             return arrays
     except FileNotFoundError:
         refuse(f"there is no file {path}")
@@ -222,7 +224,7 @@ def decode_leaf(files):
         try:
             for path in tqdm(paths, f"reading {part}/*.json", leave=False, disable=None):
                 content = json.loads(path.read_bytes())
-                for user in content["users"]:
+                for user in dict.fromkeys(content["users"]):  # each once
                     own = content["user_data"][user]
                     if len(own["x"]) != len(own["y"]):
                         raise ValueError(f"user {user} has {len(own['x'])} images and "

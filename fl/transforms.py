@@ -73,7 +73,8 @@ def moments(images):
 def normalize(data):
     """Returns a transform to mean 0 and standard deviation 1 a channel, over training images."""
     mean, std = moments(data.images[: data.n_train])
-    both = np.stack([mean, np.where(std > 1e-6, std, 1)])  # 1: of a channel that is constant
+    least = 1e-6 * np.sqrt(mean**2 + std**2).max()
+    both = np.stack([mean, np.where(std > least, std, 1)])  # 1: of a channel that is constant
     on = functools.cache(lambda device: torch.tensor(both, dtype=torch.float32, device=device))
 
     def transform(x, u=None):

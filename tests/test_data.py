@@ -160,6 +160,19 @@ def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
     refused(capsys, words, fedavg.main, ["--dataset", str(tmp_path / "bad.npz"), *CPU])
 
 
+def test_what_the_system_does_not_let_read_is_refused(tmp_path, capsys, monkeypatch):
+    """A name that is too long, and a folder of somebody else's."""
+    argv = ["--dataset", "long" * 99, *CPU]
+    refused(capsys, "can't be read: File name too long", fedavg.main, argv)
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", forbidden)
+    argv[1] = str(tmp_path)
+    refused(capsys, f"--dataset {tmp_path} can't be read: Permission denied", fedavg.main, argv)
+
+
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "emnist", "tinyimagenet"])
 def test_without_network_a_download_is_refused(name, tmp_path, capsys, monkeypatch):
     def offline(*args, **more):
@@ -889,15 +902,15 @@ def test_pixels_of_all_types(dtype, top, tmp_path):
 @pytest.mark.parametrize("dtype, top, test, note", [
     (np.float32, 255, 255, "note    images are floats up to 255, which --transform scale"),
     (np.float32, 9, 1, None), (np.float32, 0.2, 0.2, None), (np.uint8, 32, 32, None),
-    (np.float32, 9, 0.5, "warning the brightest pixel of the training images is 9, of the test "
-     "images 0.5: are both scaled alike?"),
-    (np.uint8, 1, 255, "warning the brightest pixel of the training images is 1, of the test"),
+    (np.float32, 9, 0.5, "warning the pixels of the training images go from 0 to 9, of the test "
+     "images from 0 to 0.5: are both scaled alike?"),
+    (np.uint8, 1, 255, "warning the pixels of the training images go from 0 to 1, of the test"),
     # 31 of 255, and 12 bits in 16, are less than an eighth of white
     (np.uint8, 1, 1, "note    the brightest pixel has 0.00392 of white, as 12-bit"),
     (np.uint8, 31, 31, "note    the brightest pixel has 0.122 of white"),
     (np.float32, 4095 / 65535, 0.05, "note    the brightest pixel has 0.0625 of white")])
 def test_what_is_noted_of_pixels(dtype, top, test, note):
-    x = np.array([0, top, 0, test], dtype).reshape(4, 1, 1, 1)
+    x = np.array([[0, 0], [0, top], [test, 0], [test, test]], dtype).reshape(4, 1, 2, 1)
     notes = fl.data.remarks(fl.data.Data("x", x, np.arange(4) % 2, 2, 2))
     assert [words[: len(note)] for words in notes] == [note] if note else not notes
 
@@ -908,6 +921,37 @@ def test_normalize_only_shifts_a_channel_that_is_constant_in_training():
     z = fl.transforms.normalize(fl.data.Data("x", x, np.zeros(9, int), 8, 2))(torch.from_numpy(x))
     assert z[:8, 0].std() > 0.9 and z[:8, 1].abs().max() < 1e-6
     torch.testing.assert_close(z[8, 1], torch.full((4, 4), -2 / 255))
+    faint = (x * 1e-10).astype(np.float32)  # what is constant is so in proportion to the pixels
+    data, faint = fl.data.Data("x", faint, np.zeros(9, int), 8, 2), torch.from_numpy(faint)
+    torch.testing.assert_close(fl.transforms.normalize(data)(faint)[:8], z[:8])
+
+
+@pytest.mark.parametrize("image", [0, 3])  # of training, and of test
+def test_pixels_below_0_in_one_part(image):
+    """Enlarging an image can overshoot by .04; -1/2 comes of another scale."""
+    x = np.random.default_rng(0).random((5, 9, 9, 1), np.float32)
+    x[image, 0, 0] = -0.04
+    assert not fl.data.remarks(fl.data.Data("x", x, np.arange(5) % 2, 3, 2))
+    x[image, 0, 0] = -0.5
+    low = ("-0.5", "0.0")[image > 0], ("-0.5", "0.0")[image == 0]
+    (words,) = fl.data.remarks(fl.data.Data("x", x, np.arange(5) % 2, 3, 2))
+    assert words.startswith(f"warning the pixels of the training images go from {low[0]}")
+    assert f"of the test images from {low[1]}" in words and words.endswith("both scaled alike?")
+
+
+def test_test_images_that_are_training_images_are_counted():
+    x = np.random.default_rng(0).integers(0, 256, (9, 4, 4, 1), dtype=np.uint8)
+    x[[6, 8]] = x[[2, 2]]  # 8 is a validation image
+    data = fl.data.Data("x", x, np.arange(9) % 2, 5, 2, n_val=1)
+    assert fl.data.remarks(data) == ["note    1 of 3 test images are training images, too"]
+
+
+def test_a_user_of_leaf_counts_once(tmp_path):
+    root = leaf(tmp_path, WRITERS, TESTS)
+    for path in (root / "train").glob("*.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"users": content["users"] * 2}))
+    assert fl.data.load_data(f"leaf:{root}", classes=5).n_train == sum(map(len, WRITERS.values()))
 
 
 def test_the_tensorflow_transform_counts_pixels_from_0_to_255():

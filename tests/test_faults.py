@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -53,9 +54,8 @@ def medmnist(**changes):
     """Its names of the arrays; labels are [n, 1]."""
     arrays = {}
     for part, n in (("train", 40), ("val", 10), ("test", 20)):
-        given = images(n)
-        arrays[f"{part}_images"] = given["x_train"]
-        arrays[f"{part}_labels"] = given["y_train"][:, None].astype(np.uint8)
+        arrays[f"{part}_images"] = images(40, n)[f"x_{part.replace('val', 'test')}"]
+        arrays[f"{part}_labels"] = (np.arange(n) % 4)[:, None].astype(np.uint8)
     return arrays | changes
 
 
@@ -111,6 +111,10 @@ FILES = {
     "w-int.npz": typed(lambda x: x.astype(np.int64)),
     "w-nan.npz": spoilt(np.nan),
     "w-inf.npz": spoilt(np.inf),
+    "w-huge.npz": typed(lambda x: x * 1e300),
+    "w-signs.npz": typed(lambda x: x / 255 - (0.5 if len(x) == 40 else 0)),
+    "w-seen.npz": images(x_test=images()["x_train"][:20]),
+    "w-both.npz": images(test_images=images()["x_test"]),
     "x-dead.npz": dead(98),
     "y-med.npz": medmnist(),
     "y-multi.npz": medmnist(train_labels=np.zeros((40, 14), int)),
@@ -127,6 +131,9 @@ def prepare(folder):
     np.savez(folder / "unequal.npz", **images(400, y_train=labels))
     (folder / "empty.npz").write_bytes(b"")
     (folder / "text.npz").write_text("no zip")
+    with zipfile.ZipFile(folder / "raw.npz", "w") as file:
+        for key in ("x_train", "y_train", "x_test", "y_test"):
+            file.writestr(key, "no array")
     whole = (folder / "small.npz").read_bytes()
     (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
     middle = bytes(b ^ 255 for b in whole[3000:3100])
@@ -135,8 +142,8 @@ def prepare(folder):
     for name in ("own.py", "fedavg.py"):
         (folder / name).write_text(SPLITS)
     for name in ("pets", "unequal", "hollow", "strange", "cut", "link", "more"):
-        for part, n in (("train", 40), ("test", 20)):
-            for i, x in enumerate(images(n)["x_train"]):
+        for part in ("train", "test"):
+            for i, x in enumerate(images()[f"x_{part}"]):
                 place = folder / name / part / "abcd"[i % 4]
                 place.mkdir(parents=True, exist_ok=True)
                 x = x.repeat(2, 0) if name == "unequal" and i == 5 else x
@@ -150,8 +157,8 @@ def prepare(folder):
     (folder / "nothing").mkdir()
     for name in ("leaf", "gap", "words"):
         for part in ("train", "test"):
-            given = images()
-            x = given["x_train"][..., 0].reshape(4, 10, 64) / 256
+            given = images(40, 40)
+            x = given[f"x_{part}"][..., 0].reshape(4, 10, 64) / 256
             y = np.where(given["y_train"] == 2, 1 if name == "gap" else 2, given["y_train"])
             data = {f"f{k}": {"x": x[k].tolist(), "y": y[10 * k : 10 * k + 10].tolist()}
                     for k in range(4)}
