@@ -253,7 +253,7 @@ class Federation:
     def fine_tuned(self, W, epochs, eta, order=0):
         """Returns each client's model, W [K, d], after `epochs` more epochs of SGD on the client's
         own training images, at the rate eta, with --momentum and --weight-decay. W[:, net.d:],
-        which is not weights, is unchanged. Calls with another order shuffle the images anew."""
+        which holds no weights, is unchanged. Calls with another order shuffle the images anew."""
         descent = sgd(self.args, self.net.decayed)
 
         @step
