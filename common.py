@@ -174,7 +174,7 @@ class Federation:
     def plan(self, k, images, t, epochs, draw=None, order=0):
         """Returns what client k does in round t, from its own random streams: `index` [epochs, n],
         the indices of its n images, in a new order in each epoch; `uniform` [epochs, n, DRAWS],
-        random numbers for each image's transform; `draws` [epochs, minibatches, ...]."""
+        in [0, 1), for the transform of each image; `draws` [epochs, minibatches, ...]."""
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, k, order)
                                        for purpose in ("order", "augmentation", "algorithm"))
         size = min(self.args.batch_size or len(images), len(images))
