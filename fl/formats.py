@@ -100,7 +100,10 @@ def read_folder(root, resize=None):
         return sorted(z.name for z in home.iterdir() if z.is_dir() and z.name[0] != ".")
 
     homes = {part: root / part for part in ("train", "test", "val") if (root / part).is_dir()}
-    homes = homes if "train" in homes else {"train": root}
+    if homes and "train" not in homes:
+        refuse(f"{root} has a folder {[*homes][0]}, but none called train; images lie in "
+               "train/CLASS and test/CLASS, or all in CLASS")
+    homes = homes or {"train": root}
     names, files, others = folders(homes["train"]), {}, []
     if homes["train"] != root:
         others = [root / name for name in folders(root) if name not in homes]

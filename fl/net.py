@@ -443,7 +443,8 @@ def check(net, precision):
     if two := sharing(own.items()):
         raise ValueError(f"{two[0]} and {two[1]} share their memory, but would be trained and "
                          "saved apart; assign the nn.Parameter itself, or .clone()")
-    if hooked := [name for name, z in net.module.named_parameters() if z._backward_hooks]:
+    if hooked := [name for name, z in net.module.named_parameters()
+                  if z._backward_hooks or z._post_accumulate_grad_hooks]:
         raise ValueError(f"{hooked[0]} has a hook on its gradient, which would not be called; use "
                          "requires_grad = False, or multiply the weight by a mask in forward")
     rng = np.random.default_rng(0)

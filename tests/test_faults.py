@@ -148,6 +148,8 @@ def prepare(folder):
                 place.mkdir(parents=True, exist_ok=True)
                 x = x.repeat(2, 0) if name == "unequal" and i == 5 else x
                 Image.fromarray(x).save(place / f"{i:02}.png")
+    shutil.copytree(folder / "pets" / "train", folder / "untrained" / "training")
+    shutil.copytree(folder / "pets" / "test", folder / "untrained" / "test")
     (folder / "hollow" / "train" / "e").mkdir()
     (folder / "more" / "validation").mkdir()
     (folder / "link" / "train" / "a" / "link.png").symlink_to("nowhere.png")

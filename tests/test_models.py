@@ -430,6 +430,10 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, mo
     (BEFORE, "self.more = Thick(1)", {"batchnorm": "frozen"}),
     ("self.seen[len(x)] = torch.ones(1); return super().forward(x)", "self.seen = {}", {}),
     ("super().forward(x)", "self.again = [self.conv.weight, self.fc]", {}),
+    ("super().forward(x)", "self.conv.double(), self.fc.bfloat16()", {}),  # trained as float32
+    ("super().forward(x * self.k.abs())", "self.register_buffer('k', torch.ones(4) * 1j)", {}),
+    ("self.k = torch.ones(3) if self.k is None else self.k; return super().forward(x) * self.k",
+     "self.register_buffer('k', None)", {}),
     # the remedies that lines name
     ("super().forward(x + torch.func.grad(lambda z: self.conv(z).sum())(x))", "", {}),
     ("(self.s.to_sparse() @ super().forward(x).T).T", "self.register_buffer('s', torch.eye(3))",
@@ -541,6 +545,7 @@ def test_what_is_noted(forward, more, d, note, tmp_path):
 
 @pytest.mark.parametrize("more, words", [
     ("self.conv.weight.register_hook(lambda g: 0 * g)", "conv.weight has a hook on its gradient"),
+    ("self.fc.bias.register_post_accumulate_grad_hook(print)", "fc.bias has a hook on its"),
     ("self.conv.weight.data += torch.from_numpy(np.random.default_rng().random(1)).float()",
      "two calls with one --seed give other weights"),
     ("self.register_buffer('R', torch.from_numpy(np.random.default_rng().random(1)).float())",
