@@ -484,7 +484,8 @@ def check(net, precision):
         if not (half - logits).norm() <= logits.norm() / 4:
             notes.append("note    in bf16 logits differ by more than a quarter (its buffers are "
                          "bf16, too)")
-    if logits.min() >= 0 and logits.max() <= 1:
+    both = logits, net.apply((-w).split(net.sizes), x)  # of which logits change sign
+    if all(z.min() >= 0 and z.max() <= 1 for z in both):
         notes.append("note    the model's outputs lie between 0 and 1, as after softmax or sigmoid;"
                      " cross-entropy wants the logits before it")
     if net.module.training:
@@ -569,9 +570,11 @@ def pure(net, w):
                          "keep it constant (InstanceNorm: track_running_stats=False)")
     used = net.apply((1.01 * w).split(net.sizes), x)
     net.copies = threading.local()
-    if keeps or differ(first, again) or differ(used, net.apply((1.01 * w).split(net.sizes), x)):
-        raise ValueError("two calls on one batch differ: it changes x in place, or keeps something "
-                         "from call to call")
+    with torch.no_grad():  # as an evaluation
+        anew = net.apply((1.01 * w).split(net.sizes), x)
+    if keeps or differ(first, again) or differ(used, anew):
+        raise ValueError("two calls on one batch differ: it changes x in place, keeps something "
+                         "from call to call, or computes otherwise without gradients")
     with torch.enable_grad():
         two = net.apply(w.clone().requires_grad_().split(net.sizes), x[:2])
     if not two.requires_grad:

@@ -339,9 +339,10 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     ("super().forward(x + 1e-9 * F.dropout(x, 0.01, self.training))", "", RANDOM),
     ("super().forward(x + 1e-9 * np.random.rand())", "", "it draws random numbers"),
     ("super().forward(x.mul_(2))", "", "two calls on one batch differ: it changes x in place"),
+    ("super().forward(x) * (1 + torch.is_grad_enabled())", "", "computes otherwise without"),
     ("vars(self).setdefault('w', self.fc.weight.clone()); return F.linear(x.flatten(1), self.w[:, "
-     ":16]) + super().forward(x)", "", "two calls on one batch differ: it changes x in place, or "
-     "keeps something from call to call"),
+     ":16]) + super().forward(x)", "", "two calls on one batch differ: it changes x in place, "
+     "keeps something from call to call, or"),
     ("y = self.conv(x).sigmoid(); z = y * y; y.add_(1); return self.fc(z.flatten(1))", "",
      "its gradient can't be computed: one of the variables needed for gradient"),
     ("self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))", "",
@@ -430,6 +431,8 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, mo
     (BEFORE, "self.more = Thick(1)", {"batchnorm": "frozen"}),
     ("self.seen[len(x)] = torch.ones(1); return super().forward(x)", "self.seen = {}", {}),
     ("super().forward(x)", "self.again = [self.conv.weight, self.fc]", {}),
+    # no softmax: by chance its logits lie between 0 and 1
+    ("super().forward(x)", "self.fc.weight.data *= 1e-4; self.fc.bias.data.fill_(0.5)", {}),
     ("super().forward(x)", "self.conv.double(), self.fc.bfloat16()", {}),  # trained as float32
     ("super().forward(x * self.k.abs())", "self.register_buffer('k', torch.ones(4) * 1j)", {}),
     ("self.k = torch.ones(3) if self.k is None else self.k; return super().forward(x) * self.k",
@@ -443,7 +446,7 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, mo
     ("super().forward(x) * self.k", "self.register_buffer('k', torch.rand(3))", {})])
 def test_what_the_flags_help_is_taken(forward, more, flags, tmp_path):
     net = common.Net(changed(tmp_path, forward, more), *IMAGES, **flags)
-    assert net.batchnorms == ("batchnorm" in flags)
+    assert net.batchnorms == ("batchnorm" in flags) and len(net.notes) == net.batchnorms
 
 
 @pytest.mark.parametrize("forward, more, flags, words", [
@@ -531,6 +534,7 @@ def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
     ("super().forward(x).softmax(1)", "", 119,
      "note    the model's outputs lie between 0 and 1, as after softmax or sigmoid; cross-entropy "
      "wants the logits before it"),
+    ("super().forward(x).sigmoid()", "", 119, "note    the model's outputs lie between 0 and 1"),
     ("y = super().forward(x); return y if self.training else y.softmax(1)", "", 119,
      "note    the model's logits differ in eval(); it stays in train(), in evaluation, too"),
     ("super().forward(x)", "self.conv.requires_grad_(False)", 99,
@@ -540,7 +544,7 @@ def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
      "= False there")])
 def test_what_is_noted(forward, more, d, note, tmp_path):
     net = common.Net(changed(tmp_path, forward, more), *IMAGES)
-    assert net.notes == [note] and net.d == d
+    assert [words[: len(note)] for words in net.notes] == [note] and net.d == d
 
 
 @pytest.mark.parametrize("more, words", [
