@@ -1,4 +1,4 @@
-"""All methods on CIFAR-10 with equal splits, weights and clients, and each with settings that were
+"""All methods with equal splits, weights, clients and local work, and each with settings that were
 chosen for it on validation images. docs/benchmark.md has the tables and what they say.
 
     python compare.py --benchmark              (make benchmark: trains what is missing; hours)
@@ -6,13 +6,16 @@ chosen for it on validation images. docs/benchmark.md has the tables and what th
     python compare.py --benchmark mine.py --tune mu=0.01,0.1,1
 
 The first split of each kind and the first seed choose: first the rate, then the method's own
-parameter. If the first or the last value is best, the next one beyond it is tried, too.
+parameter. While the first or the last value is best, the next one beyond it is tried, too. At the
+end every method's personal models are fine-tuned.
 """
 
 import argparse
 import itertools
 import json
+import math
 import pathlib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,40 +25,73 @@ from fl import records
 
 from . import planning, ranks, report, training
 
-EQUAL = ["--dataset=cifar10", "--limit=6400", "--clients=20", "--client-test=0.25",
-         "--client-val=0.125", "--model=cifarnet", "--transform=normalize", "--fraction=0.5",
-         "--rounds=40", "--eval-every=40", "--epochs=1", "--batch-size=20", "--momentum=0"]
-KINDS = {"two classes": ["--split=classes", "--per-client=2"],
-         "Dirichlet": ["--split=dirichlet-classes", "--alpha=0.3"],
-         "iid": ["--split=iid"]}
+EQUAL = ["--client-test=0.25", "--client-val=0.125", "--model=cifarnet", "--transform=normalize",
+         "--epochs=1", "--batch-size=20", "--momentum=0"]
+FINE_TUNE = "--fine-tune=1,3,10,30"
+FEW = [*EQUAL, "--clients=20", "--fraction=0.5", "--rounds=40", "--eval-every=40"]
+CIFAR10 = [*FEW, "--dataset=cifar10", "--limit=6400"]
+KINDS = {"two classes": [*CIFAR10, "--split=classes", "--per-client=2"],
+         "Dirichlet": [*CIFAR10, "--split=dirichlet-classes", "--alpha=0.3"],
+         "iid": [*CIFAR10, "--split=iid"],
+         "CIFAR-100": [*FEW, "--dataset=cifar100", "--limit=6400", "--split=dirichlet-classes",
+                       "--alpha=0.3"],
+         "100 clients": [*EQUAL, "--dataset=cifar10", "--limit=12800", "--clients=100",
+                         "--fraction=0.1", "--rounds=200", "--eval-every=200", "--split=classes",
+                         "--per-client=2"]}
 SPLITS = 3  # of each kind
 RESULTS = planning.HERE / "results" / "benchmark"  # what is known of all runs: KIND.json
-TO = "local", "fedavg-ft"  # the methods of the paired differences
+TO = "local", "fedavg"  # the methods of the paired differences
+PART = "fine-tuned"  # of report.PARTS, what is compared
+TRIANGLE = {"ahead": " ▲", "behind": " ▼"}
 
-# Ascending values. The first and the last are tried only if the value beside them is the best of
-# the others; None is no value.
-RATES = 0.003, 0.01, 0.03, 0.1, 0.3, 1
-OWN = {  # each method's own parameter; the rate is chosen with the middle one of its values
-    "fedavgm": ("beta", (0.5, 0.7, 0.9, 0.97, 0.99)),
-    "superfed-mm": ("start", (None, 0.2, 0.4, 0.6, 0.8)),
-    "superfed-lm": ("start", (None, 0.2, 0.4, 0.6, 0.8)),
-    "psinet": ("depth", (None, "conv2", "fc1", "fc2", None)),
-    "fedslr": ("lambda", (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
-    "persfl": ("distill-lr", (0.005, 0.015, 0.05, 0.15, 0.5)),
-    "fedavg-ft": ("finetune-epochs", (None, 1, 3, 10, 30)),
-    "fedprox": ("mu", (0.001, 0.01, 0.1, 1, 10)),
-    "fedprox-ft": ("mu", (0.001, 0.01, 0.1, 1, 10)),
-    "scaffold": ("global-lr", (0.25, 0.5, 1, 1.5, 2)),
-    "feddyn": ("feddyn-alpha", (0.001, 0.01, 0.1, 1, 10)),
-    "apfl": ("apfl-alpha", (0.1, 0.25, 0.5, 0.75, 0.9)),
-    "fedper": ("personal", (None, 1, 2, 3, 4)),
-    "fedrep": ("personal", (None, 1, 2, 3, 4)),
-    "lg-fedavg": ("personal", (None, 1, 2, 3, 4)),
-    "ditto": ("ditto-lambda", (0.001, 0.01, 0.1, 1, 10)),
-    "pfedme": ("pfedme-lambda", (1.5, 5, 15, 50, 150)),
-    "per-fedavg": ("per-fedavg-alpha", (0.003, 0.01, 0.03, 0.1, 0.3)),
-    "fedspa": ("density", (0.1, 0.25, 0.5, 0.75, 0.9)),
-    "fedma": ("last-lr", (0.03, 0.1, 0.3, 1, 3)),
+# Fine-tuning makes fedavg-ft and fedprox-ft of fedavg and fedprox. "twice": two local epochs a
+# round, as many as those methods have that train two models.
+METHODS = {name: name for name in planning.METHODS if not name.endswith("-ft")} | {
+    "local-twice": "local", "fedavg-twice": "fedavg"}
+FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
+SOME = ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold", "fedper", "fedrep",
+        "ditto", "superfed-mm")
+ONLY = {"100 clients": SOME}
+
+
+class Grid(NamedTuple):
+    """Ascending values of a parameter. Those of `first` are tried; while the first or the last of
+    all that were tried is the best, the next of `below` or `above` is, too."""
+
+    parameter: str
+    first: tuple
+    below: tuple = ()
+    above: tuple = ()
+
+    @property
+    def ends(self):
+        """The least and the largest value that can be tried."""
+        return (self.first[0], *self.below)[-1], (self.first[-1], *self.above)[-1]
+
+
+RATES = Grid("lr", (0.01, 0.03, 0.1, 0.3), (0.003, 0.001), (1, 3))
+LAYERS = Grid("personal", (1, 2, 3), (), (4,))
+START = Grid("start", (0.2, 0.4, 0.6), (0,), (0.8,))
+OWN = {  # each method's own parameters; the rate is chosen with the middle value of the first
+    "fedavgm": [Grid("beta", (0.7, 0.9, 0.97), (0.5, 0.3), (0.99,))],
+    "superfed-mm": [START],
+    "superfed-lm": [START],
+    "psinet": [Grid("depth", ("conv2", "fc1", "fc2"))],
+    "fedslr": [Grid("lambda", (1e-5, 1e-4, 1e-3), (1e-6, 1e-7), (1e-2,))],
+    "persfl": [Grid("distill-lr", (0.015, 0.05, 0.15), (0.005,), (0.5,)),
+               Grid("distill-epochs", (2, 5, 10), (1,), (20,))],
+    "fedprox": [Grid("mu", (0.01, 0.1, 1), (0.001,), (10,))],
+    "scaffold": [Grid("global-lr", (0.5, 1, 1.5), (0.25,), (2,))],
+    "feddyn": [Grid("feddyn-alpha", (0.01, 0.1, 1), (0.001,), (10,))],
+    "apfl": [Grid("apfl-alpha", (0.25, 0.5, 0.75), (0.1, 0.05), (0.9,))],
+    "fedper": [LAYERS],
+    "fedrep": [LAYERS],
+    "lg-fedavg": [LAYERS],
+    "ditto": [Grid("ditto-lambda", (0.01, 0.1, 1), (0.001,), (10,))],
+    "pfedme": [Grid("pfedme-lambda", (5, 15, 50), (1.5, 0.5, 0.15), (150,))],
+    "per-fedavg": [Grid("per-fedavg-alpha", (0.01, 0.03, 0.1), (0.003,), (0.3,))],
+    "fedspa": [Grid("density", (0.25, 0.5, 0.75), (0.1,), (0.9, 0.95))],
+    "fedma": [Grid("last-lr", (0.1, 0.3, 1), (0.03,), (3, 10))],
 }
 
 
@@ -67,6 +103,8 @@ def arguments(argv):
     p.add_argument("file", nargs="?", help="your own method (docs/extend.md)")
     p.add_argument("--tune", default="", metavar="PARAMETER=A,B,...",
                    help="a parameter of your own method, chosen as its rate is")
+    p.add_argument("--kinds", type=kinds, default=list(KINDS), metavar="A,B,...",
+                   help=f"which of: {', '.join(KINDS)} (default: all)")
     p.add_argument("--seeds", type=common.positive_int, default=3,
                    help=f"how many on each of the {SPLITS} splits of a kind (default: 3)")
     p.add_argument("--jobs", type=common.positive_int, default=1,
@@ -79,7 +117,7 @@ def arguments(argv):
     if not args.file and args.tune:
         p.error("--tune is for a file of your own; the other methods have their grids")
     args.mine = planning.name_of(args.file) if args.file else None
-    if args.mine in planning.METHODS:
+    if args.mine in METHODS or args.mine in planning.METHODS:
         p.error(f"{args.file}: the benchmark has a {args.mine}; give the file another name")
     args.own = dict(OWN)
     if args.tune:
@@ -87,8 +125,16 @@ def arguments(argv):
         values = values.split(",")
         if not (parameter and all(values)):
             p.error(f"--tune {args.tune}: say PARAMETER=A,B,...")
-        args.own[args.mine] = parameter, (None, *values, None)
+        args.own[args.mine] = [Grid(parameter, tuple(values))]
     return args
+
+
+def kinds(text):
+    """An argparse type: the names of kinds of splits."""
+    if unknown := [name for name in text.split(",") if name not in KINDS]:
+        raise argparse.ArgumentTypeError(f"there is no kind {unknown[0]}; the kinds are "
+                                         f"{', '.join(KINDS)}")
+    return text.split(",")
 
 
 class Kind:
@@ -101,45 +147,52 @@ class Kind:
         self.title, self.args = title, args
         name = title.replace(" ", "-").lower()
         self.committed, self.out = RESULTS / f"{name}.json", f"{args.out}/{name}"
-        self.flags = [*EQUAL, *KINDS[title]]
+        self.flags = KINDS[title]
         place = [f"--data-dir={args.data_dir}", *([f"--device={args.device}"] * bool(args.device))]
         self.shared = planning.share([*self.flags, *place])
+        self.tuned = planning.share([*self.flags, FINE_TUNE, *place])
         there = self.committed.exists()
         committed = json.loads(self.committed.read_text())["methods"] if there else {}
-        self.known = {name: committed.get(name, {}) for name in (*planning.METHODS, args.mine)
-                      if name}
+        self.names = [*ONLY.get(title, METHODS), *filter(None, [args.mine])]
+        self.known = {name: committed.get(name, {}) for name in self.names}
 
-    def methods(self, settings):
+    def methods(self, settings, shared):
         """Returns the Methods of settings {method: {parameter: value}}."""
-        methods = (f"{name}={self.args.file}" if name == self.args.mine else name
-                   for name in settings)
+        of = METHODS | {self.args.mine: self.args.file}
+        methods = (name if of[name] == name else f"{name}={of[name]}" for name in settings)
         sets = [f"{name}.{word}" for name in settings for word in words(settings[name])]
-        return planning.plan(",".join(methods), sets, self.shared)
+        return planning.plan(",".join(methods), sets, shared)
 
     def known_run(self, name, settings, split=0, seed=0):
         """Returns what is known of a run, None if nothing."""
         return self.known[name].get(key(settings, split, seed))
 
     def runs(self, name, seeds):
-        """Returns what is known of a method's runs with its chosen settings, on all splits."""
+        """Returns the finished_run of a method's chosen settings, on all splits."""
         settings, _ = self.choose(name)
-        return [self.known_run(name, settings, split, seed)
+        return [self.finished_run(name, settings, split, seed)
                 for split in range(SPLITS) for seed in range(seeds)]
 
-    def train(self, wanted):
-        """Trains the runs (method, settings, split, seed) of a list."""
+    def finished_run(self, name, settings, split, seed):
+        """Returns what is known of a run that was fine-tuned, too, or has diverged, else None."""
+        run = self.known_run(name, settings, split, seed)
+        return run if run and (run["diverged"] or report.fine_tuned(run)) else None
+
+    def train(self, wanted, shared):
+        """Trains the runs (method, settings, split, seed) of a list. shared: self.shared, or
+        self.tuned to fine-tune them, too."""
         jobs = []
         for name, settings, split, seed in wanted:
-            method, = self.methods({name: settings})
+            method, = self.methods({name: settings}, shared)
             folder = pathlib.Path(self.out, name, key(settings, split, seed))
-            jobs.append(training.job(method, seed, self.shared.split_seed + split, folder,
+            jobs.append(training.job(method, seed, shared.split_seed + split, folder,
                                      f"{self.title}, {name}, {folder.name}"))
-        found = training.train_all(jobs, self.args.jobs, self.shared)
+        found = training.train_all(jobs, self.args.jobs, shared)
         for (name, *run), r in zip(wanted, found):
             self.known[name][key(*run)] = brief(r)
         if not self.args.file:
             r = found[0]
-            about = {"settings": self.flags, "data": r["data"]["name"],
+            about = {"settings": [*self.flags, FINE_TUNE], "data": r["data"]["name"],
                      "images": r["data"]["fingerprint"], "environment": r["environment"]}
             text = records.in_lines({**about, "methods": self.known})
             self.committed.parent.mkdir(parents=True, exist_ok=True)
@@ -150,35 +203,36 @@ class Kind:
     def choose(self, name):
         """Returns a method's chosen settings, and a list of those to be trained before they are
         known."""
-        grids, settings = [(baselines.SGD_RATE.get(name, "lr"), RATES)], {}
-        if own := self.args.own.get(name):
-            grids.append(own)
-            settings[own[0]] = own[1][(len(own[1]) - 1) // 2]
-        for parameter, values in grids:
-            points = [None if z is None else settings | {parameter: z} for z in values]
-            settings, missing = self.best(name, points)
+        rates = RATES._replace(parameter=baselines.SGD_RATE.get(name, "lr"))
+        own = self.args.own.get(name, [])
+        middle = {grid.parameter: grid.first[(len(grid.first) - 1) // 2] for grid in own[:1]}
+        settings = FIXED.get(name, {}) | middle
+        for grid in (rates, *own):
+            best, missing = self.best(name, settings, grid)
             if missing:
                 return settings, missing
+            settings = settings | {grid.parameter: best}
         return settings, []
 
-    def best(self, name, points):
-        """Returns that of the points with the best validation accuracy, and a list of those to be
-        trained before it is known."""
-        def accuracy(i):
-            run = self.known_run(name, points[i])
-            return -1 if run["diverged"] else run["final"]["personal"]["val_mean"]
+    def best(self, name, settings, grid):
+        """Returns that value of a grid with the best validation accuracy, and a list of settings to
+        be trained before it is known."""
+        def accuracy(value):
+            run = self.known_run(name, settings | {grid.parameter: value})
+            return -1 if run["diverged"] else report.personal(run)["val_mean"]
 
-        def missing(places):
-            return [points[i] for i in places if not self.known_run(name, points[i])]
-
-        places, last = range(1, len(points) - 1), len(points) - 1
-        if not missing(places):
-            best = max(places, key=accuracy)
-            beyond = [i for i in (0, last) if abs(best - i) == 1 and points[i] is not None]
-            places = [best, *beyond]
-        if left := missing(places):
-            return None, left
-        return points[max(places, key=accuracy)], []
+        tried, below, above = list(grid.first), list(grid.below), list(grid.above)
+        while True:
+            points = [settings | {grid.parameter: value} for value in tried]
+            if missing := [point for point in points if not self.known_run(name, point)]:
+                return None, missing
+            best = max(tried, key=accuracy)
+            if best == tried[0] and below:
+                tried.insert(0, below.pop(0))
+            elif best == tried[-1] and above:
+                tried.append(above.pop(0))
+            else:
+                return best, []
 
     def finished(self, name, seeds):
         return not self.choose(name)[1] and all(self.runs(name, seeds))
@@ -196,19 +250,21 @@ class Kind:
             return []
         seeds = self.seeds(names)
         return report.table({name: self.runs(name, seeds) for name in names},
-                            self.methods({name: self.choose(name)[0] for name in names}),
-                            [name for name in TO if name in names], self.shared)
+                            self.methods({name: self.choose(name)[0] for name in names},
+                                         self.tuned),
+                            [name for name in TO if name in names], self.tuned, PART)
 
 
 def mean_ranks(kinds):
-    """Returns a sentence on the mean ranks of the methods that are finished on all kinds."""
+    """Returns a sentence on the mean ranks of the methods, over the kinds that have them all."""
+    kinds = [kind for kind in kinds if all(kind.finished(name, 1) for name in METHODS)]
+    if not kinds:
+        return ""
     names = [name for name in kinds[0].known if all(kind.finished(name, 1) for kind in kinds)]
     runs = {name: [r | {"args": {"split_seed": f"{kind.title} {r['args']['split_seed']}"}}
                    for kind in kinds for r in kind.runs(name, kind.seeds(names))]
             for name in names}
-    found, splits = report.ranks_over_splits(runs), SPLITS * len(kinds)
-    if not found:
-        return ""
+    found, splits = report.ranks_over_splits(runs, PART), SPLITS * len(kinds)
     ordered = ", ".join(f"{name} {rank:.1f}" for name, rank in
                         sorted(found.items(), key=lambda pair: pair[1]))
     return (f"Mean ranks over {splits} splits: {ordered}. Two methods differ if their ranks do by "
@@ -227,70 +283,84 @@ def key(settings, split, seed):
 
 def brief(r):
     """Returns all report.py needs of r."""
-    parts = {"global": ("top1",), "personal": ("mean", "worst_decile", "val_mean", "per_client")}
-    final = {part: {name: np.round(measures[name], 5).tolist() for name in parts[part]
-                    if name in measures}
-             for part, measures in r["final"].items() if part in parts}
+    def of(measures):
+        names = "epochs", "top1", "mean", "worst_decile", "val_mean", "per_client"
+        return {name: np.round(measures[name], 5).tolist() for name in names if name in measures}
+
+    final = {part: of(r["final"][part]) for part in ("global", "personal") if part in r["final"]}
+    if "fine_tuned" in r["final"]:
+        final["fine_tuned"] = [of(measures) for measures in r["final"]["fine_tuned"]]
     return {"args": {name: r["args"][name] for name in ("split_seed", "seed")},
             "split": r["split"]["fingerprint"], "diverged": r["diverged"], "final": final,
             "bytes_up": r["bytes_up"], "bytes_down": r["bytes_down"],
             "seconds_per_round": r["seconds_per_round"],
+            "local_epochs": r["local_epochs"],
             "rounds": [{"seconds": round(60 * report.MEASURES["minutes"](r), 2)}]}
 
 
 def table(rows, grids=OWN):
-    """Returns a kind's table in Markdown. Differences that are not 0 after Holm's correction are
-    bold. * marks a parameter at an end of its grid."""
+    """Returns a kind's table in Markdown. A difference that is not 0 after Holm's correction is
+    marked by a triangle, a parameter at an end of its grid by *."""
     others = [f"minus {name}" for name in rows[0]["against"]]
-    found = [["method", "personal", *others, "worst tenth", "global", "MB sent", "minutes",
-              "own settings"]]
+    found = [["method", "personal", PART, *others, "its worst tenth", "global", "local epochs",
+              "MB sent", "own settings"]]
     found.append(["---"] * len(found[0]))
     for row in rows:
-        means = [report.cell(title, row[title] and row[title][:1])
-                 for title in ("personal", "worst tenth", "global", "MB sent", "minutes")]
-        differences = [f"**{text}**" if order in ("ahead", "behind") else text
+        mean = {title: report.cell(title, row[title] and row[title][:1])
+                for title in ("personal", PART, "its worst tenth", "global", "MB sent")}
+        differences = [f"{text}{TRIANGLE.get(order, '')}"
                        for text, order in map(report.difference, row["against"].values())]
-        parameter, values = grids.get(row["method"], ("", ()))
-        values = [z for z in values if z is not None]
-        at_end = {f"--{parameter}={z}" for z in values[:1] + values[-1:]} & {*row["own"]}
-        own = report.cell("own", row["own"]) + "*" * bool(at_end)
-        found.append([report.name(row), means[0], *differences, *means[1:], own])
+        ends = {word for grid in grids.get(row["method"], ())
+                for word in (f"--{word}" for z in grid.ends
+                             for word in words({grid.parameter: z}))}
+        own = report.cell("own", row["own"]) + "*" * bool(ends & {*row["own"]})
+        epochs = f"{row['local epochs'][0]:.0f} + {row['epochs more'][0]:.0f}"
+        found.append([report.name(row), mean["personal"], mean[PART], *differences,
+                      mean["its worst tenth"], mean["global"], epochs, mean["MB sent"], own])
     return [f"|{'|'.join(line)}|" for line in found]
 
 
 def draw(kinds, path):
-    """Draws the methods' differences from Local and their intervals, one panel per kind."""
-    tallest = max(map(len, kinds.values()))
-    with common.drawing(path, 1, len(kinds), (4.6 * len(kinds), 1.2 + 0.27 * tallest)) as axes:
-        for axis, (title, rows) in zip(np.atleast_1d(axes), kinds.items()):
-            shown = [row for row in rows[::-1] if row["against"].get(TO[0])]
+    """Draws the methods' differences from fine-tuned FedAvg: with their intervals after, and as
+    open circles before they are fine-tuned. One panel per kind."""
+    name, columns = TO[1], min(3, len(kinds))
+    lines, tallest = math.ceil(len(kinds) / columns), max(map(len, kinds.values()))
+    size = 4.6 * columns, lines * (1.2 + 0.27 * tallest)
+    with common.drawing(path, lines, columns, size) as axes:
+        axes = np.atleast_1d(axes).ravel()
+        for axis in axes[len(kinds):]:
+            axis.remove()
+        for axis, (title, rows) in zip(axes, kinds.items()):
+            reference = next((row[PART][0] for row in rows if row["method"] == name), 0)
+            shown = [row for row in rows[::-1] if row[PART]]
             for y, row in enumerate(shown):
-                mean, interval, order, _ = row["against"][TO[0]]
+                mean, interval, order, _ = row["against"].get(name) or (0, None, "", None)
                 order = "inconclusive" if order.endswith("*") else order
                 colour = {"ahead": "C2", "behind": "C1"}.get(order, "C6")
-                axis.plot(mean, y, "o", color=colour, label=order)
+                axis.plot(row["personal"][0] - reference, y, "o", color=colour, fillstyle="none")
+                axis.plot(mean, y, "o", color=colour, label=order or None)
                 if interval:
                     axis.plot(interval, [y, y], color=colour)
             axis.axvline(0, color="C6", linewidth=1)
             axis.set_yticks(range(len(shown)), [row["method"] for row in shown])
-            axis.set(title=title, xlabel="personal accuracy minus Local's")
+            axis.set(title=title, xlabel="accuracy minus fine-tuned FedAvg's")
 
 
 def main(argv):
     args = arguments(argv)
-    kinds = [Kind(title, args) for title in KINDS]
-    names = list(planning.METHODS)
+    kinds = [Kind(title, args) for title in args.kinds]
     if args.file:  # no more seeds than the other methods have
-        others = [k.seeds([name for name in names if k.finished(name, 1)]) for k in kinds]
-        args.seeds, names = max(others) or args.seeds, [args.mine]
+        others = [kind.seeds([name for name in kind.names if name != args.mine
+                              and kind.finished(name, 1)]) for kind in kinds]
+        args.seeds = max(others) or args.seeds
     for seed, kind in itertools.product(range(args.seeds), kinds):  # a seed of all kinds first
+        names = [args.mine] if args.file else kind.names
         while points := [(name, settings, 0, 0) for name in names
                          for settings in kind.choose(name)[1]]:
-            kind.train(points)
-        runs = [(name, kind.choose(name)[0], split, seed) for split in range(SPLITS)
-                for name in names]
-        if missing := [run for run in runs if not kind.known_run(*run)]:
-            kind.train(missing)
+            kind.train(points, kind.shared)
+        runs = [(name, kind.choose(name)[0], split) for split in range(SPLITS) for name in names]
+        if missing := [(*run, seed) for run in runs if not kind.finished_run(*run, seed)]:
+            kind.train(missing, kind.tuned)
     rows = {kind.title: found for kind in kinds if (found := kind.rows())}
     text = "\n\n".join("\n".join([f"## {title}", "", *table(found, args.own)])
                        for title, found in rows.items()) + f"\n\n{mean_ranks(kinds)}"

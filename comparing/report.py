@@ -43,6 +43,7 @@ MEASURES = {  # title: its value in a record
     "personal": lambda r: personal(r).get("mean"),
     "worst tenth": lambda r: personal(r).get("worst_decile"),
     "fine-tuned": lambda r: fine_tuned(r).get("mean"),
+    "its worst tenth": lambda r: fine_tuned(r).get("worst_decile"),
     "validation": lambda r: personal(r).get("val_mean"),
     "local epochs": lambda r: r.get("local_epochs"),
     "epochs more": lambda r: fine_tuned(r).get("epochs"),
@@ -55,7 +56,7 @@ MEASURES = {  # title: its value in a record
 GAIN, RANK = "gain over Local", "mean rank"
 DIGITS = {"local epochs": 1, "epochs more": 1, "MB sent": 1, "s a round": 2,
           "minutes": 1}  # others: 3
-COLUMNS = [*list(MEASURES)[:5], GAIN, RANK, "rounds", *list(MEASURES)[5:], "own"]
+COLUMNS = [*list(MEASURES)[:6], GAIN, RANK, "rounds", *list(MEASURES)[6:], "own"]
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
           for i in range(7)]  # common.drawing has 7 colours
 
