@@ -152,7 +152,8 @@ class Kind:
         self.shared = planning.share([*self.flags, *place])
         self.tuned = planning.share([*self.flags, FINE_TUNE, *place])
         there = self.committed.exists()
-        committed = json.loads(self.committed.read_text())["methods"] if there else {}
+        found = json.loads(self.committed.read_text()) if there else {}
+        committed, self.chosen = found.get("methods", {}), found.get("chosen", {})
         self.names = [*ONLY.get(title, METHODS), *filter(None, [args.mine])]
         self.known = {name: committed.get(name, {}) for name in self.names}
 
@@ -194,7 +195,7 @@ class Kind:
             r = found[0]
             about = {"settings": [*self.flags, FINE_TUNE], "data": r["data"]["name"],
                      "images": r["data"]["fingerprint"], "environment": r["environment"]}
-            text = records.in_lines({**about, "methods": self.known})
+            text = records.in_lines({**about, "chosen": self.chosen, "methods": self.known})
             self.committed.parent.mkdir(parents=True, exist_ok=True)
             part = self.committed.with_suffix(".part")
             part.write_text(text + "\n", encoding="utf-8")
@@ -202,7 +203,9 @@ class Kind:
 
     def choose(self, name):
         """Returns a method's chosen settings, and a list of those to be trained before they are
-        known."""
+        known. A choice stays: on another CPU the runs that made it have slightly other values."""
+        if name in self.chosen:
+            return self.chosen[name], []
         rates = RATES._replace(parameter=baselines.SGD_RATE.get(name, "lr"))
         own = self.args.own.get(name, [])
         middle = {grid.parameter: grid.first[(len(grid.first) - 1) // 2] for grid in own[:1]}
@@ -212,6 +215,7 @@ class Kind:
             if missing:
                 return settings, missing
             settings = settings | {grid.parameter: best}
+        self.chosen[name] = settings
         return settings, []
 
     def best(self, name, settings, grid):
