@@ -6,8 +6,10 @@ chosen for it on validation images. docs/benchmark.md has the tables and what th
     python compare.py --benchmark mine.py --tune mu=0.01,0.1,1
 
 The first split of each kind and the first seed choose: first the rate, then the method's own
-parameter. While the first or the last value is best, the next one beyond it is tried, too. At the
-end every method's personal models are fine-tuned.
+parameter. While the first or the last value is best, the next one beyond it is tried, too.
+CIFAR-100 and 100 clients choose the rate alone, and take their own parameters from Dirichlet and
+two classes.
+At the end every method's personal models are fine-tuned.
 """
 
 import argparse
@@ -52,6 +54,7 @@ FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
 SOME = ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold", "fedper", "fedrep",
         "ditto", "superfed-mm")
 ONLY = {"100 clients": SOME}
+LIKE = {"CIFAR-100": "Dirichlet", "100 clients": "two classes"}  # only the rate is chosen anew
 
 
 class Grid(NamedTuple):
@@ -129,6 +132,11 @@ def arguments(argv):
     return args
 
 
+def results_of(title):
+    """Returns the file of a kind's known runs."""
+    return RESULTS / f"{title.replace(' ', '-').lower()}.json"
+
+
 def kinds(text):
     """An argparse type: the names of kinds of splits."""
     if unknown := [name for name in text.split(",") if name not in KINDS]:
@@ -145,15 +153,16 @@ class Kind:
 
     def __init__(self, title, args):
         self.title, self.args = title, args
-        name = title.replace(" ", "-").lower()
-        self.committed, self.out = RESULTS / f"{name}.json", f"{args.out}/{name}"
+        self.committed = results_of(title)
+        self.out = f"{args.out}/{self.committed.stem}"
         self.flags = KINDS[title]
         place = [f"--data-dir={args.data_dir}", *([f"--device={args.device}"] * bool(args.device))]
         self.shared = planning.share([*self.flags, *place])
         self.tuned = planning.share([*self.flags, FINE_TUNE, *place])
-        there = self.committed.exists()
-        found = json.loads(self.committed.read_text()) if there else {}
+        found, like = (json.loads(path.read_text()) if path.exists() else {}
+                       for path in (self.committed, results_of(LIKE.get(title, title))))
         committed, self.chosen = found.get("methods", {}), found.get("chosen", {})
+        self.given = like.get("chosen", {}) if title in LIKE else {}
         self.names = [*ONLY.get(title, METHODS), *filter(None, [args.mine])]
         self.known = {name: committed.get(name, {}) for name in self.names}
 
@@ -190,6 +199,9 @@ class Kind:
                                      f"{self.title}, {name}, {folder.name}"))
         found = training.train_all(jobs, self.args.jobs, shared)
         for (name, *run), r in zip(wanted, found):
+            if not r["diverged"] and "val_mean" not in r["final"].get("personal", {}):
+                common.refuse(f"{name} measures no personal models; have its loop call "
+                              "run.log(federation.evaluate(w), federation.evaluate_clients(w))")
             self.known[name][key(*run)] = brief(r)
         if not self.args.file:
             r = found[0]
@@ -207,9 +219,13 @@ class Kind:
         if name in self.chosen:
             return self.chosen[name], []
         rates = RATES._replace(parameter=baselines.SGD_RATE.get(name, "lr"))
-        own = self.args.own.get(name, [])
-        middle = {grid.parameter: grid.first[(len(grid.first) - 1) // 2] for grid in own[:1]}
-        settings = FIXED.get(name, {}) | middle
+        if name in self.given:
+            own, settings = [], {word: value for word, value in self.given[name].items()
+                                 if word != rates.parameter}
+        else:
+            own = self.args.own.get(name, [])
+            settings = FIXED.get(name, {}) | {grid.parameter: grid.first[(len(grid.first) - 1) // 2]
+                                              for grid in own[:1]}
         for grid in (rates, *own):
             best, missing = self.best(name, settings, grid)
             if missing:
