@@ -36,7 +36,7 @@ KINDS = {"two classes": [*CIFAR10, "--split=classes", "--per-client=2"],
          "Dirichlet": [*CIFAR10, "--split=dirichlet-classes", "--alpha=0.3"],
          "iid": [*CIFAR10, "--split=iid"],
          "CIFAR-100": [*FEW, "--dataset=cifar100", "--limit=6400", "--split=dirichlet-classes",
-                       "--alpha=0.3"],
+                       "--alpha=0.1"],
          "100 clients": [*EQUAL, "--dataset=cifar10", "--limit=12800", "--clients=100",
                          "--fraction=0.1", "--rounds=200", "--eval-every=200", "--split=classes",
                          "--per-client=2"]}
