@@ -29,7 +29,7 @@ from . import planning, ranks, report, training
 
 EQUAL = ["--client-test=0.25", "--client-val=0.125", "--model=cifarnet", "--transform=normalize",
          "--epochs=1", "--batch-size=20", "--momentum=0"]
-FINE_TUNE = "--fine-tune=1,3,10,30"
+FINE_TUNE, MOST = "--fine-tune=1,3,10,30", 30  # epochs
 FEW = [*EQUAL, "--clients=20", "--fraction=0.5", "--rounds=40", "--eval-every=40"]
 CIFAR10 = [*FEW, "--dataset=cifar10", "--limit=6400"]
 KINDS = {"two classes": [*CIFAR10, "--split=classes", "--per-client=2"],
@@ -276,19 +276,39 @@ class Kind:
 
 
 def mean_ranks(kinds):
-    """Returns a sentence on the mean ranks of the methods, over the kinds that have them all."""
+    """Returns {method: its mean rank over the splits} of the kinds that have all methods, and a
+    sentence on them; ({}, "") if there is none."""
     kinds = [kind for kind in kinds if all(kind.finished(name, 1) for name in METHODS)]
     if not kinds:
-        return ""
+        return {}, ""
     names = [name for name in kinds[0].known if all(kind.finished(name, 1) for kind in kinds)]
     runs = {name: [r | {"args": {"split_seed": f"{kind.title} {r['args']['split_seed']}"}}
                    for kind in kinds for r in kind.runs(name, kind.seeds(names))]
             for name in names}
     found, splits = report.ranks_over_splits(runs, PART), SPLITS * len(kinds)
-    ordered = ", ".join(f"{name} {rank:.1f}" for name, rank in
-                        sorted(found.items(), key=lambda pair: pair[1]))
-    return (f"Mean ranks over {splits} splits: {ordered}. Two methods differ if their ranks do by "
-            f"{ranks.critical_difference(len(found), splits):.1f} or more (Nemenyi's test, .05).")
+    return found, (f"Two methods differ if their mean ranks over these {splits} splits do by "
+                   f"{ranks.critical_difference(len(found), splits):.1f} or more (Nemenyi's test, "
+                   ".05).")
+
+
+def summary(rows, ranked):
+    """Returns the table of all kinds in Markdown: fine-tuned accuracies, and in parentheses those
+    before. A difference to fine-tuned FedAvg that is not 0 after Holm's correction is marked by a
+    triangle. rows: {title: Kind.rows()}; ranked: {method: its mean rank}."""
+    at = {title: {row["method"]: row for row in found} for title, found in rows.items()}
+    names = dict.fromkeys(name for found in at.values() for name in found)
+    found = [["method", *at, "mean rank"], ["---"] * (2 + len(at))]
+    for name in sorted(names, key=lambda name: ranked.get(name, math.inf)):
+        cells = []
+        for row in (found_in.get(name) for found_in in at.values()):
+            if not row or not row[PART]:
+                cells.append("diverged" * bool(row))
+                continue
+            pair = row["against"].get(TO[1])
+            order = TRIANGLE.get(pair.order if pair else "", "")
+            cells.append(f"{row[PART][0]:.3f}{order} ({row['personal'][0]:.3f})")
+        found.append([name, *cells, report.cell(report.RANK, ranked.get(name))])
+    return [f"|{'|'.join(line)}|" for line in found]
 
 
 def words(settings):
@@ -320,7 +340,8 @@ def brief(r):
 
 def table(rows, grids=OWN):
     """Returns a kind's table in Markdown. A difference that is not 0 after Holm's correction is
-    marked by a triangle, a parameter at an end of its grid by *."""
+    marked by a triangle, a parameter at an end of its grid and as much fine-tuning as there is by
+    *."""
     others = [f"minus {name}" for name in rows[0]["against"]]
     found = [["method", "personal", PART, *others, "its worst tenth", "global", "local epochs",
               "MB sent", "own settings"]]
@@ -334,7 +355,8 @@ def table(rows, grids=OWN):
                 for word in (f"--{word}" for z in grid.ends
                              for word in words({grid.parameter: z}))}
         own = report.cell("own", row["own"]) + "*" * bool(ends & {*row["own"]})
-        epochs = f"{row['local epochs'][0]:.0f} + {row['epochs more'][0]:.0f}"
+        rounds, more = row["local epochs"][0], row["epochs more"][0]
+        epochs = f"{rounds:.0f} + {more:.0f}" + "*" * (more == MOST)
         found.append([report.name(row), mean["personal"], mean[PART], *differences,
                       mean["its worst tenth"], mean["global"], epochs, mean["MB sent"], own])
     return [f"|{'|'.join(line)}|" for line in found]
@@ -382,8 +404,11 @@ def main(argv):
         if missing := [(*run, seed) for run in runs if not kind.finished_run(*run, seed)]:
             kind.train(missing, kind.tuned)
     rows = {kind.title: found for kind in kinds if (found := kind.rows())}
-    text = "\n\n".join("\n".join([f"## {title}", "", *table(found, args.own)])
-                       for title, found in rows.items()) + f"\n\n{mean_ranks(kinds)}"
+    ranked, sentence = mean_ranks(kinds)
+    parts = {"All kinds": summary(rows, ranked), **{title: table(found, args.own)
+                                                    for title, found in rows.items()}}
+    text = "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items())
+    text += f"\n\n{sentence}"
     folder = pathlib.Path(args.out) if args.file else RESULTS
     (folder / "benchmark.md").write_text(text + "\n", encoding="utf-8")
     draw(rows, folder / "benchmark.png")
