@@ -391,10 +391,11 @@ def draw(kinds, path):
 def main(argv):
     args = arguments(argv)
     kinds = [Kind(title, args) for title in args.kinds]
-    if args.file:  # no more seeds than the other methods have
-        others = [kind.seeds([name for name in kind.names if name != args.mine
-                              and kind.finished(name, 1)]) for kind in kinds]
-        args.seeds = max(others) or args.seeds
+    if args.file:  # no more kinds and seeds than the other methods have
+        others = {kind: kind.seeds([name for name in kind.names if name != args.mine
+                                    and kind.finished(name, 1)]) for kind in kinds}
+        kinds = [kind for kind in kinds if others[kind]] or kinds
+        args.seeds = max(others.values()) or args.seeds
     for seed, kind in itertools.product(range(args.seeds), kinds):  # a seed of all kinds first
         names = [args.mine] if args.file else kind.names
         while points := [(name, settings, 0, 0) for name in names
