@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import tempfile
 import time
 
@@ -22,6 +23,7 @@ from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
 from .state import PLAIN, Rows, copies, differing, is_finite, sharing, tensors_of, watch
 
+HERE = pathlib.Path(__file__).resolve().parent.parent
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -52,10 +54,15 @@ class Run:
         for --plot."""
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
         self.file, self.args = file, federation.args
-        self.is_ours = pathlib.Path(file).stem in OURS
-        if fixed_rounds is None and not self.is_ours and "args.rounds" in pathlib.Path(
-                file).read_text(encoding="utf-8"):
-            fixed_rounds = f"{pathlib.Path(file).name} uses args.rounds"
+        path = pathlib.Path(file).resolve()
+        self.is_ours = path.stem in OURS and path.parent == HERE
+        text = "" if self.is_ours else path.read_text(encoding="utf-8")
+        if fixed_rounds is None and re.search(r"""\.rounds\b(?!\()|["']rounds["']""", text):
+            fixed_rounds = f"{path.name} uses args.rounds"
+        if found := re.search(r"\b(zip|enumerate|list|sorted|islice)\([^\n]*\.rounds\(", text):
+            refuse(f"{path.name}: {found[1]} around run.rounds would begin anew after --resume; "
+                   "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
+                   "schedule[t] takes the place of zip")
         self.fixed_rounds, self.marks = fixed_rounds, marks or {}
         args = self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
@@ -151,13 +158,16 @@ class Run:
     def rehearse(self):
         """Yields the first round and takes it back. Returns what it has made of the state: what it
         then makes again, unless the loop depends on what --resume does not restore."""
-        say("try     round 1 runs twice, to see whether the loop depends on `state` alone")
+        say("try     round 1 runs twice, with all that it prints and writes, to see whether the "
+            "loop depends on `state` alone")
         first, last, self.rehearses = copies(self.state), self.last, True
-        self.begin_round()
+        passed = len(self.federation.passed)
+        before = self.begin_round()
         yield 0
+        self.check_generators(before)
         made = copies(self.state)
         state.restore(self.state, {"state": first}, self.federation.device)
-        self.federation.passed.clear()
+        del self.federation.passed[passed:]
         self.last, self.rehearses = last, False
         return made
 
@@ -183,10 +193,7 @@ class Run:
         if added := added - self.known:
             refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
                    f"not restore; use state.{min(added)}")
-        if generators != machine.generators(self.federation.device):
-            refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
-                   "command would give other results; draw from common.stream(args.seed, "
-                   '"algorithm", t, federation.K)', alone=True)
+        self.check_generators(generators)
         values = {f"state.{name}": z for name, z in now.items()} | {
             f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}
         odd = [name for name, z in values.items() if not is_finite(z)]
@@ -205,6 +212,12 @@ class Run:
         goes_on = row["round"] < self.last or self.more_follows
         if goes_on and time.monotonic() - self.saved > 20 * self.cost:
             self.save()  # takes at most a twentieth of the time
+
+    def check_generators(self, before):
+        if before != machine.generators(self.federation.device):
+            refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
+                   "command would give other results; draw from common.stream(args.seed, "
+                   '"algorithm", t, federation.K)', alone=True)
 
     def count_images(self):
         """Adds to the row how many images the clients' epochs have passed since the last call."""

@@ -123,6 +123,9 @@ def check(state, before, model, clients, all_rows):
         if not torch.is_tensor(z) and type(z) not in (Rows, *PLAIN):
             refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
         then = before[name]
+        if torch.is_tensor(z) and any(n > 1 and not step for n, step in zip(z.shape, z.stride())):
+            refuse(f"state.{name} has one row in memory for all of its rows (by expand); add "
+                   ".clone()")
         if torch.is_tensor(z) and then and then.is_floating_point and z.dtype != then:
             refuse(f"the loop makes state.{name} {z.dtype}, which began as {then}; convert what it "
                    f"is computed from, as noise.to({then}): NumPy's numbers are float64")
@@ -246,13 +249,11 @@ def copies(state):
 
 
 def differing(a, b):
-    """Returns the names of what is not equal, or close, in two results of `copies`."""
-    def equal(x, y):
-        if torch.is_tensor(x) and torch.is_tensor(y):
-            return x.shape == y.shape and torch.allclose(x, y.to(x.dtype))
-        return type(x) is type(y) and x == y
-
-    return [name for name, x in a.items() if not equal(x, b.get(name))]
+    """Returns the names of the tensors that differ, by more than rounding, in two results of
+    `copies`. Numbers may be times."""
+    return [name for name, x in a.items() if torch.is_tensor(x) and not (
+        torch.is_tensor(y := b.get(name)) and x.shape == y.shape and torch.allclose(
+            x, y.to(x.dtype)))]
 
 
 def put(file, state, **more):

@@ -751,12 +751,51 @@ def test_a_first_round_that_gives_two_results_is_refused(name, tmp_path, capsys)
     assert "round 1 was tried twice and gave two results (state." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("loop, before, words", [
+    ("enumerate(LOOP)", "", "enumerate around run.rounds"),
+    ("list(LOOP)", "", "list around run.rounds"),
+    ("LOOP", "state.V = w_0.expand(8, -1)", "state.V has one row in memory"),
+])
+def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
+        loop, before, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        of_its_own(tmp_path, before, "", loop.replace("LOOP", "run.rounds(state)"))
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_times_in_the_state_are_no_second_result(tmp_path):
+    of_its_own(tmp_path, "import time; state.s = 0.0", "state.s += time.perf_counter()")
+
+
+def test_a_seed_that_the_loop_sets_is_refused_at_once(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        of_its_own(tmp_path, "", "torch.manual_seed(0); torch.rand(1)")
+    assert "the loop draws from torch's" in capsys.readouterr().err
+
+
+def test_what_is_trained_before_the_loop_counts_once(tmp_path, monkeypatch):
+    """2 rounds with 4 of 8 clients are 1 epoch; all clients before the loop are another."""
+    before = """federation.train(update, federation.everyone, 0, own=[w_0.expand(8, -1)],
+                     shared=[federation.eta(0)])"""
+    assert of_its_own(tmp_path / "a", "", "")["local_epochs"] == 1
+    assert of_its_own(tmp_path / "b", before, "")["local_epochs"] == 2
+
+
+def test_a_users_file_may_be_called_as_one_of_ours(tmp_path, capsys):
+    (tmp_path / "psinet.py").write_text(OWN.replace("BEFORE", "").replace("EACH", "").replace(
+        "LOOP", "run.rounds(state)"))
+    common.load_file(tmp_path / "psinet.py").main([*QUICK, "--model", "2nn", "--out",
+                                                   str(tmp_path / "out")])
+    assert "round 1 runs twice" in capsys.readouterr().out
+
+
 def test_a_first_round_that_is_tried_leaves_no_trace(tmp_path, capsys, monkeypatch):
     """The record and the state are those of a run without it, with one line a round."""
     each = "state.n = state.n + 1; run.sent(1, 1); run.stop_at_target(w)"
     found = []
     for ours in ((), ("own",)):
         monkeypatch.setattr(fl.run, "OURS", ours)
+        monkeypatch.setattr(fl.run, "HERE", tmp_path / str(len(found)))
         record = of_its_own(tmp_path / str(len(found)), "", each)
         state = torch.load(tmp_path / str(len(found)) / "out" / "state.pt", weights_only=True)
         out = capsys.readouterr().out
