@@ -49,7 +49,7 @@ STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algor
 
 def stream(seed, purpose, round=0, client=0, nth=0):
     """Returns a numpy Generator for one purpose, so that what a client draws does not depend on any
-    other draw. Equal arguments give equal streams on every device and for every --parallel.
+    other draw. Equal arguments give equal streams on every device and for any --parallel.
 
     purpose: one of STREAMS. nth distinguishes several streams of a client in one round."""
     return np.random.default_rng([seed, STREAMS.index(purpose) + 1000 * nth, round, client])
@@ -134,7 +134,7 @@ class Federation:
         own: tensors [m, ...], of which each client gets its row. For Rows V, V.of(S) may replace
         V[S]: each row is then fetched only when its client's turn comes.
         shared: what is the same for all clients, such as eta. Pass changing numbers as tensors.
-        epochs: E, by default --epochs. order: calls with another order shuffle the images anew.
+        epochs: E, by default --epochs. order: a different order reshuffles the images.
         draw(rng, steps) -> [steps, ...]: the algorithm's own random numbers; a minibatch finds its
         row in b.draw.
         images: for each client the indices of the images to train on, by default its own.
@@ -174,7 +174,7 @@ class Federation:
     def plan(self, k, images, t, epochs, draw=None, order=0):
         """Returns what client k does in round t, from its own random streams: `index` [epochs, n],
         the indices of its n images, in a new order in each epoch; `uniform` [epochs, n, DRAWS],
-        in [0, 1), for the transform of each image; `draws` [epochs, minibatches, ...]."""
+        random in [0, 1), for each image's transform; `draws` [epochs, minibatches, ...]."""
         shuffle, augment, algorithm = (stream(self.args.seed, purpose, t, k, order)
                                        for purpose in ("order", "augmentation", "algorithm"))
         size = min(self.args.batch_size or len(images), len(images))
@@ -198,7 +198,7 @@ class Federation:
 
     def logits(self, w, index):
         """Returns w's logits [n, classes] on the images index [n], without augmentation. Parts
-        have about equal sizes, since a part of 1 to 3 images would be rounded differently."""
+        have about equal sizes, since results for 1 to 3 images would round differently."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
         return self.training.stacked(lambda i: self.logits_of_part(w, parts[i]), parts)
 
@@ -216,7 +216,7 @@ class Federation:
         return {name: float(value[0]) for name, value in one.items()}
 
     def evaluate_clients(self, W, images=None):
-        """Returns the personal measures, of each client's model on its own test images. W: one
+        """Returns the personal measures of each client's model on its own test images. W: one
         model w [d] for all clients; or one for each, [K, d]; or a function: W(S) [m, d] are the
         models of the clients S.
 

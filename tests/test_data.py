@@ -162,7 +162,7 @@ def test_bad_arrays_are_refused(given, words, tmp_path, capsys):
 
 def test_what_the_system_does_not_let_read_is_refused(tmp_path, capsys, monkeypatch):
     """A name that is too long, and a folder of somebody else's."""
-    argv = ["--dataset", "long" * 99, *CPU]
+    argv = ["--dataset", "long" * 99, "--data-dir", str(tmp_path), *CPU]
     refused(capsys, "can't be read: File name too long", fedavg.main, argv)
 
     def forbidden(path):
