@@ -243,6 +243,9 @@ class Run:
         for order, (epochs, _) in enumerate(wanted):
             W, done = fed.fine_tuned(W, epochs - done, eta, order), epochs
             row["fine_tuned"].append({"epochs": epochs, "lr": lr, **fed.evaluate_clients(W)})
+            if not is_finite(row["fine_tuned"][-1]["loss"]):
+                say(f"note    {epochs} epochs of fine-tuning diverge for some clients, which then "
+                    "have accuracy 0")
         fed.passed.clear()  # `images` are those of the rounds
         row["evaluation_seconds"] = self.elapsed()
         self.complete = False

@@ -865,6 +865,14 @@ def test_what_a_loop_does_not_count_or_evaluate_is_said(tmp_path, capsys):
     assert "note    `final` is not of the last round, in which" in out
 
 
+def test_fine_tuning_that_diverges_is_said(tmp_path, capsys):
+    argv = [*QUICK, "--limit", "80", "--clients", "4", "--fine-tune", "1", "--fine-tune-lr"]
+    for lr in ("0.01", "1e30"):
+        run(fedavg, [*argv, lr], tmp_path / lr)
+        said = "1 epochs of fine-tuning diverge for some clients" in capsys.readouterr().out
+        assert said == (lr == "1e30")
+
+
 def test_a_flag_of_type_bool_is_refused(capsys):
     parser = common.parser("")
     parser.add_argument("--own", type=bool, default=False)
