@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import tempfile
 import time
 
@@ -21,9 +20,8 @@ from tqdm import tqdm
 from . import machine, plots, provenance, records, splits, state
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, copies, differing, is_finite, sharing, tensors_of, watch
+from .state import PLAIN, Rows, is_finite, sharing, watch
 
-HERE = pathlib.Path(__file__).resolve().parent.parent
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
@@ -55,12 +53,12 @@ class Run:
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
         self.file, self.args = file, federation.args
         path = pathlib.Path(file).resolve()
-        self.is_ours = path.stem in OURS and path.parent == HERE
-        text = "" if self.is_ours else path.read_text(encoding="utf-8")
-        if fixed_rounds is None and re.search(r"""\.rounds\b(?!\()|["']rounds["']""", text):
+        self.is_ours = path.stem in OURS and path.parent == provenance.ROOT
+        uses_rounds, around = (False, "") if self.is_ours else state.use_of_rounds(path)
+        if fixed_rounds is None and uses_rounds:
             fixed_rounds = f"{path.name} uses args.rounds"
-        if found := re.search(r"\b(zip|enumerate|list|sorted|islice)\([^\n]*\.rounds\(", text):
-            refuse(f"{path.name}: {found[1]} around run.rounds would begin anew after --resume; "
+        if around:
+            refuse(f"{path.name}: {around} around run.rounds would begin anew after --resume; "
                    "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
                    "schedule[t] takes the place of zip")
         self.fixed_rounds, self.marks = fixed_rounds, marks or {}
@@ -136,11 +134,7 @@ class Run:
                 yield len(self.history)
                 self.end_round(before)
                 next(outside, None)
-                if tried and (odd := differing(tried, copies(state))):
-                    refuse(f"round 1 was tried twice and gave two results (state.{odd[0]}): "
-                           "something beside `state` has changed, or numbers are drawn without a "
-                           "seed; make generators in the loop, by common.stream(args.seed, "
-                           '"algorithm", t, federation.K)', alone=True)
+                self.expect(tried)
                 tried = None
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
@@ -151,7 +145,7 @@ class Run:
     def is_new(self):
         """Returns whether the loop is a user's own, at its beginning, and its state can be copied.
         """
-        size = sum(getattr(z, "nbytes", 0) for z in tensors_of(self.state).values())
+        size = sum(getattr(z, "nbytes", 0) for z in state.tensors_of(self.state).values())
         return (not self.history and not self.is_ours and size < 1e9
                 and self.federation.device.type == "cpu")  # a GPU may round differently
 
@@ -160,16 +154,24 @@ class Run:
         then makes again, unless the loop depends on what --resume does not restore."""
         say("try     round 1 runs twice, with all that it prints and writes, to see whether the "
             "loop depends on `state` alone")
-        first, last, self.rehearses = copies(self.state), self.last, True
+        first, last, self.rehearses = state.copies(self.state), self.last, True
         passed = len(self.federation.passed)
         before = self.begin_round()
         yield 0
         self.check_generators(before)
-        made = copies(self.state)
+        made = state.copies(self.state)
         state.restore(self.state, {"state": first}, self.federation.device)
         del self.federation.passed[passed:]
         self.last, self.rehearses = last, False
         return made
+
+    def expect(self, made):
+        """Refuses a first round that has not made again what rehearse() has returned."""
+        if made and (odd := state.differing(made, state.tensors_of(self.state))):
+            refuse(f"round 1 was tried twice and gave two results (state.{odd[0]}): something "
+                   "beside `state` has changed, or numbers are drawn without a seed; make "
+                   'generators in the loop, by common.stream(args.seed, "algorithm", t, '
+                   "federation.K)", alone=True)
 
     def begin_round(self):
         """Returns what torch's, NumPy's and Python's generators are now."""
@@ -214,6 +216,7 @@ class Run:
             self.save()  # takes at most a twentieth of the time
 
     def check_generators(self, before):
+        """Refuses draws from the generators that begin_round has looked at."""
         if before != machine.generators(self.federation.device):
             refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
                    "command would give other results; draw from common.stream(args.seed, "

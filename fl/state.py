@@ -1,6 +1,7 @@
 """What survives a round: Rows, which clients keep, and the state on disk, from which --resume goes
 on."""
 
+import ast
 import contextlib
 import dis
 import io
@@ -124,8 +125,7 @@ def check(state, before, model, clients, all_rows):
             refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
         then = before[name]
         if torch.is_tensor(z) and any(n > 1 and not step for n, step in zip(z.shape, z.stride())):
-            refuse(f"state.{name} has one row in memory for all of its rows (by expand); add "
-                   ".clone()")
+            refuse(f"state.{name} repeats a part of its memory (by expand); add .clone()")
         if torch.is_tensor(z) and then and then.is_floating_point and z.dtype != then:
             refuse(f"the loop makes state.{name} {z.dtype}, which began as {then}; convert what it "
                    f"is computed from, as noise.to({then}): NumPy's numbers are float64")
@@ -142,6 +142,22 @@ def sharing(named):
         if z.numel() and at.setdefault(z.data_ptr(), name) != name:
             return at[z.data_ptr()], name
     return ()
+
+
+COUNTS = "zip", "enumerate", "islice", "list", "sorted"  # what would count rounds on its own
+
+
+def use_of_rounds(path):
+    """Returns whether a file reads an attribute `rounds`, as of args, and which of COUNTS stands
+    around its run.rounds(...), "" if none does."""
+    nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    calls = [z for z in nodes if isinstance(z, ast.Call)]
+    loops = {z for z in calls if getattr(z.func, "attr", "") == "rounds"}
+    around = [name for z in calls if loops & {*ast.walk(z)} - {z} and (
+        name := getattr(z.func, "id", getattr(z.func, "attr", ""))) in COUNTS]
+    called = {z.func for z in loops}
+    reads = any(getattr(z, "attr", "") == "rounds" and z not in called for z in nodes)
+    return reads, around[0] if around else ""
 
 
 def frame_of(file):
@@ -250,7 +266,7 @@ def copies(state):
 
 def differing(a, b):
     """Returns the names of the tensors that differ, by more than rounding, in two results of
-    `copies`. Numbers may be times."""
+    `tensors_of`. Numbers may be times."""
     return [name for name, x in a.items() if torch.is_tensor(x) and not (
         torch.is_tensor(y := b.get(name)) and x.shape == y.shape and torch.allclose(
             x, y.to(x.dtype)))]

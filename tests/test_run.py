@@ -754,7 +754,9 @@ def test_a_first_round_that_gives_two_results_is_refused(name, tmp_path, capsys)
 @pytest.mark.parametrize("loop, before, words", [
     ("enumerate(LOOP)", "", "enumerate around run.rounds"),
     ("list(LOOP)", "", "list around run.rounds"),
-    ("LOOP", "state.V = w_0.expand(8, -1)", "state.V has one row in memory"),
+    ("zip(\n            LOOP, [0.1, 0.2])", "", "zip around run.rounds"),
+    ("itertools.islice(tqdm.tqdm(LOOP), 2)", "", "islice around run.rounds"),
+    ("LOOP", "state.V = w_0.expand(8, -1)", "state.V repeats a part of its memory"),
 ])
 def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
         loop, before, words, tmp_path, capsys):
@@ -793,18 +795,27 @@ def test_a_first_round_that_is_tried_leaves_no_trace(tmp_path, capsys, monkeypat
     """The record and the state are those of a run without it, with one line a round."""
     each = "state.n = state.n + 1; run.sent(1, 1); run.stop_at_target(w)"
     found = []
-    for ours in ((), ("own",)):
-        monkeypatch.setattr(fl.run, "OURS", ours)
-        monkeypatch.setattr(fl.run, "HERE", tmp_path / str(len(found)))
+    for is_new in (common.Run.is_new, lambda run: False):
+        monkeypatch.setattr(common.Run, "is_new", is_new)
         record = of_its_own(tmp_path / str(len(found)), "", each)
         state = torch.load(tmp_path / str(len(found)) / "out" / "state.pt", weights_only=True)
         out = capsys.readouterr().out
-        assert out.count("round 1 runs twice") == (not ours)
+        assert out.count("round 1 runs twice") == (not found)
         lines = [line.rsplit("|", 1)[0] for line in out.splitlines() if line.startswith("round ")]
         rows = [{name: z for name, z in row.items() if "seconds" not in name}
                 for row in record["rounds"]]
         found.append((lines, rows, state["state"]["n"], state["state"]["w"].tolist()))
     assert found[0] == found[1] and found[0][2] == len(found[0][1])
+
+
+def test_what_a_file_does_with_rounds(tmp_path):
+    path = tmp_path / "own.py"
+    for text, found in (
+            ("for t in run.rounds(state):  # no list(run.rounds(state))\n    r['rounds']", (0, "")),
+            ("half(opt.rounds)", (1, "")), ("for t in tqdm(run.rounds(state)): pass", (0, "")),
+            ("for i, t in enumerate(made.rounds(s)): args.rounds", (1, "enumerate"))):
+        path.write_text(text)
+        assert fl.state.use_of_rounds(path) == found
 
 
 def test_a_file_that_names_args_rounds_is_resumed_with_as_many(tmp_path, capsys, monkeypatch):
