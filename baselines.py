@@ -192,7 +192,8 @@ def fedprox(federation, run, args):
     D2  Line 3: every client does all of its work. The paper also lets slow clients stop early.
     D3  Line 6 runs one epoch by default, with the eta of round T and without the proximal term. The
         papers do not specify this.
-    D4  Line 4 weights by n_k, as in the paper's experiments. Its listing takes the plain mean.
+    D4  Line 4 weights by n_k, as the paper's experiments do. Its listing draws clients by n_k and
+        takes plain means.
 
      1  w = w_0;  for each round t, with the clients S_t:
      2      for each client k in S_t:  w_k = w_t

@@ -4,20 +4,17 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
     python fedslr.py --dataset cifar10    Table 1, Non-IID; the paper: GKR .8752, mixed .9530
     --model cnn: ours .7449 and .9130     results/fedslr/cifar10-cnn-1000-rounds
 
-All clients share w (GKR), whose rank lambda lowers. p_i stays with client i; mu makes it sparse.
-"gkr" tests w on i's images (D7), "personal" w + p_i (mixed). docs/fedslr.md explains our choices:
+Clients share w (GKR, global knowledge); lambda lowers its rank. i keeps p_i; mu makes it sparse.
+"gkr" tests w on i's images, "personal" w + p_i (mixed). docs/fedslr.md explains D7, D8 and these:
 
-    D1  Line 1: p_i starts at 0; with resnet18 as w^0's kernels and matrices (authors' code).
-    D2  Line 3 rounds C*M down; the authors' clients join with probability C. Line 7 is unweighted.
+    D1  Line 1: p_i starts at 0, in resnet18 at w^0's kernels and matrices (authors' code).
+    D2  Line 3 rounds C*M down; authors' clients join with probability C. Line 7 has plain means.
     D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
-    D5  Line 7 shrinks matrices, and kernels as matrices (pi), but no vectors; line 20 all of p_i.
-    D6  Per layer the server sends min(rows*columns, rank*(rows+columns)) weights; clients send w_i.
-    D7  A client tests on floor(100 * its class proportion) central images of each class.
-    D8  Class proportions follow Dir(.1); used-up classes are dealt again; images shift and flip.
+    D5  Line 7 shrinks matrices and (by pi) kernels, no vectors. Line 20 shrinks all of p_i.
+    D6  Per matrix the server sends min(rows*columns, rank*(rows+columns)) weights; a client w_i.
 
-fedavg.py explains [d] and net. f_i: client i's loss; w_l: layer l of w. Lines 7 and 20 have the
-paper's numbers. The code runs Phase II before line 15, and line 6 also does line 16.
+f_i: client i's loss; w_l: layer l of w. Phase II runs before line 15; line 6 also does line 16.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -63,7 +60,7 @@ def soft(x, tau):
 def local_training(net, args):
     """Returns client_update(w, gamma, p, epochs, eta): lines 8-15 and 17-20 for one client.
     `epochs` yields E passes over its images, each cut into minibatches b (common.Epochs)."""
-    decay = args.weight_decay * net.decayed  # [d] (D3)
+    decay = args.weight_decay * net.decayed  # [d], as in fedavg.py (D3)
 
     @common.step  # on a GPU it runs for all clients at once, or as a CUDA graph
     def step_w(w, gamma, w_t, b, eta):  # [d] each
@@ -83,7 +80,7 @@ def local_training(net, args):
         return soft(p - eta * (g + decay * p), eta * args.mu)  # l.20 (D3, D5)
 
     def client_update(w, gamma, p, epochs, eta):  # l.8
-        w_t = w  # l.9: Phase I, w = w^t
+        w_t = w  # l.9: Phase I; w is w^t
         for minibatches in epochs:  # l.10
             for b in minibatches:  # l.11: step_w does lines 12-14
                 w = step_w(w, gamma, w_t, b, eta)
@@ -130,14 +127,14 @@ def prox_nuclear(net, v, tau, map=map):
     if not v.isfinite().all():
         return v, full_ranks(net)  # a run that diverged; SVDs of such matrices fail
     parts = [part.view(shape) for part, shape in zip(v.split(net.sizes), net.shapes)]
-    layers, ranks = matrices(net), []  # D5
+    layers, ranks = matrix_places(net), []  # D5
     for l, (w_l, rank) in zip(layers, map(lambda l: shrink(parts[l], tau), layers)):
         parts[l] = w_l
         ranks.append(rank)
     return torch.cat([part.flatten() for part in parts]), torch.stack(ranks)
 
 
-def matrices(net):
+def matrix_places(net):
     """Returns [L]: the places of w's kernels and matrices among its tensors."""
     return [l for l, shape in enumerate(net.shapes) if len(shape) > 1]
 
@@ -146,7 +143,7 @@ def size_in_factors(net, ranks):
     """Returns how many weights the server sends for a w whose pi(w_l) have these ranks [L]: a
     matrix whole or as two factors, whichever takes fewer (D6)."""
     sizes = list(net.sizes)
-    for l, rank in zip(matrices(net), ranks.tolist()):
+    for l, rank in zip(matrix_places(net), ranks.tolist()):
         n, c, k1, k2 = dimensions(net.shapes[l])
         rows, columns = n * k1, c * k2
         sizes[l] = min(rows * columns, rank * (rows + columns))
@@ -161,7 +158,7 @@ def main(argv=None):
     client_update = local_training(net, args)
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
-    state = State(w=w_0, ranks=full_ranks(net), size=net.d,  # size: what w^t takes (D6)
+    state = State(w=w_0, ranks=full_ranks(net), size=net.d,  # size: of w^t as sent (D6)
                   gamma=federation.per_client(torch.zeros_like(w_0)),  # l.1: [M, d]
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): [M, d]
     for t in run.rounds(state, clients=lambda S: state.w + state.p[S]):  # l.2
@@ -169,7 +166,7 @@ def main(argv=None):
         S = federation.sample(t, m)  # l.3: [m]
         w_t = state.w.expand(m, -1)  # [m, d]
         # for each client of S, train calls client_update with its rows of `own`, its epochs and
-        # what is shared. state.p.of(S) is state.p[S], fetched row by row, when it is needed
+        # what is shared. state.p.of(S) is state.p[S], each row fetched only when needed
         w_i, p_i = federation.train(client_update, S, t, shared=[federation.eta(t)],
                                     own=[w_t, state.gamma.of(S), state.p.of(S)])  # l.4-5: [m, d]
         for j, i in enumerate(S):  # one by one, to save memory
@@ -178,7 +175,7 @@ def main(argv=None):
         del w_i
         tau = args.lambda_ * args.eta_g  # l.7
         state.w, state.ranks = prox_nuclear(net, v, tau, federation.training.map)  # l.7
-        state.p[S] = p_i  # l.20
+        state.p[S] = p_i  # p_i stays with client i
         del p_i
         run.sent(up=m * net.d, down=m * state.size)  # w_i up, w^t down (D6)
         state.size = size_in_factors(net, state.ranks)
@@ -191,7 +188,7 @@ def main(argv=None):
 # Around it
 
 # The settings of Table 1, Non-IID, for all three data sets
-DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1,  # D7, D8
+DEFAULTS = dict(split="fedslr", alpha=0.1, clients=100, client_test=0.0, fraction=0.1,
                 rounds=1000, epochs=2, batch_size=20, lr=0.1, lr_decay=0.998, weight_decay=1e-3,
                 model="resnet18", transform="fedslr", eval_every=20)
 BY_DATASET = {
@@ -228,15 +225,15 @@ def shrink_on_gpu(v_l, tau):
     wide = A if A.shape[0] <= A.shape[1] else A.T
     squares, U = torch.linalg.eigh(wide @ wide.T)
     s = squares.clamp(min=0).sqrt()  # the singular values
-    kept = soft(s, tau)
-    shrunk = (U * (kept / s.clamp(min=1e-300))) @ (U.T @ wide)
+    shrunk_s = soft(s, tau)
+    shrunk = (U * (shrunk_s / s.clamp(min=1e-300))) @ (U.T @ wide)
     shrunk = shrunk if wide is A else shrunk.T
-    return pi_inverse(shrunk, v_l.shape).to(v_l), (kept > 0).sum()
+    return pi_inverse(shrunk, v_l.shape).to(v_l), (shrunk_s > 0).sum()
 
 
 def full_ranks(net):
     """Returns [L]: the largest ranks that the pi(w_l) can have."""
-    shapes = [pi(torch.empty(net.shapes[l], device="meta")).shape for l in matrices(net)]
+    shapes = [pi(torch.empty(net.shapes[l], device="meta")).shape for l in matrix_places(net)]
     return torch.tensor([min(shape) for shape in shapes], device=net.device)
 
 
@@ -245,7 +242,7 @@ def measures(federation, state):
     nonzeros = [float(state.p[i].count_nonzero()) for i in federation.everyone]
     mixed = state.size + torch.tensor(nonzeros, dtype=torch.double)  # [M]
     std = float(mixed.std()) if len(mixed) > 1 else 0.0
-    names = [federation.net.names[l].removesuffix(".weight") for l in matrices(federation.net)]
+    names = [federation.net.names[l].removesuffix(".weight") for l in matrix_places(federation.net)]
     return {
         "personal": federation.evaluate_clients(lambda S: state.w + state.p[S]),  # D4
         "gkr": common.without_clients(federation.evaluate_clients(state.w)),

@@ -10,21 +10,20 @@ Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191
     DS-3  .3791 (.466)  .8859  .8918 (.823)  results/persfl-2/persfl-cifar10-split-lognormal
 
 "global" tests FedAvg's model G on central test images, "personal" each user's A_k (in Stage 1:
-G) on its own test images. docs/persfl.md explains our choices, also D10 (five seeds):
+G) on its own test images. docs/persfl.md explains our choices, also D8, D10 (five seeds):
 
     D1  Lines 5 to 8 choose among the models that the server sends: G_1 (untrained) to G_{E_G}.
     D2  Line 10: user k has n_k of n training images; the paper's (4) weights users equally.
     D3  We chose B = 20, rate .05 (lines 9, 22), E_L = 1, E = 10 (paper: E_L), no momentum.
     D4  Line 15 is repeated in every epoch. Pixels are in [0, 1]. Line 20 averages over b's images.
-    D5  Line 20: KL(teacher || student), whose gradients are PersFL-GD's; (3) has the reverse.
+    D5  Line 20 is KL(teacher || student), as PersFL-GD in gradient; (3) swaps the arguments.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D8  Line 11: G_{E_G+1} is everybody's teacher.
-    D9  Users are dealt only training images, 6,000 in MNIST's DS-1, as in the authors' logs.
+    D9  Only training images are dealt, 6,000 in MNIST's DS-1. DS-1's equal amounts are ours.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline.
 
 fedavg.py explains [d] and net. Line numbers are the paper's; we add "choose G_1", line 13's loop
-and lines 9 to 11, where its loops end. In the code the users (line 14) are the outer loop.
+and lines 9 to 11. The code runs line 14 outside line 13, whose students share each minibatch b.
 
      1  Stage 1, users and server together: find the teachers
      2  choose G_1;  l'_k = infinity for every user k
@@ -91,10 +90,10 @@ def distillation(net, args, grid=GRID):
 
         def loss(w, T, lam):  # of one student: its weights w [d], and two numbers
             A_b = net(w, b.x)  # A_k(b): [B, classes]
-            log_s = (O_b / T).log_softmax(1)  # l.21: log s_b
+            log_s_b = (O_b / T).log_softmax(1)  # l.21
             log_a = (A_b / T).log_softmax(1)  # l.20: log softmax(A_k(b) / T)
-            per_class = log_s - log_a if args.soft == "kl" else -log_a
-            soft = (log_s.exp() * per_class).sum(1)  # l.20: KL, or CE (D5): [B]
+            per_class = log_s_b - log_a if args.soft == "kl" else -log_a
+            soft = (log_s_b.exp() * per_class).sum(1)  # l.20: KL, or CE (D5): [B]
             soft = (soft * b.mask).sum() / b.mask.sum().clamp(min=1)  # over b's images (D4)
             hard = common.cross_entropy(A_b, b)  # l.19; takes logits
             return (1 - lam) * hard + lam * T**2 * soft  # l.18
@@ -125,8 +124,8 @@ def accuracies(federation, students, images):
 def best_students(students, accuracy):
     """Returns each user's best student (the first, if tied): its index in GRID [K], and its
     weights [K, d]. students: [K, 11, d]; accuracy: [K, 11], nan for one that diverged."""
-    best = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: the first of the best (D6)
-    return best, students[torch.arange(len(students)), torch.from_numpy(best)]
+    best_index = np.nan_to_num(accuracy, nan=-1).argmax(1)  # l.13: the first of the best (D6)
+    return best_index, students[torch.arange(len(students)), torch.from_numpy(best_index)]
 
 
 def main(argv=None):
@@ -159,18 +158,18 @@ def main(argv=None):
         common.say(f"stage 2  {K} users, {len(GRID)} students each")
         O = state.O
         if args.teacher == "final":
-            O = state.G.expand(K, -1)  # l.11: [K, d] (D8)
+            O = state.G.expand(K, -1)  # l.11: [K, d]
             run.sent(up=0, down=O.numel())
         eta_prime = torch.tensor(args.distill_lr, device=federation.device)
         # t = E_G, one above the last t, gives a new shuffling
         students = federation.train(distil, everyone, args.rounds, own=[O], shared=[eta_prime],
                                     epochs=args.distill_epochs)  # l.13-14: [K, 11, d]
         accuracy = accuracies(federation, students, validation)
-        best, state.A = best_students(students, accuracy)  # l.13: keep the best one
+        best_index, state.A = best_students(students, accuracy)  # l.13: keep the best one
         if np.isnan(accuracy).all(1).any():
             run.diverge("each student of a user")
         run.log(federation.evaluate(state.G),
-                **measures(federation, state, students, accuracy, best, args))
+                **measures(federation, state, students, accuracy, best_index, args))
     run.finish()
     return run.record()
 
@@ -220,17 +219,18 @@ def arguments(argv):
     return args
 
 
-def measures(federation, state, students, accuracy, best, args):
+def measures(federation, state, students, accuracy, best_index, args):
     """Returns the personal measures, and others for the record. `accuracy` [K, 11] is that of the
-    students [K, 11, d] on validation images. `best` [K] are the indices in GRID of those kept."""
+    students [K, 11, d] on validation images. best_index [K]: the places in GRID of those kept."""
     of_G, of_A = (federation.evaluate_clients(W) for W in (state.G, state.A))
     on_test = accuracies(federation, students, federation.split.test)
-    rounds = state.round_of_O.tolist()
+    teacher_rounds = state.round_of_O.tolist()
     if args.teacher == "final":
-        rounds = [args.rounds + 1] * federation.K  # a further round would begin with this G
+        teacher_rounds = [args.rounds + 1] * federation.K  # the last G is G_{E_G+1}
     users = {"FedAvg": of_G["per_client"], "fine-tuned": on_test[:, 0].tolist(),
-             "PersFL": of_A["per_client"], "T": [GRID[i][0] for i in best],
-             "lambda": [GRID[i][1] for i in best], "teacher's round": rounds}
+             "PersFL": of_A["per_client"], "T": [GRID[i][0] for i in best_index],
+             "lambda": [GRID[i][1] for i in best_index],
+             "teacher's round": teacher_rounds}
     return {"personal": of_A, "personal@fedavg": common.without_clients(of_G), "users": users,
             "grid": GRID, "students": {"val": accuracy.tolist(), "test": on_test.tolist()}}
 

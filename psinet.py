@@ -11,16 +11,16 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
 "personal" tests Omega on images in each node's class proportions. docs/psinet.md has our choices:
 
     D1  Line 3: each group of the first grouped layer sees all channels.
-    D2  Widths are rounded up to multiples of G. A group is initialised like a layer of its size.
+    D2  Widths are rounded up to multiples of G. A later group starts like a layer of its size.
     D3  Line 1: G = 10; the depth is conv5 (VGG-9) or conv3-2 (VGG-16); M(g) are consecutive labels.
     D4  GroupNorm has as many groups as the layer. FedAvg's has two, after each convolution.
     D5  Lines 9, 10 weight node i by its images. A group that no node of S has keeps its value.
     D6  Line 6: all splits count as extreme. The softmax leaves pruned groups out.
-    D7  Line 12: eta, B, momentum, decay are FedMA's; T is Fed2's; crops are FedSLR's; E is a guess.
+    D7  Lines 7, 11, 12: eta, B, momentum, decay are FedMA's; T and E Fed2's; crops FedSLR's.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
-    D9  papers/psinet_depth.py suggests a depth: where total variance first passes half its range.
+    D9  papers/psinet_depth.py suggests the first layer with total variance in its upper half.
 
-Omega [d]: weights w and running statistics r of all groups; those that i lacks have gradient 0.
+Omega: weights w [d] and running statistics r of all groups; those that i lacks get gradient 0.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -67,8 +67,8 @@ class PsiNet(nn.Module):
     """A network in G groups; G = 0 means no groups, for FedAvg. `plain` is the same network without
     groups, an nn.Sequential of named layers (VGG9 of fl/models.py). Layers keep their names;
     conv5-norm follows conv5. `depth` is the first layer with groups; `norm` is "gn", "bn" or
-    "none". Block g of the last layer gives the logits of M(g): of C classes
-    the labels g*C/G to (g+1)*C/G - 1."""
+    "none". Block g of the last layer gives the logits of M(g), labels g*C/G to
+    (g+1)*C/G - 1 of C classes."""
 
     def __init__(self, plain, G, depth, norm):
         super().__init__()
@@ -139,7 +139,7 @@ def groups_of_nodes(federation, args):
     return has, has[:, group]
 
 
-MISSING = -1e9  # the logit of a class that a node lacks, so that its probability is 0 (D6)
+MISSING = -1e9  # the logit of a class whose group a node lacks, so that its probability is 0 (D6)
 
 
 def local_training(net, args):

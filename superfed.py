@@ -17,16 +17,16 @@ docs/superfed.md explains our choices, also some that belong to no line (D8, D10
     D4  Line C6: Phase II begins at the first t >= L*R, in the authors' code at int(L*R) - 1.
     D5  Model Mixing's mu, nu, L are the authors'. Layer Mixing's L = .8 is inferred from Table 3
         (CIFAR-10); its L elsewhere, and its mu and nu, are guesses.
-    D6  Line C6: in Layer Mixing a bias shares its layer's lambda. The cosine is over all of w.
+    D6  Line C6: in Layer Mixing a bias shares its layer's lambda. Line C8: the cosine takes all w.
     D7  Line C8a: momentum is .9 (paper's text); its buffer u starts a round at 0; no weight decay.
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
-    D12  All clients share one lambda of 0, .1, ..., 1: the one with the least training loss.
+    D12  All clients use the lambda of 0, .1, ..., 1 with the least mean training loss.
     D13  Line 5: C*K is rounded down.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
 [d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Line numbers
 are the paper's; ends of loops and return are omitted. We added 7a and C8a and reconstructed
-C2, C6, C7; 3, C10, C11 are lost. L: share of rounds before Phase II; n_k: k's training images.
+C2, C6 to C8; 3, C10, C11 are lost. L: share of rounds before Phase II; n_k: k's image count.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -79,9 +79,9 @@ def mix(w_f, w_l, lam):
 
 
 def lambda_and_nu(b, layer, nu, phase_two):
-    """Returns lambda and nu of minibatch b, both 0 in Phase I, where phase_two is 0, not 1.
-    b.draw has a number ~ U(0,1) for each layer. layer [d]: the layer of each weight, so that lambda
-    is [d]; or 0, so that lambda is the first number, for all weights."""
+    """Returns minibatch b's lambda and nu. In Phase I phase_two is 0, else 1, so both are 0 there.
+    b.draw has a number ~ U(0,1) for each layer. layer: each weight's layer [d], so that lambda is
+    [d]; or 0: all weights use the first number."""
     return phase_two * b.draw[layer], phase_two * nu  # l.C6 (D6)
 
 
@@ -112,7 +112,7 @@ def local_training(net, args):
 
         gradient_f, gradient_l = common.grad(loss, argnums=(0, 1))(w_f, w_l)
         w_f, u_f = sgd(w_f, u_f, gradient_f, eta)  # l.C8a: w^f - eta * u (D7, D15)
-        w_l, u_l = sgd(w_l, u_l, gradient_l, eta)  # l.C8a: w^l_k; its gradient is 0 in Phase I
+        w_l, u_l = sgd(w_l, u_l, gradient_l, eta)  # l.C8a: w^l_k; in Phase I its gradient is 0
         return w_f, w_l, u_f, u_l
 
     def client_update(w_f, w_l, epochs, eta, phase_two):  # l.C1: downloads w_f; w_l is its own

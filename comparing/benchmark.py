@@ -29,7 +29,8 @@ from . import planning, ranks, report, training
 
 EQUAL = ["--client-test=0.25", "--client-val=0.125", "--model=cifarnet", "--transform=normalize",
          "--epochs=1", "--batch-size=20", "--momentum=0"]
-FINE_TUNE, MOST = "--fine-tune=1,3,10,30", 30  # epochs
+EPOCHS = 1, 3, 10, 30  # of fine-tuning
+FINE_TUNE = f"--fine-tune={','.join(map(str, EPOCHS))}"
 FEW = [*EQUAL, "--clients=20", "--fraction=0.5", "--rounds=40", "--eval-every=40"]
 CIFAR10 = [*FEW, "--dataset=cifar10", "--limit=6400"]
 KINDS = {"two classes": [*CIFAR10, "--split=classes", "--per-client=2"],
@@ -51,9 +52,8 @@ TRIANGLE = {"ahead": " ▲", "behind": " ▼"}
 METHODS = {name: name for name in planning.METHODS if not name.endswith("-ft")} | {
     "local-twice": "local", "fedavg-twice": "fedavg"}
 FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
-SOME = ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold", "fedper", "fedrep",
-        "ditto", "superfed-mm")
-ONLY = {"100 clients": SOME}
+ONLY = {"100 clients": ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold",
+                        "fedper", "fedrep", "ditto", "superfed-mm")}
 LIKE = {"CIFAR-100": "Dirichlet", "100 clients": "two classes"}  # only the rate is chosen anew
 
 
@@ -356,7 +356,7 @@ def table(rows, grids=OWN):
                              for word in words({grid.parameter: z}))}
         own = report.cell("own", row["own"]) + "*" * bool(ends & {*row["own"]})
         rounds, more = row["local epochs"][0], row["epochs more"][0]
-        epochs = f"{rounds:.0f} + {more:.0f}" + "*" * (more == MOST)
+        epochs = f"{rounds:.0f} + {more:.0f}" + "*" * (more == EPOCHS[-1])
         found.append([report.name(row), mean["personal"], mean[PART], *differences,
                       mean["its worst tenth"], mean["global"], epochs, mean["MB sent"], own])
     return [f"|{'|'.join(line)}|" for line in found]

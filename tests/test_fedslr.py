@@ -253,7 +253,7 @@ def test_the_network_rebuilt_from_its_factors(tau, pairs, net):
     w, ranks = fedslr.prox_nuclear(net, drawn(net), tau)
     dense = net.build().double()
     dense.load_state_dict(net.state_dict(w))
-    names = [net.names[i].removesuffix(".weight") for i in fedslr.matrices(net)]
+    names = [net.names[i].removesuffix(".weight") for i in fedslr.matrix_places(net)]
     thin = fedslr_factors.factorised(dense, dict(zip(names, ranks.tolist())))
     x = torch.from_numpy(np.random.default_rng(4).normal(size=(5, 3, 8, 8)))
     torch.testing.assert_close(thin(x), net(w, x), atol=1e-10, rtol=1e-10)
