@@ -1,8 +1,8 @@
-# make demo       two runs of SuPerFed on the embedded images (six minutes on two cores), and the pages
-# make compare    all 23 methods on the embedded images, three seeds: a table and two figures
+# make demo       two runs of SuPerFed on the bundled images (six minutes on two cores), and the pages
+# make compare    all 23 methods on the bundled images, three seeds: a table and two figures
 # make benchmark  all methods on CIFAR-10, each with chosen settings; hours, what is there stays
 # make reproduce  every table and figure of the papers; ARGS="--only superfed-1 --seeds 3"
-# make again      repeats one committed result; RECORD=results/.../0.json ARGS="--rounds 20"
+# make again      reproduces one committed result; RECORD=results/.../0.json ARGS="--rounds 20"
 # make docs       docs/*.html: each paper's pseudocode beside its code
 # make bench      seconds per round against a plain PyTorch loop; wants a quiet machine
 # make gpu-check  four minutes on a CUDA GPU: every algorithm's fast way against the plain loop

@@ -1,8 +1,8 @@
 """Provides what every algorithm here needs and no paper's pseudocode contains. In the order of a
 round, Federation samples clients (sample), trains them (train, one_by_one; Epochs yields one
 client's minibatches) and evaluates models (evaluate, evaluate_clients). The algorithms also call
-step and grad (fl/training.py) and Run, the loop over the rounds and the record (fl/run.py). score,
-the arithmetic of the measures, is in fl/measures.py.
+step and grad (fl/training.py) and Run, which loops over rounds and writes the record (fl/run.py).
+score, the arithmetic of the measures, is in fl/measures.py.
 
 Shapes in comments: d weights in a model, K clients, m of them sampled in a round, B images in a
 minibatch, H x W pixels, C channels. Global measures use the data set's central test images,
@@ -88,8 +88,8 @@ class Federation:
         self.notes = [*self.net.notes, *fl.data.remarks(self.data),  # one line each, printed
                       *fl.splits.remarks(dealt, self.data, args)]
         self.all_rows = []  # every Rows that per_client has made
-        self.dealt = np.concatenate([*dealt.train, *dealt.val])  # images that training may use
-        self.passed = []  # how many images each client's epochs have passed in this round
+        self.dealt = np.concatenate([*dealt.train, *dealt.val])  # images that `train` accepts
+        self.passed = []  # how many images each client's epochs have processed in this round
 
     def initial_weights(self):
         """Returns w_0 [d]: the weights of --init, or random ones from the seed."""
@@ -197,8 +197,8 @@ class Federation:
     # Evaluation
 
     def logits(self, w, index):
-        """Returns w's logits [n, classes] on the images index [n], without augmentation. Parts
-        have about equal sizes, since results for 1 to 3 images would round differently."""
+        """Returns w's logits [n, classes] on the images index [n], without augmentation. index is
+        cut into about equal parts, since 1 to 3 images would round differently."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
         return self.training.stacked(lambda i: self.logits_of_part(w, parts[i]), parts)
 
@@ -332,7 +332,7 @@ def descend(w, eta, gradient):
 
 
 def sgd(args, decayed=None):
-    """Returns the step of SGD with --momentum and --weight-decay: sgd(w, u, gradient, eta) -> w, u.
+    """Returns momentum_step(w, u, gradient, eta) -> w, u: SGD with --momentum and --weight-decay.
 
     The new u is gradient + momentum * u + decay * w; then w becomes w - eta * u. w, u, gradient:
     [..., d]. eta: a scalar tensor. decayed [d]: 1 where the decay applies; None if the

@@ -3,7 +3,7 @@ clients, rounds, epochs, minibatches and rate. docs/compare.md lists exceptions.
 tunes your method on CIFAR-10 and shows it beside all others: docs/benchmark.md.
 
     python compare.py --methods fedavg,fedper,docs/lastlayer.py --seeds 3 --out runs/three
-    python compare.py --methods all --jobs 2                 (make compare: the embedded images)
+    python compare.py --methods all --jobs 2                 (make compare: the bundled images)
     python compare.py --methods fedavg,a=fedprox,b=fedprox --set a.mu=0.01 --set b.mu=1
 
 A method is one of this repository (see --methods), or a file of your own with arguments(argv) and

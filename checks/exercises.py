@@ -176,15 +176,15 @@ def superfed_1(without, with_):
 
 def superfed_2(fedavg, superfed, large_nu):
     same = torch.equal(fedavg.w, superfed.w_f), torch.equal(superfed.w_f, large_nu.w_f)
-    return ({"w^f is FedAvg's w": yes(same[0]), "nu = 1000 changes a bit": yes(not same[1])},
+    return ({"w^f is FedAvg's w": yes(same[0]), "nu = 1000 changes any bit": yes(not same[1])},
             all(same))
 
 
 def superfed_3(run):
     untouched = (run.w_l == w_0(run, client=1)).all(1).sum().item()
     up = [row["bytes_up"] / 1e6 for row in run.record["rounds"]]
-    numbers = {"unchanged w^l of 20": str(untouched), "MB up a round, Phase I": f"{up[0]:.2f}",
-               "Phase II": f"{up[-1]:.2f}"}
+    numbers = {"unchanged w^l of 20": str(untouched),
+               "MB uploaded per round, Phase I": f"{up[0]:.2f}", "Phase II": f"{up[-1]:.2f}"}
     return numbers, 10 <= untouched <= 15 and len(set(up)) == 1
 
 

@@ -6,7 +6,7 @@ would another way be faster?
     python checks/gpu_check.py --variants streams compile --only "10 x resnet18"
     python checks/gpu_check.py --device cpu --quick   (tries the script, without a GPU)
 
-The first rows train each algorithm for two rounds on the embedded images, by `--engine loop` and in
+The first rows train each algorithm for two rounds on the bundled images, by `--engine loop` and in
 the fast way ("way"). "why" says why a faster way was given up. "differs" is the distance of the two
 final states relative to what the loop's training changed, for the worst tensor. It comes from runs
 with 80 images, in fp32: an H100's rounding stayed below 3e-5 (bf16: .03). With all images rounding

@@ -355,7 +355,7 @@ def table(rows, grids=OWN):
                 for word in (f"--{word}" for z in grid.ends
                              for word in words({grid.parameter: z}))}
         own = report.cell("own", row["own"]) + "*" * bool(ends & {*row["own"]})
-        rounds, more = row["local epochs"][0], row["epochs more"][0]
+        rounds, more = row["local epochs"][0], row["extra epochs"][0]
         epochs = f"{rounds:.0f} + {more:.0f}" + "*" * (more == EPOCHS[-1])
         found.append([report.name(row), mean["personal"], mean[PART], *differences,
                       mean["its worst tenth"], mean["global"], epochs, mean["MB sent"], own])

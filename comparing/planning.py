@@ -59,13 +59,14 @@ OWN = {
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9},
                 "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               f"{NO_MOMENTUM}; lr = 1/lambda: in the first round a step sets w_k to theta_k; "
+               f"{NO_MOMENTUM}; with lr = 1/lambda, a step of round 1 sets w_k to theta_k; "
                "theta_lr is the rate of SGD"),
     "fedma": (lambda shared: {"rounds": max(1, round(shared.rounds / 2))},
-              "in a round it trains once for each layer, where others train once"),
+              "in a round it trains once for each layer (longer for the last), where others train "
+              "once"),
     "persfl": (lambda shared: plain(shared) | everybody(shared) | {"distill_epochs": 2},
-               "no momentum, as in the file; all clients take part in every round; after the last "
-               "one distillation follows, of two epochs, fewer than in the file"),
+               "no momentum, as in the file; all clients take part in every round; two epochs of "
+               "distillation, fewer than in the file, follow the last round"),
 }
 COMPUTED = {"pfedme_lambda": "lr"}  # if --set gives the first, the method computes the second
 FREED = ("lr", "momentum", "epochs")  # what --set may change although it is shared

@@ -46,15 +46,15 @@ MEASURES = {  # title: its value in a record
     "its worst tenth": lambda r: fine_tuned(r).get("worst_decile"),
     "validation": lambda r: personal(r).get("val_mean"),
     "local epochs": lambda r: r.get("local_epochs"),
-    "epochs more": lambda r: fine_tuned(r).get("epochs"),
+    "extra epochs": lambda r: fine_tuned(r).get("epochs"),
     "MB sent": lambda r: None if r["bytes_up"] is None  # the method does not call run.sent
     else (r["bytes_up"] + r["bytes_down"]) / 1e6,
-    "s a round": lambda r: r["seconds_per_round"],
+    "s per round": lambda r: r["seconds_per_round"],
     "minutes": lambda r: sum(row["seconds"] + row.get("evaluation_seconds", 0)
                              for row in r["rounds"]) / 60,
 }
 GAIN, RANK = "gain over Local", "mean rank"
-DIGITS = {"local epochs": 1, "epochs more": 1, "MB sent": 1, "s a round": 2,
+DIGITS = {"local epochs": 1, "extra epochs": 1, "MB sent": 1, "s per round": 2,
           "minutes": 1}  # others: 3
 COLUMNS = [*list(MEASURES)[:6], GAIN, RANK, "rounds", *list(MEASURES)[6:], "own"]
 STYLES = [{"color": f"C{i}", "linestyle": style} for style in ("-", "--", ":", "-.")
@@ -387,7 +387,7 @@ def latex(rows, some, args):
     bold = f"Bold: the best {rows[0]['part']} accuracy"
     if rows[0]["runs"] > 1:
         bold += ", and those whose paired difference to it is inconclusive"
-    titles, body = main_table(rows, but=("validation", "s a round"))
+    titles, body = main_table(rows, but=("validation", "s per round"))
     body = [list(map(tex, line)) for line in body]
     for row, line in zip(rows, body):
         if row["bold"]:

@@ -42,7 +42,7 @@ FIGURES = {
                *((f"fedslr/{data}-cnn/ranks", f"Accuracy, ranks and bytes over the rounds, {name}",
                   RANKS.format(data))
                  for data, name in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100")))],
-    "baselines": [(f"compare/{name}", "All methods on one split of the embedded images",
+    "baselines": [(f"compare/{name}", "All methods on one split of the bundled images",
                    "make compare") for name in ("curves", "clients")],
 }
 

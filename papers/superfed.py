@@ -67,7 +67,7 @@ TABLES = [
     SuPerFed-MM | 45.35 89.87 ? ? ?  17.62 43.36 ? ? ?
     SuPerFed-LM | 47.06 90.07 ? ? ?  18.17 43.85 ? ? ?
     """, tables_1_and_2, 1, LOST, draw=figures.rounds, why={
-        "All": "There are three seeds at most. In the last rounds of 200, two neighbouring "
+        "All": "There are three seeds at most. In the last rounds of 200, two consecutive "
                "evaluations differ by up to 4 points (SuPerFed) and 11 points (FedAvg-LU), earlier "
                "by up to 15. Shards are dealt at random here. The authors' code deals five fixed "
                "pairs of classes (D8 in superfed.py). FedAvg and FedAvg-LU have the same global "

@@ -1,5 +1,5 @@
 """The commands of the matrix: each algorithm and method, and each way through its code, on a few
-embedded images. tests/test_matrix.py and checks/bits.py train them. An algorithm joins by a line.
+bundled images. tests/test_matrix.py and checks/bits.py train them. An algorithm joins by a line.
 """
 
 import baselines

@@ -118,7 +118,7 @@ def test_the_page_is_printed_and_names_settings_and_reasons(compared):
     assert page.replace("±", "?") in printed and "±" in page
     assert found["own/0"]["args"]["mix"] == 0.25 and "| `--mix=0.25` |" in page
     assert f"- own is {OWN}." in page and "persfl is" not in page
-    assert "all clients take part in every round; after the last one" in page
+    assert "all clients take part in every round; two epochs of" in page
 
 
 def test_figures_are_in_three_formats(compared):
@@ -249,7 +249,7 @@ def test_finished_runs_can_be_fine_tuned_later(go, monkeypatch, tmp_path):
     page = (go.out / "compare.md").read_text()
     assert "--fine-tune=1,3,10" in page and "| fedprox | -0.100 |" in page
     table = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    columns = [table[0].index(title) for title in ("personal", "fine-tuned", "epochs more")]
+    columns = [table[0].index(title) for title in ("personal", "fine-tuned", "extra epochs")]
     assert [table[1][i] for i in columns] == ["0.500", "0.600", "1.0"]
     assert [table[2][i] for i in columns] == ["0.500", "0.500", "0.0"]  # after 1, 3, 10: 0.4
 

@@ -187,6 +187,7 @@ COLUMNS = {
     "rounds until the target": lambda record: f"{max(record['rounds_to'].values()):.1f}",
     "rounds": lambda record: str(len(record["rounds"])),
     "global, last": measure("final", "global", "top1"),
+    "final global": measure("final", "global", "top1"),
     "global, best": measure("best", "global", "top1"),
     "by training loss": measure("final", "personal", "mean"),
     "by training accuracy": lambda record: measure(  # superfed.py's own choice until 2026-11-21
