@@ -1,5 +1,5 @@
-"""FedAvg's Figure 1: the loss of the average of two networks, trained independently, from the same and
-from different initial weights.
+"""FedAvg's Figure 1: the loss of the average of two networks, trained independently, from the same
+and from different initial weights.
 
     python -m papers.fedavg_figure_1        writes results/fedavg-figure-1.json and .svg
 
