@@ -141,7 +141,7 @@ def scripts(text):
 def symbol(match):
     name, primes, after = match.groups()
     unit = name in "sx" and re.search(r"\d $", match.string[: match.start()])  # 62.6 s, 32 x 32
-    unit = unit or name == "s" and match.string.startswith(" a round", match.end())
+    unit = unit or name == "s" and match.string.startswith(" per round", match.end())
     if not primes and not after and (unit or name in ("a", "A", "I")):
         return match[0]
     base = name if name == "cos" else f"<i>{GREEK.get(name, name)}</i>"
