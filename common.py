@@ -113,6 +113,7 @@ class Federation:
 
     def sample(self, t, m=None):
         """Returns S_t [m], m random clients of round t (by default self.m) in ascending order."""
+        check_clients(self.everyone, self.K, t)
         rng = stream(self.args.seed, "sampling", t)
         return np.sort(rng.choice(self.K, self.m if m is None else m, replace=False))
 
@@ -141,7 +142,7 @@ class Federation:
 
         Results do not depend on how many clients train at once (on a GPU up to rounding).
         """
-        check_clients(S, self.K)
+        check_clients(S, self.K, t)
         epochs = self.args.epochs if epochs is None else epochs
         images = [self.split.train[k] for k in S] if images is None else images
         for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
@@ -231,6 +232,9 @@ class Federation:
         if torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
         else:
+            if torch.is_tensor(W) and len(W) != len(own):
+                refuse(f"evaluate_clients: W has {len(W)} models for {len(own)} clients; give it "
+                       "one [d], one for each client, or a function of clients S")
             of = W if callable(W) else W.__getitem__
             logits = self.training.stacked(lambda k: self.logits(of([k]).squeeze(0), own[k]), own)
         n = np.array([len(index) for index in own])

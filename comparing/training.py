@@ -2,16 +2,13 @@
 records."""
 
 import hashlib
-import os
 import pathlib
-import subprocess
-import sys
-import tempfile
 import time
 from typing import NamedTuple
 
 import common
 from fl import records
+from fl.child import REPEATS, Child
 
 from .planning import HERE, METHODS, Method, flag, flags, shell
 
@@ -43,12 +40,17 @@ def train_all(wanted, jobs, shared):
         if argv := missing(run, prints[at]):
             todo.append((run, argv))
     one_thread = jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
-    children = []  # [(Child, its Job, argv)]
+    children, begun = [], set()  # [(Child, its Job, argv)], methods
     try:
         while todo or children:
             while todo and len(children) < jobs:
                 run, argv = todo.pop(0)
-                children.append((Child(argv, one_thread), run, argv))
+                more = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+                if (name := run.method.name) in begun:
+                    more[REPEATS] = ""  # its first run does
+                begun.add(name)
+                child = Child([*argv, *["--parallel=1"] * one_thread], **more)
+                children.append((child, run, argv))
             time.sleep(0.02)
             for child, run, argv in [z for z in children if z[0].ended()]:
                 children.remove((child, run, argv))
@@ -62,37 +64,6 @@ def train_all(wanted, jobs, shared):
         if names := changed(run.method, record(run), done=True):
             common.refuse(f"{run.label}: {', '.join(names)} changed meanwhile; repeat the command")
     return [record(run) for run in wanted]
-
-
-class Child:
-    """A process that runs a file with its flags, argv."""
-
-    def __init__(self, argv, one_thread):
-        path, argv = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])], list(argv)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        if one_thread:
-            argv, environment = [*argv, "--parallel=1"], {**environment, "OMP_NUM_THREADS": "1"}
-        self.error = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            [sys.executable, HERE / "comparing" / "child.py", *argv], env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.error)
-
-    def ended(self):
-        return self.process.poll() is not None
-
-    def result(self):
-        """Returns the exit code and the last line of the error, with a note on it."""
-        self.error.seek(0)
-        code, said = self.process.wait(), self.error.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in said if line.strip()]
-        if code < 0 or not said:  # below 0: a signal ended it, which no line explains
-            return code, f"exit code {code}"
-        note = f" {said.pop()}" if said[-1].startswith("(in ") and len(said) > 1 else ""
-        return code, said[-1].rpartition("error: ")[2] + note
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait()
 
 
 def missing(run, prints):

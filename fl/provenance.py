@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # the files, beside the algorithm's, on which a result depends: not those that read data sets, which
 # have fingerprints, and that write or draw
 SHARED = "common.py", *(f"fl/{path.name}" for path in sorted((ROOT / "fl").glob("[a-z]*.py"))
-                        if path.stem not in ("formats", "plots", "provenance", "records"))
+                        if path.stem not in ("child", "formats", "plots", "provenance", "records"))
 
 
 def sources(file, args):

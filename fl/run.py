@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from . import machine, plots, provenance, records, splits, state
+from .child import REPEATS, Child
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, is_finite, sharing, watch
+from .state import PLAIN, Rows, is_finite, watch
 
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 ROW = EVERY_ROUND[:4]  # what each row begins with
@@ -61,6 +62,11 @@ class Run:
             refuse(f"{path.name}: {around} around run.rounds would begin anew after --resume; "
                    "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
                    "schedule[t] takes the place of zip")
+        no_sgd = [] if self.is_ours else state.unread(path, ["momentum", "weight_decay"])
+        if useless := [name for name in no_sgd if getattr(self.args, name)]:
+            refuse(f"{path.name} does not read --{useless[0].replace('_', '-')}, which would "
+                   f"change nothing; give it 0 (compare.py: --set NAME.{useless[0]}=0), or use "
+                   "common.sgd(args, net.decayed)")
         self.fixed_rounds, self.marks = fixed_rounds, marks or {}
         args = self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
@@ -86,7 +92,6 @@ class Run:
         self.history, self.failed = [], []  # the rows of complete rounds, and of one that diverged
         self.per_client = None  # accuracies at the last evaluation
         self.status = "unfinished"
-        self.rehearses = False  # the first round is tried, and will be taken back
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
         self.written, self.saved, self.cost = 0, 0.0, 0.0  # rounds on disk; when, and its seconds
@@ -120,57 +125,70 @@ class Run:
                    "one loop over it; distinguish phases inside the loop, by t")
         self.state, self.model, self.models = state, model, clients
         self.more_follows, self.personal = more_follows, personal
-        self.types = {name: getattr(z, "dtype", None) for name, z in vars(state).items()}
+        self.began = {name: z.to("meta") if torch.is_tensor(z) else None
+                      for name, z in vars(state).items()}
         self.check_state()
-        if two := sharing((name, z) for name, z in vars(state).items() if torch.is_tensor(z)):
-            refuse(f"state.{two[0]} and state.{two[1]} share their memory, which they would not "
-                   "after --resume; give one a .clone()")
         outside = watch(self.file, state)
         next(outside, None)
+        expected = torch.load(os.environ[REPEATS]) if os.environ.get(REPEATS) else {}
+        self.expect(expected.get("first", {}), "began with")
         with self.open():  # after --resume `state` is as it was saved
-            tried = (yield from self.rehearse()) if self.is_new() else None
+            again = self.repetition()
+            next(again, None)
             while len(self.history) < self.last:
                 before = self.begin_round()
                 yield len(self.history)
                 self.end_round(before)
                 next(outside, None)
-                self.expect(tried)
-                tried = None
+                if expected:
+                    self.expect(expected["after"], "gave")
+                    os.remove(os.environ[REPEATS])
+                    raise SystemExit
+                next(again, None)
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
                 self.clock = machine.now(self.federation.device) - self.row["seconds"]
             if not more_follows:
                 self.finish()
 
-    def is_new(self):
-        """Returns whether the loop is a user's own, at its beginning, and its state can be copied.
+    def repetition(self):
+        """A generator that repeats the third round (or the last before it) of a new run in a new
+        process, from the state before that round, and refuses another result. For a method, model
+        or split of a user's own, on a CPU: a GPU may round differently. next() before each round.
         """
+        own = not self.is_ours or any(".py:" in z for z in (self.args.model, self.args.split))
         size = sum(getattr(z, "nbytes", 0) for z in state.tensors_of(self.state).values())
-        return (not self.history and not self.is_ours and size < 1e9
-                and self.federation.device.type == "cpu")  # a GPU may round differently
+        if (not own or not self.command or self.history or size > 1e9 or REPEATS in os.environ
+                or self.federation.device.type != "cpu" or machine.world_size() > 1):
+            return
+        first = state.copies(self.state)
+        while len(self.history) + 1 < min(3, self.last):
+            yield
+        with tempfile.TemporaryDirectory() as folder:
+            self.put_state(f"{folder}/state.pt")
+            yield
+            n, file = len(self.history), pathlib.Path(folder, "expected.pt")
+            say(f"try     round {n} runs a second time, in a new process, to see whether "
+                "--resume would give the same")
+            torch.save({"first": first, "after": state.tensors_of(self.state)}, file)
+            child = Child([self.file, *self.args.argv, "--resume", f"--out={folder}"],
+                          **{REPEATS: str(file)})
+            try:
+                code, said = child.result()
+            finally:
+                child.stop()
+            if code:
+                refuse(f"round {n} was repeated in a new process, as --resume would: {said}",
+                       alone=True)
+            if file.exists():
+                say(f"note    python {self.file} trains nothing, so no round was repeated")
 
-    def rehearse(self):
-        """Yields the first round and takes it back. Returns what it has made of the state: what it
-        then makes again, unless the loop depends on what --resume does not restore."""
-        say("try     round 1 runs twice, with all that it prints and writes, to see whether the "
-            "loop depends on `state` alone")
-        first, last, self.rehearses = state.copies(self.state), self.last, True
-        passed = len(self.federation.passed)
-        before = self.begin_round()
-        yield 0
-        self.check_generators(before)
-        made = state.copies(self.state)
-        state.restore(self.state, {"state": first}, self.federation.device)
-        del self.federation.passed[passed:]
-        self.last, self.rehearses = last, False
-        return made
-
-    def expect(self, made):
-        """Refuses a first round that has not made again what rehearse() has returned."""
-        if made and (odd := state.differing(made, state.tensors_of(self.state))):
-            refuse(f"round 1 was tried twice and gave two results (state.{odd[0]}): something "
-                   "beside `state` has changed, or numbers are drawn without a seed; make "
-                   'generators in the loop, by common.stream(args.seed, "algorithm", t, '
+    def expect(self, tensors, what):
+        """Refuses a state that differs from these tensors."""
+        if odd := state.differing(tensors, state.tensors_of(self.state)):
+            refuse(f"it {what} another state.{odd[0]}; something beside `state` has changed, or "
+                   "numbers are drawn without a seed; keep tensors and numbers in `state`, and "
+                   'make generators in the loop, by common.stream(args.seed, "algorithm", t, '
                    "federation.K)", alone=True)
 
     def begin_round(self):
@@ -254,7 +272,7 @@ class Run:
         self.complete = False
 
     def check_state(self):
-        state.check(self.state, self.types, self.model, self.models, self.federation.all_rows)
+        state.check(self.state, self.began, self.model, self.models, self.federation.all_rows)
 
     def elapsed(self):
         """Returns the seconds since the round began, or since its clock stopped."""
@@ -282,6 +300,7 @@ class Run:
         rounds, and the last."""
         row = self.row
         row["seconds"] = row["seconds"] or self.elapsed()
+        self.check_state()
         return row["round"] % self.args.eval_every == 0 or row["round"] == self.last
 
     def log(self, global_=None, personal=None, **more):
@@ -309,8 +328,6 @@ class Run:
             row["personal"], row["per_client"] = without_clients(personal), personal["per_client"]
         row.update(more)
         row["evaluation_seconds"] = self.elapsed()
-        if self.rehearses:
-            return
         words = [f"round {row['round']:>{len(str(self.args.rounds))}}"]
         words += [in_words(part, row[part], SHOWN[part]) for part in SHOWN if part in row]
         words += [f"{name} {z:.4g}" for name, z in more.items() if isinstance(z, float)]
@@ -373,14 +390,17 @@ class Run:
         """Writes the state, unless it has diverged, and the record, by the first process."""
         start = time.monotonic()
         if is_main_process():
-            if self.status != "diverged" and self.write("state.pt", lambda file: state.put(
-                    file, self.state, history=self.history, per_client=self.per_client,
-                    environment=self.environment, **self.identity)):
+            if self.status != "diverged" and self.write("state.pt", self.put_state):
                 self.written = len(self.history)
             text = records.text(self.content())
             self.write("result.json", lambda file: file.write(text.encode()))
         self.saved = time.monotonic()
         self.cost = self.saved - start
+
+    def put_state(self, file):
+        """Writes into an open file, or to a path, what --resume reads."""
+        state.put(file, self.state, history=self.history, per_client=self.per_client,
+                  environment=self.environment, **self.identity)
 
     def write(self, name, put):
         """Has put(file) write a file of the run's folder, whole or, if the disk is full, not at

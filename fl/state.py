@@ -111,8 +111,8 @@ def is_finite(z):
 
 
 def check(state, before, model, clients, all_rows):
-    """Refuses a state that --resume can't restore. before: {name: a tensor's dtype, else None}
-    before the first round. model, clients: those of Run.rounds."""
+    """Refuses a state that --resume can't restore. before: {name: a tensor like it, without
+    values, else None} before the first round. model, clients: those of Run.rounds."""
     now = vars(state)
     for name in (model, clients):
         if isinstance(name, str) and name not in now:
@@ -126,20 +126,29 @@ def check(state, before, model, clients, all_rows):
         then = before[name]
         if torch.is_tensor(z) and any(n > 1 and not step for n, step in zip(z.shape, z.stride())):
             refuse(f"state.{name} repeats a part of its memory (by expand); add .clone()")
-        if torch.is_tensor(z) and then and then.is_floating_point and z.dtype != then:
-            refuse(f"the loop makes state.{name} {z.dtype}, which began as {then}; convert what it "
-                   f"is computed from, as noise.to({then}): NumPy's numbers are float64")
+        if then is None or not torch.is_tensor(z):
+            continue
+        if then.is_floating_point() and z.dtype != then.dtype:
+            refuse(f"the loop makes state.{name} {z.dtype}, which began as {then.dtype}; convert "
+                   f"what it is computed from, as noise.to({then.dtype}): NumPy's numbers are "
+                   "float64")
+        if name == model and z.shape != then.shape:
+            refuse(f"the loop makes state.{name} {list(z.shape)}, which began as "
+                   f"{list(then.shape)}; average the clients' models")
+    if two := sharing(now.items()):
+        refuse(f"state.{two[0]} and state.{two[1]} share their memory, which they would not "
+               "after --resume; give one a .clone()")
     if any(all(rows is not z for z in now.values()) for rows in all_rows):
         refuse("what federation.per_client returns must be in `state`, or --resume would begin it "
-               "anew")
+               "anew; replace its rows by state.V[S] = x, not by state.V = x")
 
 
 def sharing(named):
-    """Returns the names of two tensors that share their memory, () if none do. named: (name,
-    tensor) of each."""
+    """Returns the names of two tensors that share their memory, () if none do. named: (name, z) of
+    each; what is no tensor is left out."""
     at = {}
     for name, z in named:
-        if z.numel() and at.setdefault(z.data_ptr(), name) != name:
+        if torch.is_tensor(z) and z.numel() and at.setdefault(z.data_ptr(), name) != name:
             return at[z.data_ptr()], name
     return ()
 
@@ -160,6 +169,22 @@ def use_of_rounds(path):
     return reads, around[0] if around else ""
 
 
+def unread(path, flags):
+    """Returns those of the flags that a file can't read: it names none of them, and gives its args
+    to no other file's function that may."""
+    nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    calls = [(getattr(z.func, "id", getattr(z.func, "attr", "")), [*z.args, *z.keywords])
+             for z in nodes if isinstance(z, ast.Call)]
+    args = {x.id for name, given in calls if name == "Federation" for x in given
+            if isinstance(x, ast.Name)}
+    ours = {"Federation", *(z.name for z in nodes if isinstance(z, ast.FunctionDef))}
+    given = {getattr(getattr(x, "value", x), "id", "") for name, xs in calls if name not in ours
+             for x in xs}
+    named = {getattr(z, "attr", getattr(z, "value", "")) for z in nodes
+             if isinstance(z, ast.Attribute | ast.Constant)}
+    return [] if args & given or not args else [name for name in flags if name not in named]
+
+
 def frame_of(file):
     """Returns the frame of the file's loop, or None. tqdm, for instance, may stand between."""
     frame = sys._getframe()
@@ -168,22 +193,45 @@ def frame_of(file):
     return frame
 
 
+def names_of_loop(frame):
+    """Returns two sets: what a frame's loop may read in a round before it has set it, and the other
+    names that it sets."""
+    all_of_it = {z.offset: z for z in dis.get_instructions(frame.f_code)}
+    loop = all_of_it.get(frame.f_lasti)
+    if not loop or loop.opname != "FOR_ITER":
+        return set(), set()
+    body = {at: z for at, z in all_of_it.items() if loop.offset < at < loop.argval}
+    following = dict(zip(body, [*body][1:]))
+    early, stored, todo = set(), set(), [min(body)]
+    surely = {min(body): frozenset()}  # an instruction: what is set on every way to it
+    while todo:
+        at = todo.pop()
+        z, now = body[at], surely[at]
+        verbs = re.findall("(LOAD|STORE)_(?:FAST|DEREF|CLOSURE|NAME|GLOBAL)(?!_AND)", z.opname)
+        for verb, name in zip(verbs, z.argval if isinstance(z.argval, tuple) else [z.argval]):
+            if verb == "STORE":
+                now, stored = now | {name}, stored | {name}
+            elif name not in now:
+                early.add(name)
+        ways = [] if re.match("JUMP_(?!IF)|RETURN|R?E?RAISE", z.opname) else [following.get(at)]
+        ways += [z.argval] if z.opcode in (*dis.hasjrel, *dis.hasjabs) else []
+        for way in body.keys() & ways:
+            if (then := now & surely.get(way, now)) != surely.get(way):
+                surely[way] = then
+                todo.append(way)
+    stored -= early
+    return {*early, *frame.f_code.co_cellvars} - stored, stored
+
+
 def watch(file, state):
     """A generator that refuses, at each next(), what a file's loop over run.rounds has changed
     beside its state, and --resume would begin anew: what the loop reads before it sets it, what its
     function's functions use, and the file's variables."""
     if not (frame := frame_of(file)):
         return
-    body, first = [*dis.get_instructions(frame.f_code)], {}
-    end = [z.argval for z in body if z.offset == frame.f_lasti and z.opname == "FOR_ITER"]
-    for z in (z for z in body if frame.f_lasti < z.offset < max(end, default=0)):
-        verbs = re.findall("(LOAD|STORE)_(?:FAST|DEREF|CLOSURE|NAME|GLOBAL)(?!_AND)", z.opname)
-        for verb, name in zip(verbs, z.argval if isinstance(z.argval, tuple) else [z.argval]):
-            first.setdefault(name, verb)
-    set_anew = {name for name, verb in first.items() if verb == "STORE"}
-    read = sorted({*first, *frame.f_code.co_cellvars} - set_anew) if end else []
-    if stale := [name for name, z in vars(state).items()
-                 if torch.is_tensor(z) and name in read and frame.f_locals.get(name) is z]:
+    read, set_anew = names_of_loop(frame)
+    if stale := [name for name, z in vars(state).items() if torch.is_tensor(z) and name in read
+                 and sharing([(0, z), (1, frame.f_locals.get(name))])]:
         refuse(f"the loop reads {stale[0]}, which stays what it was before the loop; read "
                f"state.{stale[0]}, or give the first one another name")
     before, module = {}, frame.f_globals
@@ -192,7 +240,7 @@ def watch(file, state):
         here = frame.f_locals
         found = {name: z for name, z in module.items()
                  if name not in set_anew and name[:2] != "__"}
-        found |= {name: here[name] for name in read if name in here}
+        found |= {name: here[name] for name in sorted(read) if name in here}
         if here is not module and type(here) is dict:
             here.clear()  # before Python 3.13 a copy, which would keep large tensors
         now = {name: Content(z, state, set_anew, modules) for name, z in found.items()}

@@ -317,7 +317,12 @@ def compare(net, start, wanted, found, precision):
                 raise ValueError("a minibatch does not give what the plain loop gives")
 
 
-def check_clients(S, K):
+def check_clients(S, K, t):
+    """Refuses what is no round t, and what are no clients S of K."""
+    if not isinstance(t, int | np.integer) or not hasattr(S, "__len__"):
+        refuse(f"t is a {type(t).__name__}, and S a {type(S).__name__}; give federation.sample(t) "
+               "and federation.train(client_update, S, t, ...) the number t that run.rounds "
+               "yields, and the clients S, an array")
     if str(getattr(S, "dtype", "")).endswith("bool"):  # True is the number 1
         refuse("federation.train: S is a mask; it needs the clients' numbers, as np.flatnonzero(S)")
     if not len(S) or min(S) < 0 or max(S) >= K:

@@ -25,6 +25,8 @@ import fl.training
 import pretend
 from pretend import eager
 
+os.environ["REPEATED_ROUND"] = ""  # a process more for each run of a user's method
+
 # a product with another number of threads is rounded otherwise, and some tests compare bits
 torch.set_num_threads(1)
 fl.plots.STYLE["savefig.dpi"] = 50  # quicker

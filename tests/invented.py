@@ -22,7 +22,7 @@ class Child:
     accuracy, tuned = (lambda args: 0.5), (lambda args: 0.5)
     before, started = (lambda file: None), []
 
-    def __init__(self, argv, one_thread):
+    def __init__(self, argv, **more):
         file, *flags = argv
         args = common.load_file(file).arguments(flags)
         Child.started.append(args.out + "+" * args.resume)

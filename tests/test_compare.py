@@ -50,7 +50,7 @@ def plan(methods, *argv):
 class Here:
     """In place of training.Child: trains in this process."""
 
-    def __init__(self, argv, one_thread):
+    def __init__(self, argv, **more):
         file, *argv = argv
         common.load_file(file).main(argv)
 
@@ -296,9 +296,9 @@ def test_changed_images_and_splits_are_refused(go, tmp_path, capsys):
 def test_a_file_that_trains_nothing_or_leaves_its_loop_is_refused(go, capsys, monkeypatch, status):
     """Such a program ends without an error."""
     class Ended(Child):
-        def __init__(self, argv, one_thread):
+        def __init__(self, argv, **more):
             if status:
-                super().__init__(argv, one_thread)
+                super().__init__(argv, **more)
                 edited(go.out / "local/0/result.json", status=status)
 
     monkeypatch.setattr(training, "Child", Ended)
@@ -308,8 +308,8 @@ def test_a_file_that_trains_nothing_or_leaves_its_loop_is_refused(go, capsys, mo
 
 def test_a_method_that_does_not_evaluate_its_last_round_is_refused(go, capsys, monkeypatch):
     class Early(Child):
-        def __init__(self, argv, one_thread):
-            super().__init__(argv, one_thread)
+        def __init__(self, argv, **more):
+            super().__init__(argv, **more)
             path = go.out / "local/0/result.json"
             final = json.loads(path.read_text())["final"]
             edited(path, final=final | {"personal": {**final["personal"], "round": 1}})
@@ -780,15 +780,16 @@ def test_a_child_is_the_file_run_with_its_flags(tmp_path):
     file = written(tmp_path / "it.py", """import importlib.util, os, signal, sys
 import helper
 if __name__ == "__main__" and importlib.util.find_spec("common"):
-    print(f"x.py: error: {sys.argv[1:]} {helper.ANSWER}", file=sys.stderr, flush=True)
+    more = os.environ.get("MORE")
+    print(f"x.py: error: {sys.argv[1:]} {helper.ANSWER} {more}", file=sys.stderr, flush=True)
     if "kill" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(7)
 """)
-    for argv, one_thread, end in ((["-a", "b"], False, (7, "['-a', 'b'] 42")),
-                                  ([], True, (7, "['--parallel=1'] 42")),
-                                  (["kill"], False, (-9, "exit code -9"))):
-        child = training.Child([file, *argv], one_thread)
+    for argv, more, end in ((["-a", "b"], {}, (7, "['-a', 'b'] 42 None")),
+                            ([], {"MORE": "1"}, (7, "[] 42 1")),
+                            (["kill"], {}, (-9, "exit code -9"))):
+        child = training.Child([file, *argv], **more)
         assert until(child.ended) and child.result() == end
 
 
@@ -808,15 +809,15 @@ if __name__ == "__main__":
     np.savez(tmp_path / "toy.npz", **images())
     files = ",".join(str(tmp_path / f"{name}.py") for name in ("sleeps", "fails", "third"))
     started, start = [], training.Child.__init__
-    monkeypatch.setattr(training.Child, "__init__", lambda self, *given: (
-        started.append(self), start(self, *given))[0])
+    monkeypatch.setattr(training.Child, "__init__", lambda self, *given, **more: (
+        started.append(self), start(self, *given, **more))[0])
     refused_late(capsys, "fails, seed 0: exit code 5", compare.main, [
         "--methods", files, "--dataset", str(tmp_path / "toy.npz"), *SMALL, "--jobs", "2",
         "--seeds", "1", "--out", str(tmp_path / "out")])
     assert len(started) == 2 and all(child.ended() for child in started)
     assert not (tmp_path / "third").exists()
     (tmp_path / "sleeps").unlink()
-    child = training.Child([tmp_path / "sleeps.py"], False)
+    child = training.Child([tmp_path / "sleeps.py"])
     assert until((tmp_path / "sleeps").exists) and not child.ended()
     child.process.stdin.close()  # as the system does
     assert until(child.ended) and child.process.wait() == -signal.SIGTERM

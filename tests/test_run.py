@@ -682,6 +682,8 @@ def main(argv):
         if run.evaluates():
             run.log(federation.evaluate(state.w))
     return run.record()
+if __name__ == "__main__":
+    main(None)
 """
 KEPT = {  # before the loop, in it, what is named
     "a NumPy generator": ("", "w = w + 0 * float(rng.standard_normal())", "rng"),
@@ -693,6 +695,8 @@ KEPT = {  # before the loop, in it, what is named
     "a momentum": ("v = torch.zeros(net.d)", "v = 0.9 * v + state.w - w", "v"),
     "a momentum in place": ("v = torch.zeros(net.d)", "v += state.w - w", "v"),
     "a number": ("best = 0.0", "best = max(best, float(w.norm()))", "best"),
+    "a conditional number": ("scale = 1", "scale = 2 if t == 1 else scale; w = scale * w",
+                             "scale"),
     "a nonlocal number": ("n = 0\n    def adds():\n        nonlocal n\n        n += 1", "adds()",
                           "n"),
     "a deque": ("last = collections.deque(maxlen=3)", "last.append(w)", "last"),
@@ -733,22 +737,29 @@ def test_what_resume_would_begin_anew_is_refused(name, tmp_path, capsys):
     assert stop.value.code == 2 and f"the loop {words} {what}, which" in error, error
 
 
-HIDDEN = {  # what only a second try of the first round shows
-    "a generator without a seed": ("", "w = w + 0.01 * float(np.random.default_rng().normal())"),
-    "a function's attribute": ("update.n = 0", "update.n += 1; w = w * 0.9 ** update.n"),
-    "another module's attribute": ("", "fedavg.n = getattr(fedavg, 'n', 0) + 1; w = w / fedavg.n"),
-    "initial weights": ("first = w_0.clone()", "w = w + first; first.data.mul_(0.5)"),
-    "rows": ("state.v = federation.per_client(w_0)",
-             "state.v[S] = w * float(np.random.default_rng().normal())"),
+HIDDEN = {  # what only a round that is repeated in a new process shows
+    "a generator without a seed": (
+        "", "w = w + t * float(np.random.default_rng().normal())", "it gave another state.w"),
+    "before the loop": ("state.v = torch.from_numpy(np.random.default_rng().random(9))", "",
+                        "it began with another state.v"),
+    "a function's attribute": ("update.n = 0", "update.n += 1; w = w * 0.9 ** update.n",
+                               "it gave another state.w"),
+    "the federation's images": ("", "federation.images[S] //= 2", "it gave another state.w"),
+    "a name of the first round": ("", "v = w_0 if t == 0 else v + w; w = w + v",
+                                  "UnboundLocalError"),
 }
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_first_round_that_gives_two_results_is_refused(name, tmp_path, capsys):
+def test_a_round_that_gives_another_result_in_a_new_process_is_refused(
+        name, tmp_path, capsys, monkeypatch):
+    before, each, what = HIDDEN[name]
+    monkeypatch.delenv("REPEATED_ROUND")
     with pytest.raises(SystemExit) as stop:
-        of_its_own(tmp_path, *HIDDEN[name])
-    assert stop.value.code == 2
-    assert "round 1 was tried twice and gave two results (state." in capsys.readouterr().err
+        of_its_own(tmp_path, before, each)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "round 2 was repeated in a new process" in error, error
+    assert what in error, error
 
 
 @pytest.mark.parametrize("loop, before, words", [
@@ -783,24 +794,25 @@ def test_what_is_trained_before_the_loop_counts_once(tmp_path, monkeypatch):
     assert of_its_own(tmp_path / "b", before, "")["local_epochs"] == 2
 
 
-def test_a_users_file_may_be_called_as_one_of_ours(tmp_path, capsys):
-    (tmp_path / "psinet.py").write_text(OWN.replace("BEFORE", "").replace("EACH", "").replace(
-        "LOOP", "run.rounds(state)"))
-    common.load_file(tmp_path / "psinet.py").main([*QUICK, "--model", "2nn", "--out",
-                                                   str(tmp_path / "out")])
-    assert "round 1 runs twice" in capsys.readouterr().out
-
-
-def test_a_first_round_that_is_tried_leaves_no_trace(tmp_path, capsys, monkeypatch):
-    """The record and the state are those of a run without it, with one line a round."""
+def test_a_round_that_is_repeated_leaves_no_trace(tmp_path, capsys, monkeypatch):
+    """In the record, the state and what is printed but one line. A file of a user's may be called
+    as one of ours."""
     each = "state.n = state.n + 1; run.sent(1, 1); run.stop_at_target(w)"
     found = []
-    for is_new in (common.Run.is_new, lambda run: False):
-        monkeypatch.setattr(common.Run, "is_new", is_new)
-        record = of_its_own(tmp_path / str(len(found)), "", each)
-        state = torch.load(tmp_path / str(len(found)) / "out" / "state.pt", weights_only=True)
+    for repeats in (True, False):
+        path = tmp_path / str(repeats) / "psinet.py"
+        path.parent.mkdir()
+        path.write_text(OWN.replace("BEFORE", "").replace("EACH", each).replace(
+            "LOOP", "run.rounds(state)"))
+        if repeats:
+            monkeypatch.delenv("REPEATED_ROUND")
+        else:
+            monkeypatch.setenv("REPEATED_ROUND", "")
+        record = common.load_file(path).main([*QUICK, "--model", "2nn", "--out",
+                                              str(path.parent)])
+        state = torch.load(path.parent / "state.pt", weights_only=True)
         out = capsys.readouterr().out
-        assert out.count("round 1 runs twice") == (not found)
+        assert out.count("round 2 runs a second time") == repeats
         lines = [line.rsplit("|", 1)[0] for line in out.splitlines() if line.startswith("round ")]
         rows = [{name: z for name, z in row.items() if "seconds" not in name}
                 for row in record["rounds"]]
@@ -816,6 +828,25 @@ def test_what_a_file_does_with_rounds(tmp_path):
             ("for i, t in enumerate(made.rounds(s)): args.rounds", (1, "enumerate"))):
         path.write_text(text)
         assert fl.state.use_of_rounds(path) == found
+
+
+def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
+    """But not where a function of another file may read it."""
+    path = tmp_path / "own.py"
+    for text, found in (
+            ("f = Federation(args)", ["momentum"]), ("f = Federation(args); sgd(args, 1)", []),
+            ("f = Federation(args); sgd(x=args)", []), ("Federation(a); a.momentum", []), ("", []),
+            ("def sgd(a): pass\nFederation(args); sgd(args)", ["momentum"])):
+        path.write_text(text)
+        assert fl.state.unread(path, ["momentum"]) == found, text
+    file = OWN.replace("BEFORE", "").replace("EACH", "").replace("LOOP", "run.rounds(state)")
+    for text, ends in (file.replace("update = fedavg.local_training(net, args)", ""), 2), (file, 0):
+        path.write_text(text.replace("(update,", "(lambda w, epochs, eta: w,"))
+        argv = [*QUICK, "--model", "2nn", "--momentum", "0.9", "--out", str(tmp_path / str(ends))]
+        if ends:
+            refused(capsys, "own.py does not read --momentum", common.load_file(path).main, argv)
+        else:
+            common.load_file(path).main(argv)
 
 
 def test_a_file_that_names_args_rounds_is_resumed_with_as_many(tmp_path, capsys, monkeypatch):
