@@ -199,7 +199,7 @@ class Federation:
 
     def logits(self, w, index):
         """Returns w's logits [n, classes] on the images index [n], without augmentation. index is
-        cut into about equal parts, since 1 to 3 images would round differently."""
+        cut into about equal parts, since parts of 1 to 3 images would round differently."""
         parts = np.array_split(index, max(1, math.ceil(len(index) / self.training.part)))
         return self.training.stacked(lambda i: self.logits_of_part(w, parts[i]), parts)
 
@@ -222,7 +222,7 @@ class Federation:
         models of the clients S.
 
         per_client: the accuracies, one for each client. mean, std (divisor: clients - 1) and
-        worst_decile (the worst tenth's mean) are over these; weighted_mean weights them by numbers
+        worst_decile (the worst tenth's mean) summarise these; weighted_mean weights them by numbers
         of test images. top5, loss, ece, mce: means over clients. val_mean, val_loss: mean and loss
         on validation images, if there are any and `images` is None.
         images: for each client the indices of the images to measure on, instead of its test images.
@@ -255,9 +255,9 @@ class Federation:
         return measures
 
     def fine_tuned(self, W, epochs, eta, order=0):
-        """Returns each client's model, W [K, d], after `epochs` more epochs of SGD on the client's
-        own training images, at the rate eta, with --momentum and --weight-decay. W[:, net.d:],
-        which holds no weights, is unchanged. Calls with another order shuffle the images anew."""
+        """Returns each client's model, W [K, >= d], after `epochs` more epochs of SGD on its own
+        training images, at the rate eta, with --momentum and --weight-decay. W[:, net.d:] holds no
+        weights and is unchanged. Calls with another order shuffle the images anew."""
         descent = sgd(self.args, self.net.decayed)
 
         @step
@@ -278,7 +278,7 @@ class Federation:
                           order=order)
 
     def losses(self, w, images=None):
-        """Returns w's mean cross-entropy on each client's training images (or on those numbered
+        """Returns w's mean cross-entropy on each client's training images (or on
         images[k]): [K]. w: [d]."""
         images = self.split.train if images is None else images
         index = np.concatenate(images)

@@ -1,11 +1,11 @@
 """PersFL: personalised federated learning by distillation. Divi, Farrukh, Celik, "Unifying
 Distillation with Personalization in Federated Learning", 2021, arXiv 2105.15191.
 
-    python persfl.py                              DS-1: 4 classes per user, in equal amounts (D9)
+    python persfl.py                              DS-1: 4 classes per user, unequal amounts (D9)
     python persfl.py --split dirichlet-classes    DS-2: classes in Dirichlet(.9) shares
     python persfl.py --split lognormal            DS-3: 2 classes per user, log-normal shares
-    CIFAR-10, personal, means of five seeds: FedAvg (paper); fine-tuned; PersFL (paper)
-    DS-1  .5068 (.450)  .6846  .7186 (.819)  results/persfl-2/persfl-cifar10-split-classes
+    CIFAR-10, personal, five seeds (DS-1: three): FedAvg (paper); fine-tuned; PersFL (paper)
+    DS-1  .4977 (.450)  .7544  .7751 (.819)  results/persfl-unequal/cifar10
     DS-2  .5024 (.487)  .5068  .5817 (.596)  results/persfl-2/persfl-cifar10-split-dirichlet-classes
     DS-3  .3791 (.466)  .8859  .8918 (.823)  results/persfl-2/persfl-cifar10-split-lognormal
 
@@ -19,7 +19,7 @@ G) on its own test images. docs/persfl.md explains our choices, also D8, D10 (fi
     D5  Line 20 is KL(teacher || student), as PersFL-GD in gradient; (3) swaps the arguments.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D9  Only training images are dealt, 6,000 in MNIST's DS-1. DS-1's equal amounts are ours.
+    D9  Only training images are dealt, 6,000 in MNIST's DS-1. How unequal amounts are is ours.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline.
 
 fedavg.py explains [d] and net. Line numbers are the paper's; we add "choose G_1", line 13's loop
@@ -180,7 +180,7 @@ def main(argv=None):
 # DEFAULTS are for DS-1 of CIFAR-10; BY_DATASET has what differs elsewhere. Users, classes, alpha
 # and networks are from section 5, rounds from Table 7, MNIST's 6,000 images from the authors' logs.
 # epochs, batch_size and lr are ours (D3).
-DEFAULTS = dict(split="classes", per_client=4, alpha=0.9, clients=10, client_val=0.2,
+DEFAULTS = dict(split="unequal-classes", per_client=4, alpha=0.9, clients=10, client_val=0.2,
                 client_test=0.2, fraction=1.0, rounds=50, epochs=1, batch_size=20, lr=0.05,  # D3
                 model="cifarnet")  # D11
 BY_DATASET = {

@@ -59,8 +59,8 @@ OWN = {
     "fedavgm": (lambda shared: plain(shared) | {"beta": 0.9},
                 "momentum is at the server, not at the clients"),
     "pfedme": (lambda shared: plain(shared) | {"lr": 0.067, "theta_lr": plain(shared)["lr"]},
-               f"{NO_MOMENTUM}; with lr = 1/lambda, a step of round 1 sets w_k to theta_k; "
-               "theta_lr is the rate of SGD"),
+               f"{NO_MOMENTUM}; lr = 1/lambda, so a step of round 1 sets w_k to "
+               "theta_k; theta_lr is SGD's rate"),
     "fedma": (lambda shared: {"rounds": max(1, round(shared.rounds / 2))},
               "in a round it trains once for each layer (longer for the last), where others train "
               "once"),
