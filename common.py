@@ -41,7 +41,7 @@ from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
-from fl.training import Training, check_clients, form_of, grad, may_look, step
+from fl.training import Training, check_clients, form_of, grad, may_look, models_of, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"
@@ -232,10 +232,7 @@ class Federation:
         if torch.is_tensor(W) and W.dim() == 1:
             logits = self.logits(W, index)
         else:
-            if torch.is_tensor(W) and len(W) != len(own):
-                refuse(f"evaluate_clients: W has {len(W)} models for {len(own)} clients; give it "
-                       "one [d], one for each client, or a function of clients S")
-            of = W if callable(W) else W.__getitem__
+            of = models_of(W, len(own))
             logits = self.training.stacked(lambda k: self.logits(of([k]).squeeze(0), own[k]), own)
         n = np.array([len(index) for index in own])
         client = torch.from_numpy(self.everyone.repeat(n)).to(self.device)

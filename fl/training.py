@@ -329,6 +329,14 @@ def check_clients(S, K, t):
         refuse(f"federation.train: S is {[*map(int, S)]}; it needs a client, and numbers below {K}")
 
 
+def models_of(W, K):
+    """Returns the function that gives the models of clients S, for Federation.evaluate_clients."""
+    if torch.is_tensor(W) and len(W) != K:
+        refuse(f"evaluate_clients: W has {len(W)} models for {K} clients; give it one [d], one for "
+               "each client, or a function of clients S")
+    return W if callable(W) else W.__getitem__
+
+
 def form_of(found, first=None):
     """Returns the types and shapes of client_update's tensors. Refuses what is no tensor, and what
     differs from `first`, another client's."""

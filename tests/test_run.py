@@ -776,6 +776,20 @@ def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before, each, words", [
+    ("", "w = w[None]", "the loop makes state.w [1, 656810], which began as [656810]"),
+    ("state.V = federation.per_client(w_0)", "state.V = w", "replace its rows by state.V[S] = x"),
+    ("state.before = 1 * w_0", "state.before = w", "state.w and state.before share their memory"),
+    ("", "federation.sample(S)", "t is a ndarray, and S a ndarray; give federation.sample(t)"),
+    ("", "federation.train(update, t, S, own=[w])", "t is a ndarray, and S a int; give"),
+    ("", "federation.evaluate_clients(w.expand(3, -1))", "W has 3 models for 8 clients; give"),
+])
+def test_slips_with_models_and_clients_are_refused(before, each, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        of_its_own(tmp_path, before, each)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
 def test_times_in_the_state_are_no_second_result(tmp_path):
     of_its_own(tmp_path, "import time; state.s = 0.0", "state.s += time.perf_counter()")
 
