@@ -778,7 +778,7 @@ def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
 
 @pytest.mark.parametrize("before, each, words", [
     ("", "w = w[None]", "the loop makes state.w [1, 656810], which began as [656810]"),
-    ("state.V = federation.per_client(w_0)", "state.V = 1 * w", "replace its rows by state.V[S] = x"),
+    ("state.V = federation.per_client(w_0)", "state.V = 1 * w", "replace its rows by state.V"),
     ("state.before = 1 * w_0", "state.before = w", "state.w and state.before share their memory"),
     ("", "federation.sample(S)", "t is a ndarray, and S a ndarray; give federation.sample(t)"),
     ("", "federation.train(update, t, S, own=[w])", "t is a ndarray, and S a int; give"),
