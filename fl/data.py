@@ -144,6 +144,9 @@ def make_data(name, source, arrays, test_share=None, classes=None):
     names, said = (), np.asarray(arrays.get("classes", 0))
     if said.dtype.kind in "US" and said.ndim == 1:
         names, said = tuple(map(str, said)), np.array(len(said))
+        if twice := [name for c, name in enumerate(names) if name in names[:c]]:
+            refuse(f"{source}: the array classes names {twice[0]!r} twice; each class needs a name "
+                   "of its own")
     if said.ndim or said.dtype.kind not in "iu":
         refuse(f"{source}: the array classes must be their number, or their names")
     n = count_classes(source, y, classes or int(said))
@@ -284,8 +287,9 @@ def limit_images(data, limit=None, limit_test=None, natural=False):
 def remarks(data):
     """Returns what a user should know of the images, a line each."""
     notes = [*data.notes]
-    if all(np.array_equal(x, data.images[0]) for x in data.images):
-        return [*notes, "warning all images are alike: nothing can be learnt from them"]
+    for kind, n in (("", len(data.images)), ("training ", data.n_train)):
+        if all(np.array_equal(x, data.images[0]) for x in data.images[:n]):
+            return [*notes, f"warning all {kind}images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
     train, test = data.images[: data.n_train], data.images[data.n_train :][: len(data.central)]
@@ -296,9 +300,27 @@ def remarks(data):
                      "images from {:g} to {:g}: are both scaled alike?".format(
                          *(end for ends in zip(lows, tops) for end in ends)))
     if data.images.nbytes < 2e9:  # a second's work; larger data sets are not looked through
-        seen = {hash(x.tobytes()) for x in train}
-        if both := sum(hash(x.tobytes()) in seen for x in test):
-            notes.append(f"note    {both} of {len(test)} test images are training images, too")
+        codes = [hash(x.tobytes()) for x in data.images]
+        kept, tested, val = (codes[part] for part in (
+            slice(data.n_train), slice(data.n_train, len(codes) - data.n_val),
+            slice(len(codes) - data.n_val, None)))
+        for a, b, words in ((tested, kept, "test images are training images"),
+                            (val, kept, "validation images are training images"),
+                            (val, tested, "validation images are test images")):
+            seen = {*b}
+            if both := sum(code in seen for code in a):
+                notes.append(f"note    {both} of {len(a)} {words}, too")
+        labels = {}  # of each different training image
+        for code, label in zip(kept, data.labels):
+            labels.setdefault(code, set()).add(int(label))
+        if 100 * (twice := sum(len(labels[code]) > 1 for code in kept)) > len(kept):
+            notes.append(f"note    {twice} of {len(kept)} training images are there again with "
+                         "another label")
+    height, width, channels = data.images.shape[1:]
+    if height in (1, 3) and width > 3:
+        notes.append(f"note    images are {height} pixel{'s' * (height > 1)} high, {width} wide "
+                     f"and have {channels} channel{'s' * (channels > 1)}; if the {height} are "
+                     "channels, save the arrays as [n, height, width, channels]")
     if data.images.dtype == np.float32 and (top := data.images.max()) > 50:
         notes.append(f"note    images are floats up to {top:g}, which --transform scale, centre "
                      "and half do not scale; divide them by 255, or use --transform normalize")

@@ -4,6 +4,7 @@ path/to/file.py:Name and torchvision:NAME, --init; and what is refused."""
 import copy
 import functools
 import inspect
+import sys
 import textwrap
 import threading
 import warnings
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from .files import find, fresh
 from .machine import first_line, generators, refuse
 from .models import MODELS
-from .state import Content, sharing
+from .state import KNOWN, Content, sharing
 
 ROOT = "the root module"
 
@@ -338,6 +339,8 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
                    if isinstance(z, WRAPPED) or hasattr(z, "_orig_mod")]:
             raise TypeError(f"it holds a {odd[0]}; give the plain nn.Module, without "
                             "torch.compile, torch.jit and nn.DataParallel")
+        if any(getattr(z.train, "__func__", None) is not nn.Module.train for z in module.modules()):
+            module.train(module.training)  # a train() of its own may freeze layers
         if batchnorm == "group":
             module = group_norms(module)
         batchnorms = [z for z in module.modules() if isinstance(z, BATCHNORM) and z.training]
@@ -434,6 +437,9 @@ def check(net, precision):
                              "parametrizations.weight_norm, or divide by torch.linalg."
                              "matrix_norm(weight, 2) in forward")
     own = {**dict(net.module.named_parameters()), **dict(net.module.named_buffers())}
+    if {*map(id, net.module.parameters())} != {id(z) for _, z in net.module.named_parameters()}:
+        raise ValueError("its parameters() gives others than named_parameters(), which are "
+                         "trained; set requires_grad = False on those that are not to be")
     if odd := [name for name, z in own.items() if z.layout != torch.strided]:
         raise ValueError(f"{odd[0]} is sparse; make it dense, and call .to_sparse() in forward")
     if odd := [name for name, z in own.items()
@@ -516,7 +522,8 @@ def check(net, precision):
         raise ValueError("its gradient depends on weights that it is not given; "
                          "torch.utils.checkpoint, for instance, can't be used here")
     used = uses(logits, leaves)
-    if idle := [name for name in net.names if not used[name]]:
+    idle = [name for name, size in zip(net.names, net.sizes) if size and not used[name]]
+    if idle:
         n = sum(z for name, z in zip(net.names, net.sizes) if name in idle)
         notes.append(f"note    {n:,} of {net.d:,} weights are sent without being trained, since "
                      f"nothing depends on them, such as {idle[0]}; set requires_grad = False there")
@@ -527,15 +534,25 @@ def differ(a, b):
     return not (a - b).norm() <= 1e-4 * a.norm()
 
 
+def held(module):
+    """What a module holds, and the files that define its layers, but tensors; to be compared."""
+    names = {type(z).__module__ for z in module.modules()} & {*sys.modules}
+    names = {name for name in names if name.split(".")[0] not in (*KNOWN, "fl", "common")
+             and "site-packages" not in (getattr(sys.modules[name], "__file__", "") or "")}
+    return [Content(module, versions=False)] + [
+        Content(z, modules=names, versions=False) for home in sorted(names)
+        for name, z in vars(sys.modules[home]).items() if name[:2] != "__"]
+
+
 def pure(net, w):
     """Returns the logits [8, classes] of eight images. Raises ValueError unless they are a function
     of w and of each image alone."""
     x, state, values = net.sample(), generators(net.device), net.values(w.clone().split(net.sizes))
     before = {name: values[name].clone() for name in net.constants}
     with torch.enable_grad():
-        first, kept = net.call(values, x), Content(net.copies.module, versions=False)
+        first, kept = net.call(values, x), held(net.copies.module)
         again = net.call(values, x)
-    keeps = kept != Content(net.copies.module, versions=False)
+    keeps = kept != held(net.copies.module)
     draws = state != generators(net.device)
     layers = dict(net.module.named_modules())
 
@@ -549,8 +566,8 @@ def pure(net, w):
     expect_shape(first, 8)
     if first.requires_grad:
         raise ValueError("it trains tensors that are not its parameters: register them, as modules "
-                         "in an nn.ModuleList, not in a list (for a gradient in forward use "
-                         "torch.func.grad)")
+                         "in an nn.ModuleList, not in a list or a function like torch.compile(self."
+                         "forward) (for a gradient in forward use torch.func.grad)")
     if not first.isfinite().all():
         raise ValueError("its logits are not finite, with weights and pixels drawn at random")
     if draws:
@@ -582,7 +599,10 @@ def pure(net, w):
                          "numpy?)")
     x = torch.cat([x, -x, 2 * x, x.flip(-1), x.flip(-2)])
     many, turned = (net.apply(w.split(net.sizes), z) for z in (x, x.flip(0)))
-    if changed or differ(first[:2], two) or differ(first, many[:8]) or differ(many.flip(0), turned):
+    # copies of one image want the same expert, or are each other's neighbours
+    same = net.apply(w.split(net.sizes), x[[0] * 8])
+    if (changed or differ(first[:2], two) or differ(first, many[:8]) or differ(first[[0] * 8], same)
+            or differ(many.flip(0), turned)):
         why = ("an image's logits depend on the others of its minibatch; for BatchNorm use "
                "--batchnorm group (GroupNorm instead)")
         if net.batchnorm != "frozen":

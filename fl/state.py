@@ -291,7 +291,9 @@ class Content(pickle.Pickler):
             holds = z.gi_frame and (z.gi_frame.f_lasti, z.gi_frame.f_locals)
         elif isinstance(z, FunctionType):
             cells = zip(z.__code__.co_freevars, z.__closure__ or ())
-            holds = [x.cell_contents for name, x in cells if name not in self.but], z.__defaults__
+            but = *self.but, "__class__"  # a method with super() holds the class, which holds it
+            holds = [x.cell_contents for name, x in cells if name not in but]
+            holds = holds, z.__defaults__, vars(z)
         elif isinstance(z, type):
             own = z.__module__ in (self.modules or ())
             holds = z.__qualname__, own and [x for name, x in vars(z).items() if name[:2] != "__"]

@@ -867,6 +867,9 @@ def test_a_npz_can_say_how_many_classes_there_are(classes, tmp_path, capsys):
     assert fl.data.load_data(file, classes=7).classes == 7
     refused(capsys, "there is the label 3, but there are only 3 classes", fl.data.load_data, file,
             classes=3)
+    np.savez(file, **images(), classes=np.array([*"abca"]))
+    refused(capsys, "the array classes names 'a' twice; each class needs a name of its own",
+            fl.data.load_data, file)
     np.savez(file, **images(), classes=np.array([1.5, 2]))
     refused(capsys, "classes must be their number, or their names", fl.data.load_data, file)
 
@@ -943,7 +946,32 @@ def test_test_images_that_are_training_images_are_counted():
     x = np.random.default_rng(0).integers(0, 256, (9, 4, 4, 1), dtype=np.uint8)
     x[[6, 8]] = x[[2, 2]]  # 8 is a validation image
     data = fl.data.Data("x", x, np.arange(9) % 2, 5, 2, n_val=1)
-    assert fl.data.remarks(data) == ["note    1 of 3 test images are training images, too"]
+    assert fl.data.remarks(data) == ["note    1 of 3 test images are training images, too",
+                                     "note    1 of 1 validation images are training images, too",
+                                     "note    1 of 1 validation images are test images, too"]
+
+
+def test_equal_images_of_several_classes_are_counted():
+    def notes(other, n_train):
+        x = np.random.default_rng(0).integers(0, 256, (300, 4, 4, 1), dtype=np.uint8)
+        x[other] = x[0]
+        return fl.data.remarks(fl.data.Data("x", x, np.arange(300) % 2, n_train, 2))
+
+    assert notes(101, 150) == [
+        "note    2 of 150 training images are there again with another label"]
+    assert not notes(100, 150)  # with the same label
+    assert not notes(101, 250)  # less than a hundredth: some known data sets have as many
+
+
+@pytest.mark.parametrize("shape, words", [
+    ((3, 9, 1), "images are 3 pixels high, 9 wide and have 1 channel; if the 3 are channels, save "
+     "the arrays as [n, height, width, channels]"),
+    ((1, 9, 3), "images are 1 pixel high, 9 wide and have 3 channels; if the 1 are"),
+    ((3, 3, 3), None), ((9, 3, 1), None), ((1, 1, 3), None)])
+def test_channels_that_may_come_first_are_noted(shape, words):
+    x = np.random.default_rng(0).integers(0, 256, (9, *shape), dtype=np.uint8)
+    notes = fl.data.remarks(fl.data.Data("x", x, np.arange(9) % 2, 5, 2))
+    assert [note[8 : 8 + len(words or "")] for note in notes] == [words] * bool(words)
 
 
 def test_a_user_of_leaf_counts_once(tmp_path):

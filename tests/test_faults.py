@@ -105,6 +105,8 @@ FILES = {
     "u-one.npz": images(classes=1),
     "v-alike.npz": images(x_train=np.full((40, 8, 8, 3), 9, np.uint8),
                           x_test=np.full((20, 8, 8, 3), 9, np.uint8)),
+    "v-trained.npz": images(x_train=np.full((40, 8, 8, 3), 9, np.uint8)),
+    "v-first.npz": images(x_train=images()["x_train"][:, :3], x_test=images()["x_test"][:, :3]),
     "w-deep.npz": typed(lambda x: x.astype(np.uint16) * 257),
     "w-float.npz": typed(lambda x: x / 255),
     "w-unlike.npz": typed(lambda x: x / (1 if len(x) == 40 else 255)),

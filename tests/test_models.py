@@ -402,6 +402,17 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     ("self.n += 1; return super().forward(x) + (self.n > 99)", "self.n = 0", "keeps something"),
     ("super().forward(x + (self.rng.random() > 0.99))", "self.rng = np.random.default_rng(0)",
      "keeps something from call to call"),
+    # counted beside the module: in its class, in a function, in its file
+    ("Net.n += 1; return super().forward(x) + (Net.n > 99)", "Net.n = 0", "keeps something"),
+    ("f = Net.forward; f.n = vars(f).get('n', 0) + 1; return super().forward(x) + (f.n > 99)", "",
+     "keeps something from call to call"),
+    ("z = globals(); z['n'] = z.get('n', 0) + 1; return super().forward(x) + (n > 99)", "",
+     "keeps something from call to call"),
+    # an expert takes 7 of 10 images; of eight different ones none asks for more
+    ("z = super().forward(x); k = z.argmax(1); n = (k[:, None] == k).tril().sum(1); return z * (n "
+     "< 0.7 * len(x) + 1)[:, None]", "", OTHERS_OF),
+    ("super().forward(x)", "self.parameters = lambda: iter([self.fc.weight])", "its parameters() "
+     "gives others than named_parameters(), which are trained; set requires_grad = False on"),
     ("super().forward(x)", "self.start = lambda name, shape: ('gauss', 0.1)",
      "its `start` gives 'gauss', which is none of"),
     ("assert len(x) > 1; return super().forward(x)", "", "AssertionError"),
@@ -447,6 +458,12 @@ def test_what_is_no_function_of_its_weights_and_one_image_is_refused(forward, mo
 def test_what_the_flags_help_is_taken(forward, more, flags, tmp_path):
     net = common.Net(changed(tmp_path, forward, more), *IMAGES, **flags)
     assert net.batchnorms == ("batchnorm" in flags) and len(net.notes) == net.batchnorms
+
+
+def test_a_train_of_its_own_is_called(tmp_path):
+    more = "self.train = lambda mode=True: self.conv.requires_grad_(False)"
+    net = common.Net(changed(tmp_path, "super().forward(x)", more), *IMAGES)
+    assert net.names == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize("forward, more, flags, words", [

@@ -708,6 +708,7 @@ KEPT = {  # before the loop, in it, what is named
     "a class": ("", "Memory.norms = [*Memory.norms, 1.0]", "Memory"),
     "a dict of the file": ("", "SEEN[t] = w", "SEEN"),
     "a default argument": ("", "keeps(w)", "keeps"),
+    "a function's attribute": ("update.n = 0", "update.n += 1", "update"),
     "an optimizer": ("u = w_0.clone().requires_grad_(); opt = torch.optim.SGD([u], lr=0.1)",
                      "u.grad = state.w - w; opt.step()", "opt"),
     "a client's update": ("sgd = update; update = lambda w, epochs, eta: (SEEN.update("
@@ -742,8 +743,6 @@ HIDDEN = {  # what only a round that is repeated in a new process shows
         "", "w = w + t * float(np.random.default_rng().normal())", "it gave another state.w"),
     "before the loop": ("state.v = torch.from_numpy(np.random.default_rng().random(9))", "",
                         "it began with another state.v"),
-    "a function's attribute": ("update.n = 0", "update.n += 1; w = w * 0.9 ** update.n",
-                               "it gave another state.w"),
     "the federation's images": ("", "federation.images[S] //= 2", "it gave another state.w"),
     "a name of the first round": ("", "v = w_0 if t == 0 else v + w; w = w + v",
                                   "UnboundLocalError"),
