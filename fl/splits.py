@@ -127,7 +127,8 @@ def own_split(labels, classes, rng, args):
         if not numbers or index.min() < 0 or index.max() >= len(labels) or (
                 len(np.unique(index)) < len(index)):
             refuse(f"{name} must give client {k} at least one image, as an array of different "
-                   f"image numbers from 0 to {len(labels) - 1}")
+                   f"image numbers from 0 to {len(labels) - 1}"
+                   + "; np.flatnonzero(mask) gives those of a mask" * (index.dtype == bool))
         two = index[holder[index] >= 0]
         if len(two) and not getattr(deal, "overlap", False):
             refuse(f"{name} gives image {two[0]} to clients {holder[two[0]]} and {k}; if that is "

@@ -554,11 +554,13 @@ def test_a_split_of_ones_own_gets_a_copy_of_the_labels(tmp_path):
     assert np.array_equal(fed.data.labels, plain.data.labels) and fed.K == 2
 
 
-@pytest.mark.parametrize("array", ["[]", "[0, 0]", "[-1]", "[400]", "[0.5]", "[[0, 1]]", "3"])
+@pytest.mark.parametrize("array", ["[]", "[0, 0]", "[-1]", "[400]", "[0.5]", "[[0, 1]]", "3",
+                                   "labels == 0"])
 def test_a_split_gives_arrays_of_different_numbers(array, tmp_path, capsys):
     (tmp_path / "own.py").write_text(f"def deal(labels, classes, rng, args): return [[7], {array}]")
     words = "must give client 1 at least one image, as an array of different image numbers from 0 "
-    refused(capsys, words + "to 399", federation, [*QUICK, "--split", f"{tmp_path}/own.py:deal"])
+    words += "to 399" + "; np.flatnonzero(mask) gives those of a mask" * ("==" in array)
+    refused(capsys, words, federation, [*QUICK, "--split", f"{tmp_path}/own.py:deal"])
 
 
 # A folder of images

@@ -461,7 +461,7 @@ def test_what_the_flags_help_is_taken(forward, more, flags, tmp_path):
 
 
 def test_a_train_of_its_own_is_called(tmp_path):
-    more = "self.train = lambda mode=True: self.conv.requires_grad_(False)"
+    more = "Net.train = lambda self, mode=True: self.conv.requires_grad_(False) and self"
     net = common.Net(changed(tmp_path, "super().forward(x)", more), *IMAGES)
     assert net.names == ["fc.weight", "fc.bias"]
 
