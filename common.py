@@ -276,7 +276,7 @@ class Federation:
 
     def losses(self, w, images=None):
         """Returns w's mean cross-entropy on each client's training images (or on
-        images[k]): [K]. w: [d]."""
+        images[k]): [K], float64. w: [d]."""
         images = self.split.train if images is None else images
         index = np.concatenate(images)
         client = torch.from_numpy(self.everyone.repeat([*map(len, images)])).to(self.device)

@@ -86,6 +86,7 @@ class Run:
         files = provenance.sources(file, args)
         self.identity = provenance.identity(federation)
         self.given, self.known = {**vars(args)}, {*vars(federation), *vars(federation.net)}
+        self.marked = state.marks(self.data_now())
         self.environment = provenance.environment(files, federation)
         self.command = provenance.command(file, getattr(args, "argv", None))
         self.notes = []
@@ -94,6 +95,7 @@ class Run:
         self.status = "unfinished"
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
+        self.measured, self.changes = {}, []  # the state when a round was measured; what it changed
         self.written, self.saved, self.cost = 0, 0.0, 0.0  # rounds on disk; when, and its seconds
         self.unwritten = {}  # name of a file -> why it could not be written
         self.clock = None  # when the round began
@@ -140,7 +142,7 @@ class Run:
                 yield len(self.history)
                 self.end_round(before)
                 next(outside, None)
-                if expected:
+                if expected and len(self.history) == expected["rounds"]:
                     self.expect(expected["after"], "gave")
                     os.remove(os.environ[REPEATS])
                     raise SystemExit
@@ -152,26 +154,28 @@ class Run:
                 self.finish()
 
     def repetition(self):
-        """A generator that repeats the third round (or the last before it) of a new run in a new
-        process, from the state before that round, and refuses another result. For a method, model
-        or split of a user's own, on a CPU: a GPU may round differently. next() before each round.
-        """
+        """A generator that repeats the second and third round (or the last before them) of a new
+        run in a new process, from the state before them, and refuses another result. For a method,
+        model or split of a user's own, on a CPU: a GPU may round differently. next() before each
+        round."""
         own = not self.is_ours or any(".py:" in z for z in (self.args.model, self.args.split))
         size = sum(getattr(z, "nbytes", 0) for z in state.tensors_of(self.state).values())
         if (not own or not self.command or self.history or size > 1e9 or REPEATS in os.environ
                 or self.federation.device.type != "cpu" or machine.world_size() > 1):
             return
-        first = state.copies(self.state)
-        while len(self.history) + 1 < min(3, self.last):
+        first = {f"state.{name}": z for name, z in state.copies(self.state).items()}
+        while len(self.history) + 1 < min(2, self.last):
             yield
         with tempfile.TemporaryDirectory() as folder:
             self.put_state(f"{folder}/state.pt")
-            yield
+            while len(self.history) < min(3, self.last):  # what the second gives, the third uses
+                yield
             n, file = len(self.history), pathlib.Path(folder, "expected.pt")
             say(f"try     round {n} runs a second time, in a new process, to see whether "
                 "--resume would give the same")
-            torch.save({"first": first, "after": state.tensors_of(self.state)}, file)
-            child = Child([self.file, *self.args.argv, "--resume", f"--out={folder}"],
+            torch.save({"first": first, "rounds": n, "after": self.found()}, file)
+            more = [] if self.fixed_rounds else [f"--rounds={self.args.rounds + 1}"]
+            child = Child([self.file, *self.args.argv, *more, "--resume", f"--out={folder}"],
                           **{REPEATS: str(file)})
             try:
                 code, said = child.result()
@@ -183,13 +187,32 @@ class Run:
             if file.exists():
                 say(f"note    python {self.file} trains nothing, so no round was repeated")
 
+    def found(self):
+        """Returns {name: tensor, or number} of the state, and the losses of this round, if it was
+        evaluated."""
+        row = self.history[-1] if self.history else {}
+        return {f"state.{name}": z for name, z in state.tensors_of(self.state).items()} | {
+            f"{part} loss": torch.tensor(row[part]["loss"]) for part in SHOWN
+            if "loss" in row.get(part, ())}
+
     def expect(self, tensors, what):
-        """Refuses a state that differs from these tensors."""
-        if odd := state.differing(tensors, state.tensors_of(self.state)):
-            refuse(f"it {what} another state.{odd[0]}; something beside `state` has changed, or "
+        """Refuses a state, or losses, that differ from these tensors."""
+        found = self.found()
+        tensors = {name: z for name, z in tensors.items() if "loss" not in name or name in found}
+        if odd := state.differing(tensors, found):
+            rounds = "" if self.fixed_rounds else (
+                "; if the number of --rounds matters, Run takes fixed_rounds=WHY")
+            refuse(f"it {what} another {odd[0]}; something beside `state` has changed, or "
                    "numbers are drawn without a seed; keep tensors and numbers in `state`, and "
                    'make generators in the loop, by common.stream(args.seed, "algorithm", t, '
-                   "federation.K)", alone=True)
+                   f"federation.K){rounds}", alone=True)
+
+    def data_now(self):
+        """Returns {name: what a user's loop must not change} of the federation."""
+        fed = self.federation
+        return {} if self.is_ours else {
+            "images": fed.images, "labels": fed.labels, "n": fed.n, "split": [*fed.split],
+            "transform": id(fed.transform)}
 
     def begin_round(self):
         """Returns what torch's, NumPy's and Python's generators are now."""
@@ -213,6 +236,9 @@ class Run:
         if added := added - self.known:
             refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
                    f"not restore; use state.{min(added)}")
+        if changed := state.changed(self.marked, self.data_now()):
+            refuse(f"the loop changes federation.{changed[0]}, which --resume would begin anew; "
+                   "`train` takes other images, and client_update may change b")
         self.check_generators(generators)
         values = {f"state.{name}": z for name, z in now.items()} | {
             f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}
@@ -226,6 +252,9 @@ class Run:
             self.diverge(odd[0])
         self.per_client = row.pop("per_client", self.per_client)
         self.count_images()
+        if row["round"] % self.args.eval_every:  # evaluated only because it is the last
+            self.changes = state.changed(self.measured, state.tensors_of(self.state))
+        self.measured = {}
         self.history.append(row)
         self.bar.update()
         training.end_round(len(self.history))
@@ -301,6 +330,7 @@ class Run:
         row = self.row
         row["seconds"] = row["seconds"] or self.elapsed()
         self.check_state()
+        self.measured = state.marks(state.tensors_of(self.state))
         return row["round"] % self.args.eval_every == 0 or row["round"] == self.last
 
     def log(self, global_=None, personal=None, **more):
@@ -400,7 +430,7 @@ class Run:
     def put_state(self, file):
         """Writes into an open file, or to a path, what --resume reads."""
         state.put(file, self.state, history=self.history, per_client=self.per_client,
-                  environment=self.environment, **self.identity)
+                  changes=self.changes, environment=self.environment, **self.identity)
 
     def write(self, name, put):
         """Has put(file) write a file of the run's folder, whole or, if the disk is full, not at

@@ -185,21 +185,25 @@ def unread(path, flags):
     return [] if args & given or not args else [name for name in flags if name not in named]
 
 
-def frame_of(file):
-    """Returns the frame of the file's loop, or None. tqdm, for instance, may stand between."""
-    frame = sys._getframe()
-    while frame and frame.f_globals.get("__file__") != file:
+def frames_of(file, helpers):
+    """Returns the frames of the functions of a file and of modules beside it: of the loop, then of
+    what has called it. tqdm, for instance, may stand between."""
+    frame, found = sys._getframe(), []
+    while frame:
+        names = frame.f_globals
+        if names.get("__file__") == file or names.get("__name__") in helpers:
+            found.append(frame)
         frame = frame.f_back
-    return frame
+    return found
 
 
 def names_of_loop(frame):
     """Returns two sets: what a frame's loop may read in a round before it has set it, and the other
-    names that it sets."""
+    names that it sets; None if it stands at no loop."""
     all_of_it = {z.offset: z for z in dis.get_instructions(frame.f_code)}
     loop = all_of_it.get(frame.f_lasti)
     if not loop or loop.opname != "FOR_ITER":
-        return set(), set()
+        return None
     body = {at: z for at, z in all_of_it.items() if loop.offset < at < loop.argval}
     following = dict(zip(body, [*body][1:]))
     early, stored, todo = set(), set(), [min(body)]
@@ -226,32 +230,43 @@ def names_of_loop(frame):
 def watch(file, state):
     """A generator that refuses, at each next(), what a file's loop over run.rounds has changed
     beside its state, and --resume would begin anew: what the loop reads before it sets it, what its
-    function's functions use, and the file's variables."""
-    if not (frame := frame_of(file)):
+    function's functions use, and the file's variables. Likewise of loops around this one and of the
+    files beside."""
+    helpers = beside(pathlib.Path(file).resolve())
+    if not (frames := frames_of(file, helpers)):
         return
-    read, set_anew = names_of_loop(frame)
-    if stale := [name for name, z in vars(state).items() if torch.is_tensor(z) and name in read
-                 and sharing([(0, z), (1, frame.f_locals.get(name))])]:
-        refuse(f"the loop reads {stale[0]}, which stays what it was before the loop; read "
-               f"state.{stale[0]}, or give the first one another name")
-    before, module = {}, frame.f_globals
-    modules = {module["__name__"], *beside(pathlib.Path(file).resolve())}
-    while frame := frame_of(file):
-        here = frame.f_locals
-        found = {name: z for name, z in module.items()
+    loops = {frame.f_code: names_of_loop(frame) for frame in frames}
+    if loops[frames[0].f_code] is None:
+        refuse("run.rounds(state) belongs in a `for`: write `for t in run.rounds(state)`")
+    loops = {code: names or (set(), set()) for code, names in loops.items()}
+    for frame in frames:
+        if stale := [name for name, z in vars(state).items() if torch.is_tensor(z)
+                     and name in loops[frame.f_code][0]
+                     and sharing([(0, z), (1, frame.f_locals.get(name))])]:
+            refuse(f"the loop reads {stale[0]}, which stays what it was before the loop; read "
+                   f"state.{stale[0]}, or give the first one another name")
+    before, set_anew = {}, set().union(*(stored for _, stored in loops.values()))
+    modules = {*helpers, *(frame.f_globals["__name__"] for frame in frames)}
+    while frames := frames_of(file, helpers):
+        files = {id(z): z for z in [*(frame.f_globals for frame in frames), *(
+            vars(sys.modules[name]) for name in helpers if name in sys.modules)]}
+        found = {(name, at): z for at, names in files.items() for name, z in names.items()
                  if name not in set_anew and name[:2] != "__"}
-        found |= {name: here[name] for name in sorted(read) if name in here}
-        if here is not module and type(here) is dict:
-            here.clear()  # before Python 3.13 a copy, which would keep large tensors
-        now = {name: Content(z, state, set_anew, modules) for name, z in found.items()}
+        for frame in frames:
+            here, code = frame.f_locals, frame.f_code
+            found |= {(name, code): here[name]
+                      for name in sorted(loops.get(code, [()])[0]) if name in here}
+            if here is not frame.f_globals and type(here) is dict:
+                here.clear()  # before Python 3.13 a copy, which would keep large tensors
+        now = {key: Content(z, state, set_anew, modules) for key, z in found.items()}
         before = before or now
-        if changed := [name for name, z in before.items() if now.get(name, z) != z]:
-            name = min(changed, key=lambda name: callable(found[name]))  # not who changes it
+        if changed := [key for key, z in before.items() if now.get(key, z) != z]:
+            name, _ = min(changed, key=lambda key: callable(found[key]))  # not who changes it
             refuse(f"the loop changes {name}, which --resume would begin anew; keep tensors and "
                    "numbers in `state`, record by run.log what is only to be read, and make "
                    'generators in the loop, by common.stream(args.seed, "algorithm", t, '
                    "federation.K)", alone=True)
-        del frame, here, found, now  # which would keep tensors
+        del frame, frames, here, found, now  # which would keep tensors
         yield
 
 
@@ -267,6 +282,7 @@ class Content(pickle.Pickler):
     def __init__(self, z, skipped=None, but=(), modules=None, versions=True):
         self.file, self.tensors = io.BytesIO(), []  # which keep their numbers while they live
         self.skipped, self.but, self.modules, self.versions = skipped, but, modules, versions
+        self.met = {}  # functions, classes and the like, which may hold themselves
         super().__init__(self.file)
         with contextlib.suppress(Exception):  # whatever somebody's object does
             self.dump(z)
@@ -284,7 +300,9 @@ class Content(pickle.Pickler):
             return self.versions and (id(z), getattr(z, "_version", 0))
 
     def reducer_override(self, z):
-        holds = None
+        if id(z) in self.met:
+            return repr, (self.met[id(z)][0],)
+        self.met[id(z)], holds = (len(self.met), z), None
         if isinstance(z, torch.Generator):
             holds = z.get_state().tolist()
         elif isinstance(z, GeneratorType):
@@ -302,6 +320,16 @@ class Content(pickle.Pickler):
                 z.__reduce_ex__(4)
                 return NotImplemented
         return repr, (holds,)  # nobody calls it
+
+
+def marks(named):
+    """Returns {name: what tells whether it has changed} of {name: tensor, number, ...}."""
+    return {name: Content(z) for name, z in named.items()}
+
+
+def changed(before, named):
+    """Returns the names of what has changed since `before`, which marks has returned."""
+    return [name for name, z in before.items() if z != Content(named[name])]
 
 
 def tensors_of(state):
@@ -343,6 +371,9 @@ def read(path, state, identity, environment, why_fixed):
     except Exception as problem:  # torch.load raises nearly anything on a broken file
         refuse(f"{path} can't be read ({type(problem).__name__}); use another --out, or remove it",
                alone=True)
+    if changes := saved.get("changes"):
+        why_fixed = why_fixed or (f"as the last round it was evaluated, and this changed "
+                                  f"state.{changes[0]}; change it before run.evaluates()")
     now = facts({**identity, "environment": environment})
     for name in {**then, **now}:
         a, b = then.get(name), now.get(name)

@@ -706,6 +706,10 @@ KEPT = {  # before the loop, in it, what is named
     "a helper's object": ("import own_helper; server = own_helper.Server()", "server.v = w",
                           "server"),
     "a class": ("", "Memory.norms = [*Memory.norms, 1.0]", "Memory"),
+    "an object whose class holds itself": (
+        "class Server(Memory):\n        def __init__(self):\n            super().__init__()\n"
+        "    server = Server()", "server.v = w", "server"),
+    "a helper's variable": ("import own_helper", "own_helper.N = t", "N"),
     "a dict of the file": ("", "SEEN[t] = w", "SEEN"),
     "a default argument": ("", "keeps(w)", "keeps"),
     "a function's attribute": ("update.n = 0", "update.n += 1", "update"),
@@ -720,7 +724,7 @@ KEPT = {  # before the loop, in it, what is named
 def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0):
     path = tmp_path / "own.py"
     tmp_path.mkdir(exist_ok=True)
-    (tmp_path / "own_helper.py").write_text("class Server:\n    pass\n")
+    (tmp_path / "own_helper.py").write_text("N = 0\nclass Server:\n    pass\n")
     sys.modules.pop("own_helper", None)
     sys.path[:] = [name for name in sys.path if "what_resume" not in name]  # of earlier calls
     path.write_text(OWN.replace("BEFORE", before).replace("EACH", each).replace("LOOP", loop))
@@ -743,7 +747,7 @@ HIDDEN = {  # what only a round that is repeated in a new process shows
         "", "w = w + t * float(np.random.default_rng().normal())", "it gave another state.w"),
     "before the loop": ("state.v = torch.from_numpy(np.random.default_rng().random(9))", "",
                         "it began with another state.v"),
-    "the federation's images": ("", "federation.images[S] //= 2", "it gave another state.w"),
+    "the number of rounds": ("", "w = w / vars(args)['rounds']", "it gave another state.w"),
     "a name of the first round": ("", "v = w_0 if t == 0 else v + w; w = w + v",
                                   "UnboundLocalError"),
 }
@@ -767,11 +771,12 @@ def test_a_round_that_gives_another_result_in_a_new_process_is_refused(
     ("zip(\n            LOOP, [0.1, 0.2])", "", "zip around run.rounds"),
     ("itertools.islice(tqdm.tqdm(LOOP), 2)", "", "islice around run.rounds"),
     ("LOOP", "state.V = w_0.expand(8, -1)", "state.V repeats a part of its memory"),
+    ("made()", "made = lambda: (yield from LOOP)", "write `for t in run.rounds(state)`"),
 ])
 def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
         loop, before, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        of_its_own(tmp_path, before, "", loop.replace("LOOP", "run.rounds(state)"))
+        of_its_own(tmp_path, *(z.replace("LOOP", "run.rounds(state)") for z in (before, "", loop)))
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -782,6 +787,11 @@ def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
     ("", "federation.sample(S)", "t is a ndarray, and S a ndarray; give federation.sample(t)"),
     ("", "federation.train(update, t, S, own=[w])", "t is a ndarray, and S a int; give"),
     ("", "federation.evaluate_clients(w.expand(3, -1))", "W has 3 models for 8 clients; give"),
+    ("", "federation.evaluate_clients(lambda S: torch.stack([w, 2 * w])[: len(S)])",
+     "gives client 1 another model alone"),
+    ("", "federation.images[S] //= 2", "the loop changes federation.images"),
+    ("", "federation.labels = 1 * federation.labels", "the loop changes federation.labels"),
+    ("", "federation.split.train[0] = S", "the loop changes federation.split"),
 ])
 def test_slips_with_models_and_clients_are_refused(before, each, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -875,6 +885,23 @@ def test_a_file_that_names_args_rounds_is_resumed_with_as_many(tmp_path, capsys,
                     common.load_file(folder / "own.py").main, again)
         else:
             assert len(common.load_file(folder / "own.py").main(again)["rounds"]) == 3
+
+
+def test_a_loop_around_the_loop_is_watched(tmp_path, capsys):
+    made = "scale = 1\n    def made():\n        for t in run.rounds(state):\n            yield t"
+    with pytest.raises(SystemExit):
+        of_its_own(tmp_path, made, "scale = 2 if t == 1 else scale; w = scale * w", "made()")
+    assert "the loop changes scale, which" in capsys.readouterr().err
+
+
+def test_a_state_that_the_last_evaluation_changes_is_not_continued(tmp_path, capsys, monkeypatch):
+    """A run of three rounds would not evaluate the second."""
+    monkeypatch.setattr(sys.modules[__name__], "OWN", OWN.replace(
+        "run.log(", "state.n = 1; run.log("))
+    of_its_own(tmp_path, "", "")
+    refused(capsys, "as the last round it was evaluated, and this changed state.n",
+            common.load_file(tmp_path / "own.py").main,
+            [*QUICK, "--model", "2nn", "--rounds", "3", "--resume", "--out", f"{tmp_path}/out"])
 
 
 def test_what_a_loop_may_use(tmp_path, capsys):
