@@ -154,51 +154,58 @@ class Run:
                 self.finish()
 
     def repetition(self):
-        """A generator that repeats the second and third round (or the last before them) of a new
-        run in a new process, from the state before them, and refuses another result. For a method,
-        model or split of a user's own, on a CPU: a GPU may round differently. next() before each
-        round."""
+        """A generator that repeats rounds 2 and 3, and the last two, in new processes, each from
+        the state before them, and refuses another result. For a method, model or split of a user's
+        own, on a CPU: a GPU may round differently. next() before each round."""
         own = not self.is_ours or any(".py:" in z for z in (self.args.model, self.args.split))
         size = sum(getattr(z, "nbytes", 0) for z in state.tensors_of(self.state).values())
-        if (not own or not self.command or self.history or size > 1e9 or REPEATS in os.environ
+        if (not own or not self.command or size > 1e9 or REPEATS in os.environ
                 or self.federation.device.type != "cpu" or machine.world_size() > 1):
             return
         first = {f"state.{name}": z for name, z in state.copies(self.state).items()}
-        while len(self.history) + 1 < min(2, self.last):
-            yield
-        with tempfile.TemporaryDirectory() as folder:
-            self.put_state(f"{folder}/state.pt")
-            while len(self.history) < min(3, self.last):  # what the second gives, the third uses
+        first = {} if self.history else first
+        for n in sorted({min(3, self.last), self.last}):
+            while len(self.history) < n - 2:
                 yield
-            n, file = len(self.history), pathlib.Path(folder, "expected.pt")
-            say(f"try     round {n} runs a second time, in a new process, to see whether "
-                "--resume would give the same")
-            torch.save({"first": first, "rounds": n, "after": self.found()}, file)
-            more = [] if self.fixed_rounds else [f"--rounds={self.args.rounds + 1}"]
-            child = Child([self.file, *self.args.argv, *more, "--resume", f"--out={folder}"],
-                          **{REPEATS: str(file)})
-            try:
-                code, said = child.result()
-            finally:
-                child.stop()
-            if code:
-                refuse(f"round {n} was repeated in a new process, as --resume would: {said}",
-                       alone=True)
-            if file.exists():
-                say(f"note    python {self.file} trains nothing, so no round was repeated")
+            if len(self.history) < n:
+                with tempfile.TemporaryDirectory() as folder:
+                    self.put_state(f"{folder}/state.pt")
+                    while len(self.history) < n:  # what a round gives, the next one uses
+                        yield
+                    self.repeat(n, first, pathlib.Path(folder))
+
+    def repeat(self, n, first, folder):
+        """Repeats the rounds to n from the state in a folder. first: that before round 1."""
+        say(f"try     round {n} runs a second time, in a new process, to see whether --resume "
+            "would give the same")
+        file = folder / "expected.pt"
+        torch.save({"first": first, "rounds": n, "after": self.found()}, file)
+        early = n <= 3 and not self.fixed_rounds  # the last round of more than three is measured
+        more = [f"--rounds={self.args.rounds + 1}"] if early else []
+        child = Child([self.file, *self.args.argv, *more, "--resume", f"--out={folder}"],
+                      **{REPEATS: str(file)})
+        try:
+            code, said = child.result()
+        finally:
+            child.stop()
+        if code:
+            refuse(f"round {n} was repeated in a new process, as --resume would: {said}",
+                   alone=True)
+        if file.exists():
+            say(f"note    python {self.file} trains nothing, so no round was repeated")
 
     def found(self):
-        """Returns {name: tensor, or number} of the state, and the losses of this round, if it was
+        """Returns {name: tensor, or number} of the state, and the measures of this round, if it was
         evaluated."""
         row = self.history[-1] if self.history else {}
         return {f"state.{name}": z for name, z in state.tensors_of(self.state).items()} | {
-            f"{part} loss": torch.tensor(row[part]["loss"]) for part in SHOWN
-            if "loss" in row.get(part, ())}
+            f"{part} {name}": torch.tensor(z) for part in SHOWN
+            for name, z in row.get(part, {}).items()}
 
     def expect(self, tensors, what):
         """Refuses a state, or losses, that differ from these tensors."""
         found = self.found()
-        tensors = {name: z for name, z in tensors.items() if "loss" not in name or name in found}
+        tensors = {name: z for name, z in tensors.items() if " " not in name or name in found}
         if odd := state.differing(tensors, found):
             rounds = "" if self.fixed_rounds else (
                 "; if the number of --rounds matters, Run takes fixed_rounds=WHY")

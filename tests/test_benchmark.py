@@ -216,6 +216,9 @@ def test_the_page_has_the_order_of_the_claims(kinds):
     for *names, cells in claims:
         assert len(cells.split("|")) == len(kinds)
         for k, cell in zip(kinds, cells.split("|")):
+            if not {*names} <= k.known.keys():
+                assert cell == ""  # 100 clients has ten methods
+                continue
             runs = [k.runs(name, k.seeds(k.names)) for name in names]
             orders = [benchmark.report.paired(*runs, part).order for part in benchmark.report.PARTS]
             assert cell == " → ".join(dict.fromkeys(orders)), (names, k.title)

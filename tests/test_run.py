@@ -817,6 +817,26 @@ def test_what_is_trained_before_the_loop_counts_once(tmp_path, monkeypatch):
     assert of_its_own(tmp_path / "b", before, "")["local_epochs"] == 2
 
 
+def test_rounds_2_and_3_and_the_last_two_are_repeated(tmp_path, monkeypatch):
+    """Of a run with two rounds, these; of a run that is resumed, what is left. Measures are
+    compared, too."""
+    path, found = tmp_path / "own.py", []
+    monkeypatch.delenv("REPEATED_ROUND")
+    monkeypatch.setattr(common.Run, "repeat", lambda run, n, first, folder: found.append((
+        n, bool(first), len(torch.load(folder / "state.pt", weights_only=True)["history"]),
+        "global top1" in run.found())))
+    path.write_text(OWN.replace("BEFORE", "").replace("EACH", "").replace(
+        "LOOP", "run.rounds(state)"))
+    argv = [*QUICK, "--model", "2nn", "--eval-every", "5", "--out", str(tmp_path / "out")]
+    main = common.load_file(path).main
+    main(argv)
+    assert found == [(2, True, 0, True)]
+    main([*argv, "--rounds", "5"])
+    assert found[1:] == [(3, True, 1, False), (5, True, 3, True)]
+    main([*argv, "--rounds", "7", "--resume"])
+    assert found[3:] == [(7, False, 5, True)]
+
+
 def test_a_round_that_is_repeated_leaves_no_trace(tmp_path, capsys, monkeypatch):
     """In the record, the state and what is printed but one line. A file of a user's may be called
     as one of ours."""
