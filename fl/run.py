@@ -165,7 +165,7 @@ class Run:
         first = {f"state.{name}": z for name, z in state.copies(self.state).items()}
         first = {} if self.history else first
         for n in sorted({min(3, self.last), self.last}):
-            while len(self.history) < n - 2:
+            while len(self.history) < min(max(n - 2, 1), n - 1):
                 yield
             if len(self.history) < n:
                 with tempfile.TemporaryDirectory() as folder:

@@ -830,7 +830,7 @@ def test_rounds_2_and_3_and_the_last_two_are_repeated(tmp_path, monkeypatch):
     argv = [*QUICK, "--model", "2nn", "--eval-every", "5", "--out", str(tmp_path / "out")]
     main = common.load_file(path).main
     main(argv)
-    assert found == [(2, True, 0, True)]
+    assert found == [(2, True, 1, True)]
     main([*argv, "--rounds", "5"])
     assert found[1:] == [(3, True, 1, False), (5, True, 3, True)]
     main([*argv, "--rounds", "7", "--resume"])
