@@ -278,7 +278,8 @@ class Kind:
 def mean_ranks(kinds):
     """Returns {method: its mean rank over the splits} of the kinds that have all methods, and a
     sentence on them; ({}, "") if there is none."""
-    kinds = [kind for kind in kinds if all(kind.finished(name, 1) for name in METHODS)]
+    kinds = [kind for kind in kinds if kind.known.keys() >= METHODS.keys()
+             and all(kind.finished(name, 1) for name in METHODS)]
     if not kinds:
         return {}, ""
     names = [name for name in kinds[0].known if all(kind.finished(name, 1) for kind in kinds)]

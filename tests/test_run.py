@@ -129,7 +129,8 @@ def test_an_interrupted_run_may_end_sooner(tmp_path, capsys):
 
 @pytest.mark.parametrize("module, own, why", [
     (superfed, [], "Phase II's start, L*R, depends on R"),
-    (persfl, ["--fraction", "1", "--client-val", "0.2"], "Stage 2 follows the last round"),
+    (persfl, ["--fraction", "1", "--client-val", "0.2", "--split", "iid"],
+     "Stage 2 follows the last round"),
     (baselines, ["--method", "fedavg-ft"], "clients fine-tune after the last round"),
     (baselines, ["--method", "fedspa"], "the masks' pace")])
 def test_more_rounds_are_refused_where_their_number_matters(module, own, why, tmp_path, capsys):
