@@ -58,7 +58,7 @@ from fl import records
 
 ALGORITHMS = {  # name: module and flags
     **{name: [name] for name in ("fedavg", "fedavgm", "superfed", "psinet", "fedslr")},
-    "persfl": ["persfl", "--distill-epochs", "1"],
+    "persfl": ["persfl", "--distill-epochs", "1", "--split", "classes"],
     "superfed, layers": ["superfed", "--mix", "layer", "--start", "0"],
     "superfed, unequal": ["superfed", "--split", "dirichlet-classes", "--alpha", ".1"],
     "fedavg, tfcnn": ["fedavg", "--model", "tfcnn", "--transform", "tensorflow"],

@@ -236,7 +236,7 @@ def watch(file, state):
     if not (frames := frames_of(file, helpers)):
         return
     loops = {frame.f_code: names_of_loop(frame) for frame in frames}
-    if loops[frames[0].f_code] is None:
+    if loops[frames[0].f_code] is None and "rounds" in frames[0].f_code.co_names:
         refuse("run.rounds(state) belongs in a `for`: write `for t in run.rounds(state)`")
     loops = {code: names or (set(), set()) for code, names in loops.items()}
     for frame in frames:

@@ -334,7 +334,8 @@ def models_of(W, K):
     if torch.is_tensor(W) and len(W) != K:
         refuse(f"evaluate_clients: W has {len(W)} models for {K} clients; give it one [d], one for "
                "each client, or a function of clients S")
-    if callable(W) and K > 1 and not torch.allclose(W([0, 1])[1:], W([1]), 1e-4, 1e-6, True):
+    pair, one = (W([0, 1]), W([1])) if callable(W) and K > 1 else ((), ())
+    if len(pair) == 2 and not torch.allclose(pair[1:], one, 1e-4, 1e-6, True):
         refuse("evaluate_clients: its function of clients S gives client 1 another model alone "
                "than beside client 0; return the models of the clients in S, as V[S]")
     return W if callable(W) else W.__getitem__
