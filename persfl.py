@@ -19,7 +19,7 @@ G) on its own test images. docs/persfl.md explains our choices, also D8, D10 (fi
     D5  Line 20 is KL(teacher || student), as PersFL-GD in gradient; (3) swaps the arguments.
     D6  Line 13: best validation accuracy wins, first if tied. By (3) lambda = 1 would always win.
     D7  Line 13: T is 1, 5, 25; lambda 0, .25, .5, .75, 1. T has no effect at lambda 0, 1: 11 pairs.
-    D9  Only training images are dealt, 6,000 in MNIST's DS-1. How unequal amounts are is ours.
+    D9  Only training images are dealt, 6,000 in MNIST's DS-1. How unequal the amounts are is ours.
     D11  CIFAR-10's network also pools after its second convolution, as in the authors' baseline.
 
 fedavg.py explains [d] and net. Line numbers are the paper's; we add "choose G_1", line 13's loop

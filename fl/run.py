@@ -162,8 +162,8 @@ class Run:
         if (not own or not self.command or size > 1e9 or REPEATS in os.environ
                 or self.federation.device.type != "cpu" or machine.world_size() > 1):
             return
-        first = {f"state.{name}": z for name, z in state.copies(self.state).items()}
-        first = {} if self.history else first
+        first = {} if self.history else {
+            f"state.{name}": z for name, z in state.copies(self.state).items()}
         for n in sorted({min(3, self.last), self.last}):
             while len(self.history) < min(max(n - 2, 1), n - 1):
                 yield
