@@ -21,7 +21,7 @@ from . import machine, plots, provenance, records, splits, state
 from .child import REPEATS, Child
 from .machine import is_main_process, refuse, say
 from .records import EVERY_ROUND
-from .state import PLAIN, Rows, is_finite, watch
+from .state import PLAIN, SEEDED, Rows, is_finite, watch
 
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 ROW = EVERY_ROUND[:4]  # what each row begins with
@@ -211,8 +211,7 @@ class Run:
                 "; if the number of --rounds matters, Run takes fixed_rounds=WHY")
             refuse(f"it {what} another {odd[0]}; something beside `state` has changed, or "
                    "numbers are drawn without a seed; keep tensors and numbers in `state`, and "
-                   'make generators in the loop, by common.stream(args.seed, "algorithm", t, '
-                   f"federation.K){rounds}", alone=True)
+                   f"make generators in the loop, by {SEEDED}{rounds}", alone=True)
 
     def data_now(self):
         """Returns {name: what a user's loop must not change} of the federation."""
@@ -273,8 +272,7 @@ class Run:
         """Refuses draws from the generators that begin_round has looked at."""
         if before != machine.generators(self.federation.device):
             refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
-                   "command would give other results; draw from common.stream(args.seed, "
-                   '"algorithm", t, federation.K)', alone=True)
+                   f"command would give other results; draw from {SEEDED}", alone=True)
 
     def count_images(self):
         """Adds to the row how many images the clients' epochs have passed since the last call."""

@@ -20,6 +20,7 @@ from .files import beside
 from .machine import first_line, free_memory, refuse
 from .records import FREE
 
+SEEDED = 'common.stream(args.seed, "algorithm", t, federation.K)'  # a loop's own generator
 PLAIN = int, float, bool, str, type(None)  # types that a state and a record can hold
 
 
@@ -260,12 +261,11 @@ def watch(file, state):
                 here.clear()  # before Python 3.13 a copy, which would keep large tensors
         now = {key: Content(z, state, set_anew, modules) for key, z in found.items()}
         before = before or now
-        if changed := [key for key, z in before.items() if now.get(key, z) != z]:
-            name, _ = min(changed, key=lambda key: callable(found[key]))  # not who changes it
+        if odd := [key for key, z in before.items() if now.get(key, z) != z]:
+            name, _ = min(odd, key=lambda key: callable(found[key]))  # not who changes it
             refuse(f"the loop changes {name}, which --resume would begin anew; keep tensors and "
                    "numbers in `state`, record by run.log what is only to be read, and make "
-                   'generators in the loop, by common.stream(args.seed, "algorithm", t, '
-                   "federation.K)", alone=True)
+                   f"generators in the loop, by {SEEDED}", alone=True)
         del frame, frames, here, found, now  # which would keep tensors
         yield
 
