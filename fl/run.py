@@ -122,7 +122,7 @@ class Run:
         personal: a function of S, for --fine-tune: the models that it begins with, by default
         `clients` or, where there are none, `model`.
         """
-        if not hasattr(state, "__dict__") or self.history:
+        if not hasattr(state, "__dict__") or isinstance(state, type) or self.history:
             refuse("run.rounds(state) takes a State(...), an object with attributes, and a run has "
                    "one loop over it; distinguish phases inside the loop, by t")
         self.state, self.model, self.models = state, model, clients
@@ -221,16 +221,19 @@ class Run:
             "transform": id(fed.transform)}
 
     def begin_round(self):
-        """Returns what torch's, NumPy's and Python's generators are now."""
+        """Returns what torch's, NumPy's and Python's generators are now, and of a user's method
+        the global model with its version."""
         self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
         for rows in self.federation.all_rows:
             rows.finite = True
         self.clock = machine.now(self.federation.device)
-        return machine.generators(self.federation.device)
+        w = None if self.is_ours else vars(self.state).get(self.model)
+        return machine.generators(self.federation.device), w, getattr(w, "_version", 0)
 
-    def end_round(self, generators):
+    def end_round(self, before):
         """Completes the row, and writes the state if that is worth it. May end the run.
-        generators: what they were before the round."""
+        before: what begin_round has returned."""
+        generators, w, version = before
         row, now = self.row, vars(self.state)
         row["seconds"] = row["seconds"] or self.elapsed()
         self.check_state()
@@ -245,6 +248,9 @@ class Run:
         if changed := state.changed(self.marked, self.data_now()):
             refuse(f"the loop changes federation.{changed[0]}, which --resume would begin anew; "
                    "`train` takes other images, and client_update may change b")
+        if getattr(w, "_version", version) != version:
+            refuse(f"the loop changes state.{self.model} in place, and every other name for it; "
+                   f"write state.{self.model} = state.{self.model} + ...")
         self.check_generators(generators)
         values = {f"state.{name}": z for name, z in now.items()} | {
             f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}

@@ -133,6 +133,8 @@ def check(state, before, model, clients, all_rows):
             refuse(f"the loop makes state.{name} {z.dtype}, which began as {then.dtype}; convert "
                    f"what it is computed from, as noise.to({then.dtype}): NumPy's numbers are "
                    "float64")
+        if name == model and z.dtype != torch.float32:
+            refuse(f"state.{name} is {z.dtype}, a model is torch.float32; use .float()")
         if name == model and z.shape != then.shape:
             refuse(f"the loop makes state.{name} {list(z.shape)}, which began as "
                    f"{list(then.shape)}; average the clients' models")

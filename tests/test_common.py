@@ -266,6 +266,12 @@ SLIPS = {
         "rows[S] = x: x is torch.float32, but the rows are torch.int64"),
     "a dict as state": (dict(state=lambda self, fed: {"w": fed.initial_weights()}),
                         "run.rounds(state) takes a State(...)"),
+    "a class as state": (dict(state=lambda self, fed: SimpleNamespace),
+                         "run.rounds(state) takes a State(...)"),
+    "a model of NumPy's numbers": (
+        dict(clients=None, keep=lambda *_: None, state=lambda self, fed: SimpleNamespace(
+            w=fed.initial_weights().double(), n=0)),
+        "state.w is torch.float64, a model is torch.float32; use .float()"),
     "another rate": (dict(keep=lambda self, state, S, w_k: self.args.__setattr__("lr", 1.0)),
                      "args.lr has changed since Run was made, and the record has the old value"),
     "two names for one tensor": (

@@ -792,6 +792,8 @@ def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
      "gives client 1 another model alone"),
     ("", "federation.images[S] //= 2", "the loop changes federation.images"),
     ("", "federation.labels = 1 * federation.labels", "the loop changes federation.labels"),
+    ("", "before = state.w; state.w += w - before; w = state.w",
+     "the loop changes state.w in place, and every other name for it"),
     ("", "federation.split.train[0] = S", "the loop changes federation.split"),
 ])
 def test_slips_with_models_and_clients_are_refused(before, each, words, tmp_path, capsys):
