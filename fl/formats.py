@@ -11,6 +11,8 @@ import functools
 import hashlib
 import json
 import os
+import pathlib
+import pickle
 import time
 import zipfile
 from collections import Counter
@@ -258,13 +260,24 @@ def decode_leaf(files):
 
 def read_torchvision(name, path):
     """Returns a data set of torchvision, downloaded beside `path` if it is not there. EMNIST is
-    split by class, as stored."""
+    split by class, as stored. The images of CIFAR and MNIST are sorted by class and file name, as
+    those of our records, which came as PNG files; splits and --limit depend on the order."""
     import torchvision  # not above: it takes as long as all other imports, and most runs do without
 
     kind = getattr(torchvision.datasets, name.upper())
     more = {"split": "byclass"} if name == "emnist" else {}
     parts = [kind(path.parent, train=train, download=True, **more) for train in (True, False)]
-    arrays = [np.asarray(array) for part in parts for array in (part.data, part.targets)]
+    arrays = []
+    for first, part in zip((0, len(parts[0])), parts):
+        x, y, names = np.asarray(part.data), np.asarray(part.targets), None
+        if name == "mnist":
+            names = [f"{first + i}.png" for i in range(len(y))]
+        elif name != "emnist":
+            batches = part.train_list if part.train else part.test_list  # torchvision's, checked
+            names = [file for batch, _ in batches for file in pickle.loads(pathlib.Path(
+                part.root, part.base_folder, batch).read_bytes(), encoding="latin1")["filenames"]]
+        order = slice(None) if names is None else np.lexsort((names, y))
+        arrays += [x[order], y[order]]
     return dict(zip(ARRAYS, arrays))
 
 

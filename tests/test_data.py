@@ -1,9 +1,11 @@
 """Data sets, splits and transforms, against numbers derived here or given in the papers."""
 
 import argparse
+import hashlib
 import json
 import os
 import pathlib
+import pickle
 import struct
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import urllib.error
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 import common
@@ -80,9 +83,44 @@ def test_emnist_and_mnist_in_their_own_file_format(name, folder, pattern, classe
         write_idx(raw / pattern.format(short, "labels", 1), y)
     data = fl.data.load_data(name, tmp_path)
     assert (data.n_train, data.classes) == (4 * classes, classes)
-    # as stored: EMNIST stays transposed
-    assert np.array_equal(data.images[: data.n_train, :, :, 0], wanted["train"][0])
+    order = np.arange(4 * classes)  # as stored: EMNIST stays transposed, too
+    if name == "mnist":  # by class and file name: class 2 has 12.png, 2.png, 22.png, 32.png
+        order = sorted(order, key=lambda i: (i % 10, f"{i}.png"))
+    assert np.array_equal(data.images[: data.n_train, :, :, 0], wanted["train"][0][order])
+    assert np.array_equal(data.labels[: data.n_train], wanted["train"][1][order])
     assert np.array_equal(data.labels[data.n_train :], wanted["test"][1])
+
+
+@pytest.mark.parametrize("name, labels", [("cifar10", "labels"), ("cifar100", "fine_labels")])
+def test_cifar_is_sorted_by_class_and_file_name(name, labels, tmp_path, monkeypatch):
+    """Small files of the official format; their checksums replace the official ones."""
+    kind = getattr(torchvision.datasets, name.upper())
+    monkeypatch.setitem(fl.data.DATASETS, name, (32, 32, 3, 3))
+    folder = tmp_path / kind.base_folder
+    folder.mkdir()
+    rng, first = np.random.default_rng(1), {}
+
+    def write(files, c):
+        lists = []
+        for file in files:
+            grey = rng.integers(0, 256, len(c))
+            names = [f"{z:02}_s.png" for z in rng.permutation(99)[: len(c)]]
+            first.setdefault("test" in file, []).extend(zip(c, names, grey))
+            content = pickle.dumps({"data": np.repeat(grey[:, None], 3072, 1).astype(np.uint8),
+                                    labels: c, "filenames": names})
+            (folder / file).write_bytes(content)
+            lists.append([file, hashlib.md5(content).hexdigest()])
+        return lists
+
+    monkeypatch.setattr(kind, "train_list", write(["train_1", "train_2"], [2, 0, 1, 1, 0, 2]))
+    monkeypatch.setattr(kind, "test_list", write(["test"], [1, 2, 0]))
+    content = pickle.dumps({kind.meta["key"]: ["a", "b", "c"]})
+    (folder / kind.meta["filename"]).write_bytes(content)
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": hashlib.md5(content).hexdigest()})
+    data = fl.data.load_data(name, tmp_path)
+    wanted = sorted(first[False]) + sorted(first[True])
+    assert data.labels.tolist() == [c for c, _, _ in wanted] and data.n_train == 12
+    assert data.images[:, 5, 7, 1].tolist() == [grey for _, _, grey in wanted]
 
 
 def test_tiny_imagenet_in_its_official_layout(tmp_path, monkeypatch):
