@@ -133,7 +133,7 @@ def check(state, before, model, clients, all_rows):
             refuse(f"the loop makes state.{name} {z.dtype}, which began as {then.dtype}; convert "
                    f"what it is computed from, as noise.to({then.dtype}): NumPy's numbers are "
                    "float64")
-        if name == model and z.dtype != torch.float32:
+        if name == model and z.dtype != torch.get_default_dtype():
             refuse(f"state.{name} is {z.dtype}, a model is torch.float32; use .float()")
         if name == model and z.shape != then.shape:
             refuse(f"the loop makes state.{name} {list(z.shape)}, which began as "
