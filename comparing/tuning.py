@@ -58,6 +58,9 @@ def tune(points, args, shared):
     for name, (value, _, run, row) in chosen.items():
         if value < 0:
             common.refuse(f"--tune: all runs of {name} diverged; try other values")
+        values = [then[2] for then in rows if then[0] == name]
+        if len(values) > 1 and len({*values}) == 1:
+            common.say(f"note    all settings of {name} give {values[0]}: does it use them?")
         row[3] = "chosen"
         if not (out / name / "0").exists():  # it is the first run of the comparison, too
             part = out / name / "0.part"

@@ -182,6 +182,10 @@ def parse(p, by_dataset, argv=None):
     if odd := [action.option_strings[-1] for action in p._actions if action.type is bool]:
         refuse(f"{odd[0]} has type=bool, to which every word is True, False too; use "
                "action=argparse.BooleanOptionalAction, with --no-... for False")
+    shown = {action.dest: action.option_strings for action in p._actions}
+    if odd := [action for action in p._actions if action.option_strings != shown[action.dest]]:
+        refuse(f"{odd[0].option_strings[-1]} and {shown[odd[0].dest][-1]} both set "
+               f"args.{odd[0].dest}; give one another dest")
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")

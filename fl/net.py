@@ -1,6 +1,7 @@
 """Net: any nn.Module as a function of one flat vector, logits = net(w, x); --model
 path/to/file.py:Name and torchvision:NAME, --init; and what is refused."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from .files import find, fresh
 from .machine import first_line, generators, refuse
 from .models import MODELS
-from .state import KNOWN, Content, sharing
+from .state import KNOWN, Content, overlapping, sharing
 
 ROOT = "the root module"
 
@@ -400,6 +401,8 @@ class GroupNormInstead(nn.GroupNorm):
                              "can't replace it")
         groups = 1 if norm.num_features % 2 else 2
         super().__init__(groups, norm.num_features, norm.eps, norm.affine)
+        if norm.affine:  # as its constructor has left them: 0, frozen, or shared
+            self.weight, self.bias = norm.weight, norm.bias
 
 
 WRAPPED = torch.jit.ScriptModule, nn.DataParallel
@@ -410,11 +413,10 @@ BATCHNORM_BECAME = {"group": (GroupNormInstead, "became GroupNorm"),
 
 def group_norms(module):
     """Returns the module with GroupNorm in the place of each BatchNorm."""
-    if isinstance(module, BATCHNORM):
-        return GroupNormInstead(module)
-    for name, child in module.named_children():
-        setattr(module, name, group_norms(child))
-    return module
+    made = {z: GroupNormInstead(z) for z in module.modules() if isinstance(z, BATCHNORM)}
+    for parent in [*module.modules()]:
+        parent._modules.update((name, made[z]) for name, z in parent._modules.items() if z in made)
+    return made.get(module, module)
 
 
 OF_X = "tensors that its forward makes or converts need dtype=x.dtype"
@@ -446,7 +448,7 @@ def check(net, precision):
                if z.isnan().any() or name not in net.constants and not z.isfinite().all()]:
         raise ValueError(f"{odd[0]} starts as NaN or infinite; torch.empty, for instance, "
                          "initialises nothing")
-    if two := sharing(own.items()):
+    if two := sharing(own.items()) or overlapping(own.items()):
         raise ValueError(f"{two[0]} and {two[1]} share their memory, but would be trained and "
                          "saved apart; assign the nn.Parameter itself, or .clone()")
     if hooked := [name for name, z in net.module.named_parameters()
@@ -525,8 +527,9 @@ def check(net, precision):
     idle = [name for name, size in zip(net.names, net.sizes) if size and not used[name]]
     if idle:
         n = sum(z for name, z in zip(net.names, net.sizes) if name in idle)
-        notes.append(f"note    {n:,} of {net.d:,} weights are sent without being trained, since "
-                     f"nothing depends on them, such as {idle[0]}; set requires_grad = False there")
+        notes.append(f"note    {n:,} of {net.d:,} weights, such as {idle[0]}, have no influence on "
+                     "the logits of eight images; if they never have, set requires_grad = False "
+                     "there, or they are sent without being trained")
     return notes
 
 
@@ -601,15 +604,47 @@ def pure(net, w):
     many, turned = (net.apply(w.split(net.sizes), z) for z in (x, x.flip(0)))
     # copies of one image want the same expert, or are each other's neighbours
     same = net.apply(w.split(net.sizes), x[[0] * 8])
-    if (changed or differ(first[:2], two) or differ(first, many[:8]) or differ(first[[0] * 8], same)
-            or differ(many.flip(0), turned)):
-        why = ("an image's logits depend on the others of its minibatch; for BatchNorm use "
-               "--batchnorm group (GroupNorm instead)")
-        if net.batchnorm != "frozen":
-            why += ", or --batchnorm frozen (constant running statistics, for a pretrained --init)"
+    dark = x[:2] / 100  # somebody may look whether the largest pixel is above 1
+    alone, beside = (net.apply(w.split(net.sizes), z)[:2] for z in (
+        dark, torch.cat([dark, x[:8].abs() + 1])))
+    why = ("an image's logits depend on the others of its minibatch, such as on their number or "
+           "largest pixel; for BatchNorm use --batchnorm group (GroupNorm instead)")
+    if net.batchnorm != "frozen":
+        why += ", or --batchnorm frozen (constant running statistics, for a pretrained --init)"
+    if (changed or differ(alone, beside) or differ(first[:2], two) or differ(first, many[:8])
+            or differ(first[[0] * 8], same) or differ(many.flip(0), turned)):
         raise ValueError(why)
-    expect_shape(net.apply(w.split(net.sizes), x[:1]), 1)  # a minibatch may have one image
+    one = net.apply(w.split(net.sizes), x[:1])
+    expect_shape(one, 1)  # a minibatch may have one image
+    if differ(one, first[:1]):
+        raise ValueError(why)
+    if differ(first, beside_others(net, w.split(net.sizes), x[:8])):
+        raise ValueError("forward reads what another thread's forward has written, such as a "
+                         "global or what a hook's function keeps, and clients train in threads; "
+                         "use local variables")
     return first
+
+
+def beside_others(net, tensors, x):
+    """Returns the logits of x. Before each of some layers another thread computes other images'."""
+    net.apply(tensors, x[:1])  # makes this thread's copy
+    layers = [z for z in net.copies.module.modules() if not [*z.children()]]
+    here = threading.get_ident()
+
+    def others():
+        with contextlib.suppress(Exception):
+            net.apply(tensors, x.flip(0))
+
+    def interrupt(*_):
+        if threading.get_ident() == here:
+            thread = threading.Thread(target=others)
+            thread.start()
+            thread.join()
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers[:: 1 + len(layers) // 8]:
+            hooks.enter_context(layer.register_forward_pre_hook(interrupt))
+        return net.apply(tensors, x)
 
 
 def default(args, data):

@@ -24,6 +24,7 @@ from .records import EVERY_ROUND
 from .state import PLAIN, SEEDED, Rows, is_finite, watch
 
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
+NOTHING = {"momentum": 0, "weight_decay": 0, "lr_decay": 1}  # values that do nothing
 ROW = EVERY_ROUND[:4]  # what each row begins with
 SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
          "personal": ("mean", "std", "worst_decile", "val_mean")}
@@ -62,11 +63,13 @@ class Run:
             refuse(f"{path.name}: {around} around run.rounds would begin anew after --resume; "
                    "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
                    "schedule[t] takes the place of zip")
-        no_sgd = [] if self.is_ours else state.unread(path, ["momentum", "weight_decay"])
-        if useless := [name for name in no_sgd if getattr(self.args, name)]:
+        unread = [] if self.is_ours else state.unread(path, OURS, provenance.ROOT)
+        if useless := [name for name in unread if getattr(self.args, name) != NOTHING[name]]:
+            remedy = "federation.eta(t)" if useless[0] == "lr_decay" else (
+                f"common.sgd(args, net.decayed), or {NOTHING[useless[0]]} (compare.py: --set "
+                f"NAME.{useless[0]}={NOTHING[useless[0]]})")
             refuse(f"{path.name} does not read --{useless[0].replace('_', '-')}, which would "
-                   f"change nothing; give it 0 (compare.py: --set NAME.{useless[0]}=0), or use "
-                   "common.sgd(args, net.decayed)")
+                   f"change nothing; use {remedy}")
         self.fixed_rounds, self.marks = fixed_rounds, marks or {}
         args = self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
@@ -95,6 +98,7 @@ class Run:
         self.status = "unfinished"
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
+        self.still = True  # whether no round has changed the global model
         self.measured, self.changes = {}, []  # the state when a round was measured; what it changed
         self.written, self.saved, self.cost = 0, 0.0, 0.0  # rounds on disk; when, and its seconds
         self.unwritten = {}  # name of a file -> why it could not be written
@@ -188,6 +192,9 @@ class Run:
             code, said = child.result()
         finally:
             child.stop()
+        if "belongs to split" in said:
+            refuse("--split gives other clients in a new process; draw from rng, its argument, and "
+                   "sort what is a set", alone=True)
         if code:
             refuse(f"round {n} was repeated in a new process, as --resume would: {said}",
                    alone=True)
@@ -218,7 +225,7 @@ class Run:
         fed = self.federation
         return {} if self.is_ours else {
             "images": fed.images, "labels": fed.labels, "n": fed.n, "split": [*fed.split],
-            "transform": id(fed.transform)}
+            "transform": id(fed.transform), "everyone": fed.everyone}
 
     def begin_round(self):
         """Returns what torch's, NumPy's and Python's generators are now, and of a user's method
@@ -246,11 +253,15 @@ class Run:
             refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
                    f"not restore; use state.{min(added)}")
         if changed := state.changed(self.marked, self.data_now()):
-            refuse(f"the loop changes federation.{changed[0]}, which --resume would begin anew; "
-                   "`train` takes other images, and client_update may change b")
+            refuse(f"federation.{changed[0]} has changed since Run was made, which --resume would "
+                   "not restore; --split and --transform take functions of yours, `train` takes "
+                   "other images, and client_update may change b")
         if getattr(w, "_version", version) != version:
             refuse(f"the loop changes state.{self.model} in place, and every other name for it; "
                    f"write state.{self.model} = state.{self.model} + ...")
+        self.still = self.still and w is not None and w is now.get(self.model)
+        if not self.history and not self.more_follows:
+            self.check_models()
         self.check_generators(generators)
         values = {f"state.{name}": z for name, z in now.items()} | {
             f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}
@@ -273,6 +284,18 @@ class Run:
         goes_on = row["round"] < self.last or self.more_follows
         if goes_on and time.monotonic() - self.saved > 20 * self.cost:
             self.save()  # takes at most a twentieth of the time
+
+    def check_models(self):
+        """Refuses clients' models that --fine-tune or --save-clients could not use in the end."""
+        of = self.models and self.clients_models()
+        for given, name in ((self.personal or of, "fine_tune"), (of, "save_clients")):
+            if given and getattr(self.args, name):
+                first = given(self.federation.everyone[:1])
+                if first.shape[:-1] != (1,) or first.shape[-1] < self.federation.net.d:
+                    refuse(f"--{name.replace('_', '-')} needs the clients' whole models, "
+                           f"[1, {self.federation.net.d}] for the first one, but run.rounds was "
+                           f"given {list(first.shape)}; `clients` and `personal` may be functions "
+                           "of S")
 
     def check_generators(self, before):
         """Refuses draws from the generators that begin_round has looked at."""
@@ -680,6 +703,12 @@ def show(record, run):
         for when in ("final", "best"):
             measures = record[when][part]
             say(f"{when:<5}  round {measures['round']}  {in_words(part, measures)}")
+    if len({row["bytes_up"] is None for row in record["rounds"]}) > 1:
+        say("note    run.sent was called in some rounds only, so its sums leave out the others")
+    if record.get("local_epochs") == 0:
+        say("note    no client was trained by federation.train, so local_epochs is 0")
+    if run.still and run.history and not run.is_ours:
+        say(f"note    no round has changed state.{run.model}")
     if record["status"] == "finished" and not record["final"]:
         say("note    no round has called run.log, so the record has no accuracies")
     if any(record["final"][part]["round"] < len(record["rounds"]) for part in record["best"]):

@@ -5,6 +5,7 @@ import ast
 import contextlib
 import dis
 import io
+import itertools
 import json
 import pathlib
 import pickle
@@ -156,6 +157,15 @@ def sharing(named):
     return ()
 
 
+def overlapping(named):
+    """Returns the names of two dense tensors that share a part of their memory, () if none do."""
+    spans = sorted((z.data_ptr(), z.data_ptr() + z.nbytes, name) for name, z in named if z.numel())
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end:
+            return name, other
+    return ()
+
+
 COUNTS = "zip", "enumerate", "islice", "list", "sorted"  # what would count rounds on its own
 
 
@@ -172,20 +182,36 @@ def use_of_rounds(path):
     return reads, around[0] if around else ""
 
 
-def unread(path, flags):
-    """Returns those of the flags that a file can't read: it names none of them, and gives its args
-    to no other file's function that may."""
-    nodes = [*ast.walk(ast.parse(path.read_bytes()))]
-    calls = [(getattr(z.func, "id", getattr(z.func, "attr", "")), [*z.args, *z.keywords])
-             for z in nodes if isinstance(z, ast.Call)]
-    args = {x.id for name, given in calls if name == "Federation" for x in given
-            if isinstance(x, ast.Name)}
-    ours = {"Federation", *(z.name for z in nodes if isinstance(z, ast.FunctionDef))}
-    given = {getattr(getattr(x, "value", x), "id", "") for name, xs in calls if name not in ours
-             for x in xs}
+READ_BY = {"momentum": {"momentum", "sgd"}, "weight_decay": {"weight_decay", "decayed"},
+           "lr_decay": {"lr_decay", "eta"}}  # a flag, and the names that use it
+
+
+def unread(path, ours, root):
+    """Returns those flags of READ_BY that a file can't use: neither it nor the functions of `ours`
+    (files in root) that it calls name them, and it gives its args to no other file's function that
+    may."""
+    nodes, reads_none = [*ast.walk(ast.parse(path.read_bytes()))], {"Federation", "sgd"}
+    places = {z.asname or z.name: (x.module, z.name) for x in nodes
+              if isinstance(x, ast.ImportFrom) for z in x.names}
+    for z in [x.func for x in nodes if isinstance(x, ast.Call)]:
+        module, name = places.get(getattr(z, "id", ""), ("", "")) if isinstance(z, ast.Name) else (
+            getattr(getattr(z, "value", z), "id", ""), getattr(z, "attr", ""))
+        if module in ours:
+            theirs = ast.walk(ast.parse((root / f"{module}.py").read_bytes()))
+            for x in theirs:
+                if isinstance(x, ast.FunctionDef) and x.name == name:
+                    nodes += ast.walk(x)
+                    reads_none.add(getattr(z, "id", name))
+    calls = [(getattr(z.func, "id", getattr(z.func, "attr", "")), [
+        getattr(x.value if isinstance(x, ast.keyword) else x, "id", "")
+        for x in (*z.args, *z.keywords)]) for z in nodes if isinstance(z, ast.Call)]
+    args = {x for name, given in calls if name == "Federation" for x in given if x}
+    reads_none |= {z.name for z in nodes if isinstance(z, ast.FunctionDef)}
+    if not args or any(args & {*given} for name, given in calls if name not in reads_none):
+        return []
     named = {getattr(z, "attr", getattr(z, "value", "")) for z in nodes
-             if isinstance(z, ast.Attribute | ast.Constant)}
-    return [] if args & given or not args else [name for name in flags if name not in named]
+             if isinstance(z, ast.Attribute | ast.Constant)} | {name for name, _ in calls}
+    return [flag for flag, by in READ_BY.items() if not by & named]
 
 
 def frames_of(file, helpers):

@@ -513,7 +513,16 @@ def grad(function, argnums=0, has_aux=False, each=False):
         found = found[0] if isinstance(argnums, int) else found
         return (found, *aux) if has_aux else found
 
-    return vmap(gradient) if each else gradient
+    def by_rows(*args):
+        try:
+            return vmap(gradient)(*args)
+        except RuntimeError:  # not every network can be vmapped
+            if args[0].is_cuda:
+                raise
+            alone = grad(function, argnums, has_aux)
+            return tree_map(lambda *z: torch.stack(z), *[alone(*row) for row in zip(*args)])
+
+    return by_rows if each else gradient
 
 
 def may_look(x):

@@ -532,6 +532,11 @@ def test_the_best_on_validation_images_is_chosen(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "fedavg" / "0" / "result.json").read_text() == "fedavg.lr=2"
     table = (tmp_path / "tune.md").read_text()
     assert "| fedavg | lr=2 | 0.7000 | chosen |" in table and "| lr=4 | diverged |  |" in table
+    assert "note" not in capsys.readouterr().out
+    monkeypatch.setattr(training, "train_all", lambda *_: [found[1], found[1]])
+    tuning.tune(points[:2], args, shared)
+    assert "note    all settings of fedavg give 0.7000" in capsys.readouterr().out
+    monkeypatch.setattr(training, "train_all", lambda *_: found)
     found[0]["final"] = {"global": {"top1": 0.5}}
     refused(capsys, "fedavg measures no accuracy on validation images", tuning.tune, points,
             args, shared)

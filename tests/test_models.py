@@ -222,6 +222,16 @@ class Residual(nn.Module):
         x = F.relu(x + self.bn2(self.conv(x)))
         return self.fc(F.dropout(self.head(x.mean((2, 3))), 0.1, self.training))
 
+class Twice(nn.Module):
+    def __init__(self, in_channels, num_classes):
+        super().__init__()
+        self.stem, self.bn1 = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8)
+        self.bn2, self.bn3, self.fc = self.bn1, nn.BatchNorm2d(8), nn.Linear(8, num_classes)
+        nn.init.zeros_(self.bn3.weight)
+        self.bn3.bias.requires_grad_(False)
+    def forward(self, x):
+        x = self.bn2(F.relu(self.bn1(self.stem(x))))
+        return self.fc((x + self.bn3(x)).mean((2, 3)))
 class Raises(Base):
     def __init__(self, num_classes): raise KeyError("weights")
 class Asks(Base):
@@ -304,13 +314,23 @@ def test_what_else_may_be_called_start_or_decayed(tmp_path):
     assert net.init(common.stream(0, "initialisation")).all() and net.decayed.all()
 
 
+def test_group_norm_keeps_what_the_constructor_did_to_batchnorm(tmp_path):
+    """One layer under two names, a weight that begins with 0, a bias that is not trained."""
+    net = common.Net(path(tmp_path, "Twice"), (3, 8, 8), 10, batchnorm="group")
+    assert net.notes == ["model   BatchNorm layers that became GroupNorm: 2",
+                         "model   8 weights with requires_grad = False stay as they are"]
+    where = {name: part for name, part, _ in net.tensors}
+    assert net.d == 224 + 16 + 8 + 90 and "bn2.weight" not in where
+    w = net.init(common.stream(0, "initialisation"))
+    assert not w[where["bn3.weight"]].any() and w[where["bn1.weight"]].all()
+
+
 def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
     model, shape = path(tmp_path, "Residual"), (3, 8, 8)
     for flags, words in (
             ({}, "it draws random numbers; for dropout use --no-dropout, which makes it inactive, "
              "and for BatchNorm --batchnorm group"),
-            ({"no_dropout": True}, "an image's logits depend on the others of its minibatch; for "
-             "BatchNorm use --batchnorm group (GroupNorm instead), or --batchnorm frozen"),
+            ({"no_dropout": True}, OTHERS_OF + " group (GroupNorm instead), or --batchnorm frozen"),
             ({"batchnorm": "group"}, "for dropout use --no-dropout")):
         refused(capsys, words, common.Net, model, shape, 10, **flags)
     for kind, said in (("group", "became GroupNorm"),
@@ -326,7 +346,8 @@ def test_a_residual_network_with_batchnorm_and_dropout(tmp_path, capsys):
         torch.testing.assert_close(net(w, x), module.eval()(x).detach())
 
 
-OTHERS_OF = "an image's logits depend on the others of its minibatch; for BatchNorm use --batchnorm"
+OTHERS_OF = ("an image's logits depend on the others of its minibatch, such as on their number or "
+             "largest pixel; for BatchNorm use --batchnorm")
 EMPTY = "k starts as NaN or infinite; torch.empty, for instance, initialises nothing"
 AGAIN = "with the weights of its model.pt it gives other logits when it is built again"
 RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it inactive"
@@ -359,6 +380,9 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     (BEFORE, "self.more = Thick(1)", OTHERS_OF),
     ("super().forward(F.batch_norm(x, None, None, training=True))", "", "depend on the others"),
     ("super().forward(x - (len(x) > 32) * x.mean())", "", "depend on the others"),
+    ("super().forward(x / 255 if x.max() > 1.5 else x)", "", "depend on the others"),
+    ("super().forward(1 - x if x.mean() > 0.25 else x)", "", "depend on the others"),
+    ("super().forward(x) * (2 if len(x) == 1 else 1)", "", "depend on the others"),
     # of the images before it alone: batch_first forgotten, an expert's capacity
     ("super().forward(x.cumsum(0))", "", "depend on the others"),
     ("super().forward(x * (torch.ones(len(x)).cumsum(0) <= 16).view(-1, 1, 1, 1))", "",
@@ -366,6 +390,11 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     ("super().forward(x)", "self.near = nn.Parameter(self.fc.weight.data[:1])", "near and "
      "fc.weight share their memory, but would be trained and saved apart; assign the nn.Parameter"),
     ("super().forward(x)", "self.register_buffer('old', self.fc.bias.data)", "share their memory"),
+    ("super().forward(x)", "self.near = nn.Parameter(self.fc.weight.data[1:2])",
+     "fc.weight and near share their memory"),
+    ("y = super().forward(x); return y + self.get().mean(1)[:, None]", "seen = {}; self.get = "
+     "lambda: seen['x']; self.conv.register_forward_hook(lambda m, z, y: seen.update(x=z[0]."
+     "flatten(1)))", "forward reads what another thread's forward has written"),
     (BEFORE, "self.more = nn.InstanceNorm2d(1, track_running_stats=True)", "it changes its buffer "
      "more.running_mean in training, which all clients share; keep it constant (InstanceNorm: "
      "track_running_stats=False)"),
@@ -468,8 +497,7 @@ def test_a_train_of_its_own_is_called(tmp_path):
 
 @pytest.mark.parametrize("forward, more, flags, words", [
     (BEFORE, "self.more = nn.BatchNorm2d(1, track_running_stats=False)", {"batchnorm": "frozen"},
-     "an image's logits depend on the others of its minibatch; for BatchNorm use --batchnorm group "
-     "(GroupNorm instead)\n"),
+     OTHERS_OF + " group (GroupNorm instead)\n"),
     (BEFORE, "self.more = Thick(1)", {"batchnorm": "group"}, "a Thick does more than BatchNorm; "
      "--batchnorm group can't replace it"),
     (BEFORE, "self.more = nn.BatchNorm2d(1)", {"no_dropout": True}, "use --batchnorm group"),
@@ -556,9 +584,8 @@ def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
      "note    the model's logits differ in eval(); it stays in train(), in evaluation, too"),
     ("super().forward(x)", "self.conv.requires_grad_(False)", 99,
      "model   20 weights with requires_grad = False stay as they are"),
-    ("super().forward(x)", "self.more = nn.Linear(5, 7)", 161, "note    42 of 161 weights are sent "
-     "without being trained, since nothing depends on them, such as more.weight; set requires_grad "
-     "= False there")])
+    ("super().forward(x)", "self.more = nn.Linear(5, 7)", 161, "note    42 of 161 weights, such as "
+     "more.weight, have no influence on the logits of eight images; if they never have, set")])
 def test_what_is_noted(forward, more, d, note, tmp_path):
     net = common.Net(changed(tmp_path, forward, more), *IMAGES)
     assert [words[: len(note)] for words in net.notes] == [note] and net.d == d

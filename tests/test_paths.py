@@ -432,6 +432,11 @@ def test_grad_is_that_of_torch_func():
     with torch.no_grad():
         same(fl.training.grad(f)(a, b), torch.func.grad(f)(a, b))
     same(fl.training.grad(f, each=True)(a, b), a.cos() * b**2)
+
+    def looks(a, b):  # which vmap can't do
+        return f(a, b) if a.sum().item() > 0 else f(a, 2 * b)
+    same(fl.training.grad(looks, each=True)(a, b),
+         a.cos() * b**2 * torch.where(a.sum(1) > 0, 1, 4)[:, None])
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(fl.training.STEPS, "vmapped", True, raising=False)
     same(vmap(fl.training.grad(f))(a, b), vmap(torch.func.grad(f))(a, b))

@@ -749,6 +749,8 @@ HIDDEN = {  # what only a round that is repeated in a new process shows
     "before the loop": ("state.v = torch.from_numpy(np.random.default_rng().random(9))", "",
                         "it began with another state.v"),
     "the number of rounds": ("", "w = w / vars(args)['rounds']", "it gave another state.w"),
+    "a split": ("import os; run.identity['split'] = os.getpid()", "",
+                "--split gives other clients in a new process; draw from rng"),
     "a name of the first round": ("", "v = w_0 if t == 0 else v + w; w = w + v",
                                   "UnboundLocalError"),
 }
@@ -762,7 +764,7 @@ def test_a_round_that_gives_another_result_in_a_new_process_is_refused(
     with pytest.raises(SystemExit) as stop:
         of_its_own(tmp_path, before, each)
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "round 2 was repeated in a new process" in error, error
+    assert stop.value.code == 2 and "in a new process" in error, error
     assert what in error, error
 
 
@@ -790,16 +792,37 @@ def test_a_loop_that_counts_on_its_own_or_an_expanded_state_is_refused(
     ("", "federation.evaluate_clients(w.expand(3, -1))", "W has 3 models for 8 clients; give"),
     ("", "federation.evaluate_clients(lambda S: torch.stack([w, 2 * w])[: len(S)])",
      "gives client 1 another model alone"),
-    ("", "federation.images[S] //= 2", "the loop changes federation.images"),
-    ("", "federation.labels = 1 * federation.labels", "the loop changes federation.labels"),
+    ("", "federation.images[S] //= 2", "federation.images has changed since"),
+    ("", "federation.labels = 1 * federation.labels", "federation.labels has changed since"),
     ("", "before = state.w; state.w += w - before; w = state.w",
      "the loop changes state.w in place, and every other name for it"),
-    ("", "federation.split.train[0] = S", "the loop changes federation.split"),
+    ("", "federation.split.train[0] = S", "federation.split has changed since"),
+    ("", "federation.everyone[:2] = [1, 0]", "federation.everyone has changed since"),
 ])
 def test_slips_with_models_and_clients_are_refused(before, each, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         of_its_own(tmp_path, before, each)
     assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_clients_models_that_cannot_be_saved_are_refused_after_the_first_round(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        of_its_own(tmp_path, "args.save_clients = run.given['save_clients'] = True; "
+                   "state.V = federation.per_client(w_0[:9])", "assert t == 0",
+                   "run.rounds(state, clients='V')")
+    assert ("--save-clients needs the clients' whole models, [1, 656810] for the first one, but "
+            "run.rounds was given [1, 9]") in capsys.readouterr().err
+
+
+def test_what_is_noted_at_the_end(tmp_path, capsys):
+    of_its_own(tmp_path / "a", "", "")
+    assert "note    " not in capsys.readouterr().out
+    of_its_own(tmp_path / "b", "", "run.sent(1, 1) if t else None; w = state.w")
+    said = capsys.readouterr().out
+    assert "note    run.sent was called in some rounds only" in said
+    assert "note    no round has changed state.w" in said
+    of_its_own(tmp_path / "c", "federation.train = lambda *_, own, **__: own[0]", "")
+    assert "note    no client was trained by federation.train" in capsys.readouterr().out
 
 
 def test_times_in_the_state_are_no_second_result(tmp_path):
@@ -878,15 +901,21 @@ def test_what_a_file_does_with_rounds(tmp_path):
 
 def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
     """But not where a function of another file may read it."""
-    path = tmp_path / "own.py"
+    path, made = tmp_path / "own.py", "f = Federation(args); "
     for text, found in (
-            ("f = Federation(args)", ["momentum"]), ("f = Federation(args); sgd(args, 1)", []),
-            ("f = Federation(args); sgd(x=args)", []), ("Federation(a); a.momentum", []), ("", []),
-            ("def sgd(a): pass\nFederation(args); sgd(args)", ["momentum"])):
+            (made, "mwl"), (made + "sgd(args, net.decayed)", "l"), (made + "f.eta(t)", "mw"),
+            (made + "common.sgd(args)", "wl"), (made + "mine(x=args)", ""), ("", ""),
+            ("Federation(a); a.momentum", "wl"), (made + "eta = args.lr; stream(args.seed)", "mwl"),
+            ("def mine(a): pass\n" + made + "mine(args)", "mwl"),
+            (made + "fedavg.local_training(net, args); f.eta(t)", "mw"),
+            (f"from fedavg import local_training as go\n{made}go(net, args)", "mwl"),
+            (made + "baselines.local_sgd(net, args); f.eta(t)", "")):
         path.write_text(text)
-        assert fl.state.unread(path, ["momentum"]) == found, text
+        unread = fl.state.unread(path, fl.run.OURS, HERE)
+        assert [name[0] for name in unread] == [*found], text
     file = OWN.replace("BEFORE", "").replace("EACH", "").replace("LOOP", "run.rounds(state)")
-    for text, ends in (file.replace("update = fedavg.local_training(net, args)", ""), 2), (file, 0):
+    may = file.replace("fedavg.local", "baselines.local").replace("local_training", "local_sgd")
+    for text, ends in (file, 2), (may.replace("import common, ", "import baselines, common, "), 0):
         path.write_text(text.replace("(update,", "(lambda w, epochs, eta: w,"))
         argv = [*QUICK, "--model", "2nn", "--momentum", "0.9", "--out", str(tmp_path / str(ends))]
         if ends:
@@ -983,3 +1012,7 @@ def test_a_flag_of_type_bool_is_refused(capsys):
     parser.add_argument("--own", type=bool, default=False)
     refused(capsys, "--own has type=bool, to which every word is True", common.parse, parser, {},
             ["--own", "False"])
+    parser = common.parser("")
+    parser.add_argument("--client-momentum", dest="momentum")
+    refused(capsys, "--momentum and --client-momentum both set args.momentum; give one another",
+            common.parse, parser, {}, [])
