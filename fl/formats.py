@@ -215,10 +215,10 @@ def read_leaf(root):
     if np.array_equal(users, others):
         return {**arrays, "client_test": test}
     both = len(np.intersect1d(users, others))
+    why = "" if both else ", as LEAF's -t user divides them"
     return {**arrays, "notes": [*arrays.get("notes", ()), (
-        f"note    {len(users)} users have training images, {len(others)} test images, {both} both, "
-        "as LEAF's -t user divides them: no client has test images of its own (-t sample gives "
-        "them)")]}
+        f"note    {len(users)} users have training images, {len(others)} test images, {both} both"
+        f"{why}: no client has test images of its own (-t sample gives them)")]}
 
 
 def decode_leaf(files):
@@ -248,6 +248,9 @@ def decode_leaf(files):
             side = isqrt(x.shape[-1] // channels)
             if x.ndim == 2 and side * side * channels == x.shape[1]:
                 x = x.reshape(len(x), side, side, channels)
+                if channels == 3:
+                    arrays["notes"] = np.array([f"note    LEAF's rows are read as {side}x{side} "
+                                                "pixels, each with its 3 colours"])
         if x.dtype.kind in "iu" and x.min() >= 0 and x.max() < 256:
             x = x.astype(np.uint8)
         arrays |= {f"x_{part}": x, f"y_{part}": np.array(y), f"client_{part}": np.array(users)}

@@ -893,6 +893,16 @@ def test_leafs_other_layouts(tmp_path):
         for path in (root / name).glob("*.json"):
             path.write_text(path.read_text().replace(".0", ""))
     assert fl.data.load_data(f"leaf:{root}").images.dtype == np.uint8
+    root = leaf(tmp_path / "colours", users, {"f1": [0]})
+    for path in root.rglob("*.json"):
+        content = json.loads(path.read_text())
+        for user in content["user_data"].values():
+            user["x"] = [[*range(12)] for _ in user["x"]]
+        path.write_text(json.dumps(content))
+    data = fl.data.load_data(f"leaf:{root}")
+    assert data.images[0].tolist() == np.arange(12).reshape(2, 2, 3).tolist()
+    assert data.notes[0] == "note    LEAF's rows are read as 2x2 pixels, each with its 3 colours"
+    assert "2 users have training images, 1 test images, 1 both: no client" in data.notes[1]
 
 
 @pytest.mark.parametrize("classes", [np.array(6), np.array([*"abcdef"])])
