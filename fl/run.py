@@ -260,7 +260,7 @@ class Run:
             refuse(f"the loop changes state.{self.model} in place, and every other name for it; "
                    f"write state.{self.model} = state.{self.model} + ...")
         self.still = self.still and w is not None and w is now.get(self.model)
-        if not self.history and not self.more_follows:
+        if not self.history and not self.is_ours:
             self.check_models()
         self.check_generators(generators)
         values = {f"state.{name}": z for name, z in now.items()} | {
@@ -287,15 +287,13 @@ class Run:
 
     def check_models(self):
         """Refuses clients' models that --fine-tune or --save-clients could not use in the end."""
-        of = self.models and self.clients_models()
-        for given, name in ((self.personal or of, "fine_tune"), (of, "save_clients")):
-            if given and getattr(self.args, name):
-                first = given(self.federation.everyone[:1])
-                if first.shape[:-1] != (1,) or first.shape[-1] < self.federation.net.d:
-                    refuse(f"--{name.replace('_', '-')} needs the clients' whole models, "
-                           f"[1, {self.federation.net.d}] for the first one, but run.rounds was "
-                           f"given {list(first.shape)}; `clients` and `personal` may be functions "
-                           "of S")
+        named = [name for name in ("save_clients", "fine_tune") if getattr(self.args, name)]
+        if self.models and named:
+            first = self.clients_models()(self.federation.everyone[:1])
+            if first.shape[:-1] != (1,) or first.shape[-1] < self.federation.net.d:
+                refuse(f"--{named[0].replace('_', '-')} needs the clients' whole models, "
+                       f"[1, {self.federation.net.d}] for the first one, but run.rounds was given "
+                       f"{list(first.shape)}; `clients` may be a function of S")
 
     def check_generators(self, before):
         """Refuses draws from the generators that begin_round has looked at."""
