@@ -5,11 +5,12 @@ chosen for it on validation images. docs/benchmark.md has the tables and what th
     python compare.py --benchmark mine.py      a file of your own, beside the others' records
     python compare.py --benchmark mine.py --tune mu=0.01,0.1,1
 
-The first split of each kind and the first seed choose: first the rate, then the method's own
-parameter. While the first or the last value is best, the next one beyond it is tried, too.
+At the end every method's personal models are fine-tuned. The first split of each kind and the
+first seed choose: first the rate, then the method's own parameter, by the accuracy before
+fine-tuning. While the first or the last value is best, the next one beyond it is tried, too.
 CIFAR-100 and 100 clients choose the rate alone, and take their own parameters from Dirichlet and
-two classes.
-At the end every method's personal models are fine-tuned.
+two classes. There the rate is chosen again by the accuracy after fine-tuning: from the first choice
+on to a better neighbour, until there is none.
 """
 
 import argparse
@@ -45,6 +46,7 @@ SPLITS = 3  # of each kind
 RESULTS = planning.HERE / "results" / "benchmark"  # what is known of all runs: KIND.json
 TO = "local", "fedavg"  # the methods of the paired differences
 PART = "fine-tuned"  # of report.PARTS, what is compared
+BEFORE = "personal", "global"  # measured before fine-tuning, with settings chosen before it
 TRIANGLE = {"ahead": " ▲", "behind": " ▼"}
 
 # Fine-tuning makes fedavg-ft and fedprox-ft of fedavg and fedprox. "twice": two local epochs a
@@ -54,6 +56,7 @@ METHODS = {name: name for name in planning.METHODS if not name.endswith("-ft")} 
 FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
 ONLY = {"100 clients": ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold",
                         "fedper", "fedrep", "ditto", "superfed-mm")}
+AGAIN = "CIFAR-100", "100 clients"  # the rate is chosen again, by the accuracy after fine-tuning
 LIKE = {"CIFAR-100": "Dirichlet", "100 clients": "two classes"}  # only the rate is chosen anew
 
 
@@ -149,6 +152,7 @@ class Kind:
     """One kind of split: its settings, and the runs that are known.
 
     known: method -> {the run's settings: what report.py needs of its record}
+    chosen: part of report.PARTS -> {method: the settings with the best accuracy in that part}
     """
 
     def __init__(self, title, args):
@@ -161,8 +165,10 @@ class Kind:
         self.tuned = planning.share([*self.flags, FINE_TUNE, *place])
         found, like = (json.loads(path.read_text()) if path.exists() else {}
                        for path in (self.committed, results_of(LIKE.get(title, title))))
-        committed, self.chosen = found.get("methods", {}), found.get("chosen", {})
-        self.given = like.get("chosen", {}) if title in LIKE else {}
+        committed, chosen = found.pop("methods", {}), found.pop("chosen", {})
+        self.chosen = {part: chosen.get(part, {}) for part in report.PARTS}
+        self.about = found  # settings, data, images (their fingerprint), environment
+        self.given = like.get("chosen", {}).get("personal", {}) if title in LIKE else {}
         self.names = [*ONLY.get(title, METHODS), *filter(None, [args.mine])]
         self.known = {name: committed.get(name, {}) for name in self.names}
 
@@ -177,13 +183,13 @@ class Kind:
         """Returns what is known of a run, None if nothing."""
         return self.known[name].get(key(settings, split, seed))
 
-    def runs(self, name, seeds):
+    def runs(self, name, seeds, part=PART):
         """Returns the finished_run of a method's chosen settings, on all splits."""
-        settings, _ = self.choose(name)
+        settings, _ = self.choose(name, part)
         return [self.finished_run(name, settings, split, seed)
                 for split in range(SPLITS) for seed in range(seeds)]
 
-    def finished_run(self, name, settings, split, seed):
+    def finished_run(self, name, settings, split=0, seed=0):
         """Returns what is known of a run that was fine-tuned, too, or has diverged, else None."""
         run = self.known_run(name, settings, split, seed)
         return run if run and (run["diverged"] or report.fine_tuned(run)) else None
@@ -191,7 +197,11 @@ class Kind:
     def train(self, wanted, shared):
         """Trains the runs (method, settings, split, seed) of a list. shared: self.shared, or
         self.tuned to fine-tune them, too."""
-        jobs = []
+        data, jobs = common.images_for(self.shared, common.stream(0, "split", 1)), []
+        if self.about.get("images") not in (None, data.fingerprint()):
+            common.refuse(f"{self.title}: these are not the images of the known records, or have "
+                          "another order; use those that `python fedavg.py --dataset "
+                          f"{self.shared.dataset}` downloads")
         for name, settings, split, seed in wanted:
             method, = self.methods({name: settings}, shared)
             folder = pathlib.Path(self.out, name, key(settings, split, seed))
@@ -203,22 +213,36 @@ class Kind:
                 common.refuse(f"{name} measures no personal models; have its loop call "
                               "run.log(federation.evaluate(w), federation.evaluate_clients(w))")
             self.known[name][key(*run)] = brief(r)
+        self.about = {"settings": [*self.flags, FINE_TUNE], "data": found[0]["data"]["name"],
+                      "images": data.fingerprint(), "environment": found[0]["environment"]}
+        self.keep()
+
+    def keep(self):
+        """Writes the committed file, unless there is a file of a user's."""
         if not self.args.file:
-            r = found[0]
-            about = {"settings": [*self.flags, FINE_TUNE], "data": r["data"]["name"],
-                     "images": r["data"]["fingerprint"], "environment": r["environment"]}
-            text = records.in_lines({**about, "chosen": self.chosen, "methods": self.known})
+            text = records.in_lines({**self.about, "chosen": self.chosen, "methods": self.known})
             self.committed.parent.mkdir(parents=True, exist_ok=True)
             part = self.committed.with_suffix(".part")
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(self.committed)
 
-    def choose(self, name):
-        """Returns a method's chosen settings, and a list of those to be trained before they are
-        known. A choice stays: on another CPU the runs that made it have slightly other values."""
-        if name in self.chosen:
-            return self.chosen[name], []
+    def choose(self, name, part=PART):
+        """Returns the settings chosen by a method's accuracy in a part, and a list of those to be
+        trained before they are known. A choice stays: on another CPU the runs that made it have
+        slightly other values."""
+        if name in self.chosen[part]:
+            return self.chosen[part][name], []
         rates = RATES._replace(parameter=baselines.SGD_RATE.get(name, "lr"))
+        settings, missing = (self.choose(name, "personal") if part == PART
+                             else self.choose_all(name, rates))
+        if not missing and part == PART and self.title in AGAIN:
+            settings, missing = self.climb(name, settings, rates)
+        if not missing:
+            self.chosen[part][name] = settings
+        return settings, missing
+
+    def choose_all(self, name, rates):
+        """Returns choose() by the accuracy before fine-tuning."""
         if name in self.given:
             own, settings = [], {word: value for word, value in self.given[name].items()
                                  if word != rates.parameter}
@@ -231,8 +255,26 @@ class Kind:
             if missing:
                 return settings, missing
             settings = settings | {grid.parameter: best}
-        self.chosen[name] = settings
         return settings, []
+
+    def climb(self, name, settings, rates):
+        """Returns choose() by the accuracy after fine-tuning: from the rate of `settings` on to a
+        better neighbour, until there is none."""
+        def accuracy(point):
+            run = self.known_run(name, point)
+            return -1 if run["diverged"] else report.fine_tuned(run)["val_mean"]
+
+        ladder = sorted((*rates.below, *rates.first, *rates.above))
+        while True:
+            at = ladder.index(settings[rates.parameter])
+            near = [settings, *(settings | {rates.parameter: value}
+                                for value in (*ladder[max(at - 1, 0):at], *ladder[at + 1:at + 2]))]
+            if missing := [point for point in near if not self.finished_run(name, point)]:
+                return settings, missing
+            best = max(near, key=accuracy)
+            if best == settings:
+                return settings, []
+            settings = best
 
     def best(self, name, settings, grid):
         """Returns that value of a grid with the best validation accuracy, and a list of settings to
@@ -255,7 +297,8 @@ class Kind:
                 return best, []
 
     def finished(self, name, seeds):
-        return not self.choose(name)[1] and all(self.runs(name, seeds))
+        return all(not self.choose(name, part)[1] and all(self.runs(name, seeds, part))
+                   for part in report.PARTS)
 
     def seeds(self, names):
         """Returns how many seeds all these methods have, up to --seeds."""
@@ -268,11 +311,17 @@ class Kind:
         names = [name for name in self.known if self.finished(name, 1)]
         if not names:
             return []
-        seeds = self.seeds(names)
-        return report.table({name: self.runs(name, seeds) for name in names},
-                            self.methods({name: self.choose(name)[0] for name in names},
-                                         self.tuned),
-                            [name for name in TO if name in names], self.tuned, PART)
+        seeds, rows = self.seeds(names), {}
+        for part in report.PARTS:
+            rows[part] = report.table({name: self.runs(name, seeds, part) for name in names},
+                                      self.methods({name: self.choose(name, part)[0]
+                                                    for name in names}, self.tuned),
+                                      [name for name in TO if name in names], self.tuned, part)
+        before = {row["method"]: row for row in rows["personal"]}
+        for row in rows[PART]:
+            row |= {title: before[row["method"]][title] for title in BEFORE}
+            row["own before"] = before[row["method"]]["own"]
+        return rows[PART]
 
 
 def mean_ranks(kinds):
@@ -342,7 +391,7 @@ def brief(r):
 def table(rows, grids=OWN):
     """Returns a kind's table in Markdown. A difference that is not 0 after Holm's correction is
     marked by a triangle, a parameter at an end of its grid and as much fine-tuning as there is by
-    *."""
+    *. BEFORE's columns have the rate in parentheses, if it is another."""
     others = [f"minus {name}" for name in rows[0]["against"]]
     found = [["method", "personal", PART, *others, "its worst tenth", "global", "local epochs",
               "MB sent", "own settings"]]
@@ -356,6 +405,8 @@ def table(rows, grids=OWN):
                 for word in (f"--{word}" for z in grid.ends
                              for word in words({grid.parameter: z}))}
         own = report.cell("own", row["own"]) + "*" * bool(ends & {*row["own"]})
+        if before := [word for word in row["own before"] if word not in row["own"]]:
+            own += f" ({report.cell('own', before)} before)"
         rounds, more = row["local epochs"][0], row["extra epochs"][0]
         epochs = f"{rounds:.0f} + {more:.0f}" + "*" * (more == EPOCHS[-1])
         found.append([report.name(row), mean["personal"], mean[PART], *differences,
@@ -399,12 +450,15 @@ def main(argv):
         args.seeds = max(others.values()) or args.seeds
     for seed, kind in itertools.product(range(args.seeds), kinds):  # a seed of all kinds first
         names = [args.mine] if args.file else kind.names
-        while points := [(name, settings, 0, 0) for name in names
-                         for settings in kind.choose(name)[1]]:
-            kind.train(points, kind.shared)
-        runs = [(name, kind.choose(name)[0], split) for split in range(SPLITS) for name in names]
-        if missing := [(*run, seed) for run in runs if not kind.finished_run(*run, seed)]:
-            kind.train(missing, kind.tuned)
+        for part, shared in zip(report.PARTS, (kind.shared, kind.tuned)):
+            while points := [(name, settings, 0, 0) for name in names
+                             for settings in kind.choose(name, part)[1]]:
+                kind.train(points, shared)
+            runs = [(name, kind.choose(name, part)[0], split)
+                    for split in range(SPLITS) for name in names]
+            if missing := [(*run, seed) for run in runs if not kind.finished_run(*run, seed)]:
+                kind.train(missing, kind.tuned)
+        kind.keep()
     rows = {kind.title: found for kind in kinds if (found := kind.rows())}
     ranked, sentence = mean_ranks(kinds)
     parts = {"All kinds": summary(rows, ranked), **{title: table(found, args.own)

@@ -19,17 +19,20 @@ def kind(monkeypatch, tmp_path, title="iid", *argv):
     return benchmark.Kind(title, benchmark.arguments([*argv, "--out", str(tmp_path / "out")]))
 
 
-def learn(kind, name, accuracy):
-    """Has every run of the grid give accuracy(settings), until nothing is missing. Returns the
-    settings in the order in which they were asked for, and the choice."""
+def learn(kind, name, accuracy, tuned=None):
+    """Has every run of the grid give accuracy(settings), and after fine-tuning tuned(settings),
+    until nothing is missing. Returns the settings in the order in which they were asked for, and
+    the choice: by `accuracy`, or by `tuned` if it is given."""
     asked = []
     while True:
-        chosen, missing = kind.choose(name)
+        chosen, missing = kind.choose(name, benchmark.PART if tuned else "personal")
         if not missing:
             return asked, chosen
         for settings in missing:
             value = accuracy(settings)
             run = {"diverged": value is None, "final": {"personal": {"val_mean": value}}}
+            if tuned and name in kind.chosen["personal"]:
+                run["final"]["fine_tuned"] = [{"epochs": 1, "val_mean": tuned(settings)}]
             kind.known[name][benchmark.key(settings, 0, 0)] = run
             asked.append(settings)
 
@@ -62,6 +65,21 @@ def test_a_second_parameter_is_chosen_after_the_first(monkeypatch, tmp_path):
         s["distill-lr"] + (s["lr"] == 0.03) + s.get("distill-epochs", 0)))
     assert chosen == {"distill-lr": 0.5, "lr": 0.03, "distill-epochs": 20}
     assert [s.get("distill-epochs") for s in asked] == [None] * 7 + [2, 5, 10, 20]
+
+
+def test_after_fine_tuning_the_rate_is_chosen_again_from_neighbour_to_neighbour(
+        monkeypatch, tmp_path):
+    k = kind(monkeypatch, tmp_path, "CIFAR-100")
+    asked, chosen = learn(k, "local", lambda s: -abs(s["lr"] - 0.1), lambda s: 0.9 - s["lr"])
+    rates = [s["lr"] for s in asked]
+    assert rates == [0.01, 0.03, 0.1, 0.3] + [0.1, 0.03, 0.3] + [0.01, 0.003, 0.001]
+    assert chosen == {"lr": 0.001} and k.choose("local", "personal") == ({"lr": 0.1}, [])
+    # no neighbour is better, and one that has diverged is known
+    asked, chosen = learn(k, "fedavg", lambda s: s["lr"] if s["lr"] < 0.3 else None, lambda s: 0.9)
+    assert chosen == {"lr": 0.1} and [s["lr"] for s in asked[4:]] == [0.1, 0.03]
+    k = kind(monkeypatch, tmp_path, "Dirichlet")  # its rates are those from before
+    asked, chosen = learn(k, "local", lambda s: -abs(s["lr"] - 0.1), lambda s: 0.9 - s["lr"])
+    assert chosen == {"lr": 0.1} and len(asked) == 4
 
 
 def test_what_diverges_is_not_chosen_unless_everything_does(monkeypatch, tmp_path):
@@ -115,14 +133,16 @@ def go(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "KINDS", {
         "iid": [*equal, "--split=iid"],
         "two classes": [*equal, "--split=classes", "--per-client=2"]})
+    monkeypatch.setattr(benchmark, "AGAIN", ["iid", "two classes"])
     go.out, go.results = tmp_path / "out", tmp_path / "results"
     return go
 
 
 def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, monkeypatch):
     go("--seeds", "1")
-    # 2 rates; fedprox: 1 more of its own parameter. The best of them goes on, and a further split
-    assert len(go.trained) == 2 * (2 + 2 + 3 + 3 * 2)
+    # 2 rates; fedprox: 1 more of its own parameter. The best of them goes on, a further split, and
+    # the other rate goes on
+    assert len(go.trained) == 2 * (2 + 2 + 3 + 3 * 3)
     page = (go.results / "benchmark.md").read_text()
     assert page.count("|fedprox|") == 3 and "minus local" in page
     known = json.loads((go.results / "two-classes.json").read_text())
@@ -139,7 +159,7 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, 
                     "def main(argv=None):\n    fedavg.main(argv)\n")
     capsys.readouterr()
     go(str(mine), "--seeds", "2")
-    assert len(go.trained) == 2 * (2 + 4) and all("/mine/" in folder for folder in go.trained)
+    assert len(go.trained) == 2 * (2 + 4 + 1) and all("/mine/" in folder for folder in go.trained)
     assert (go.results / "benchmark.md").read_text() == again  # nobody else's numbers are touched
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|mine|")]
@@ -149,6 +169,22 @@ def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, 
     monkeypatch.setitem(fl.plots.STYLE, "savefig.dpi", 50)  # quicker
     go.draw(*go.drawn[-1])
     assert (go.out / "benchmark.svg").read_text().count("<!-- mine -->") == 2
+
+
+def test_what_is_measured_before_fine_tuning_has_the_rate_chosen_before_it(go, monkeypatch):
+    monkeypatch.setattr(Child, "tuned", lambda args: 0.9 - args.lr / 2)
+    go("--seeds", "1", "--kinds", "iid")
+    page = (go.results / "benchmark.md").read_text()
+    assert "|local|0.550|0.850||" in page and "|`--lr=0.1` (`--lr=0.2` before)|" in page
+    assert "|local|0.850 (0.550)|" in page
+
+
+def test_other_images_than_those_of_the_known_records_are_refused(go, capsys):
+    go("--seeds", "1")
+    for file in go.results.glob("*.json"):
+        file.write_text(re.sub(r'"images": "...', '"images": "abc', file.read_text()))
+    refused(capsys, "these are not the images of the known records", go, "--seeds", "2")
+    assert not go.trained
 
 
 def test_a_run_s_key_names_what_was_chosen(go):
@@ -219,6 +255,8 @@ def test_the_page_has_the_order_of_the_claims(kinds):
             if not {*names} <= k.known.keys():
                 assert cell == ""  # 100 clients has ten methods
                 continue
-            runs = [k.runs(name, k.seeds(k.names)) for name in names]
-            orders = [benchmark.report.paired(*runs, part).order for part in benchmark.report.PARTS]
+            orders = []
+            for part in benchmark.report.PARTS:
+                runs = [k.runs(name, k.seeds(k.names), part) for name in names]
+                orders.append(benchmark.report.paired(*runs, part).order)
             assert cell == " → ".join(dict.fromkeys(orders)), (names, k.title)
