@@ -136,6 +136,12 @@ def trained(run, argv, child, prints):
     if code not in (0, 3):  # 3: diverged, which is a result
         command = "" if code == 2 else f" ({shell(argv)})"
         common.refuse(f"{run.label}: {said}{command}")
+    if records.at(run.folder).exists():
+        found = records.read(records.at(run.folder))
+        odd = records.unlike(found, run.method.args)
+        if odd and file.name == next(iter(found["environment"]["sources"])):
+            common.refuse(f"{run.label}: {file} changes {flag(odd[0])} after its arguments(argv), "
+                          f"to {found['args'].get(odd[0])}; change it there")
     found = record(run)
     if not found or found["status"] not in DONE:
         common.refuse(f"{run.label}: {file} has not trained all rounds; does it loop over "

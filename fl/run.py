@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import functools
 import importlib.util
 import json
@@ -88,7 +89,8 @@ class Run:
             refuse("--tensorboard needs the package tensorboard: pip install tensorboard")
         files = provenance.sources(file, args)
         self.identity = provenance.identity(federation)
-        self.given, self.known = {**vars(args)}, {*vars(federation), *vars(federation.net)}
+        self.given = copy.deepcopy(vars(args))
+        self.known = {*vars(federation), *vars(federation.net)}
         self.marked = state.marks(self.data_now())
         self.environment = provenance.environment(files, federation)
         self.command = provenance.command(file, getattr(args, "argv", None))
@@ -216,9 +218,10 @@ class Run:
         if odd := state.differing(tensors, found):
             rounds = "" if self.fixed_rounds else (
                 "; if the number of --rounds matters, Run takes fixed_rounds=WHY")
-            refuse(f"it {what} another {odd[0]}; something beside `state` has changed, or "
-                   "numbers are drawn without a seed; keep tensors and numbers in `state`, and "
-                   f"make generators in the loop, by {SEEDED}{rounds}", alone=True)
+            refuse(f"it {what} another {odd[0]}; something beside `state` has changed (a file, a "
+                   "cache, the time, the order of a set, what threads share), or numbers are drawn "
+                   "without a seed; keep tensors and numbers in `state`, and make generators in "
+                   f"the loop, by {SEEDED}{rounds}", alone=True)
 
     def data_now(self):
         """Returns {name: what a user's loop must not change} of the federation."""

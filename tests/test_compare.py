@@ -306,6 +306,18 @@ def test_a_file_that_trains_nothing_or_leaves_its_loop_is_refused(go, capsys, mo
                  "without `break`, and end with", go, "local")
 
 
+def test_a_method_that_changes_a_shared_setting_when_it_runs_is_refused(go, capsys, monkeypatch):
+    class Changes(Child):
+        def __init__(self, argv, **more):
+            super().__init__(argv, **more)
+            record = json.loads((go.out / "local/0/result.json").read_text())
+            edited(go.out / "local/0/result.json", args=record["args"] | {"lr": 0.5})
+
+    monkeypatch.setattr(training, "Child", Changes)
+    refused_late(capsys, "baselines.py changes --lr after its arguments(argv), to 0.5; change it "
+                 "there", go, "local")
+
+
 def test_a_method_that_does_not_evaluate_its_last_round_is_refused(go, capsys, monkeypatch):
     class Early(Child):
         def __init__(self, argv, **more):
