@@ -190,24 +190,25 @@ def unread(path, ours, root):
     """Returns those flags of READ_BY that a file can't use: neither it nor the functions of `ours`
     (files in root) that it calls name them, and it gives its args to no other file's function that
     may."""
+    def called(z):  # the module, if one is named, and the function of a call
+        of = getattr(z.func, "value", None)
+        return getattr(of, "id", ""), getattr(z.func, "attr", getattr(z.func, "id", ""))
+
     nodes, reads_none = [*ast.walk(ast.parse(path.read_bytes()))], {"Federation", "sgd"}
-    places = {z.asname or z.name: (x.module, z.name) for x in nodes
-              if isinstance(x, ast.ImportFrom) for z in x.names}
-    for z in [x.func for x in nodes if isinstance(x, ast.Call)]:
-        module, name = places.get(getattr(z, "id", ""), ("", "")) if isinstance(z, ast.Name) else (
-            getattr(getattr(z, "value", z), "id", ""), getattr(z, "attr", ""))
-        if module in ours:
-            theirs = ast.walk(ast.parse((root / f"{module}.py").read_bytes()))
-            for x in theirs:
-                if isinstance(x, ast.FunctionDef) and x.name == name:
-                    nodes += ast.walk(x)
-                    reads_none.add(getattr(z, "id", name))
-    calls = [(getattr(z.func, "id", getattr(z.func, "attr", "")), [
-        getattr(x.value if isinstance(x, ast.keyword) else x, "id", "")
-        for x in (*z.args, *z.keywords)]) for z in nodes if isinstance(z, ast.Call)]
+    imported = {z.asname or z.name: (x.module, z.name) for x in nodes
+                if isinstance(x, ast.ImportFrom) for z in x.names}
+    for module, name in [called(z) for z in nodes if isinstance(z, ast.Call)]:
+        where, function = (module, name) if module else imported.get(name, ("", name))
+        for z in ast.walk(ast.parse((root / f"{where}.py").read_bytes())) if where in ours else ():
+            if isinstance(z, ast.FunctionDef) and z.name == function:
+                nodes += ast.walk(z)
+                reads_none.add(name)
+    calls = [(called(z)[1], {getattr(x, "id", "") for x in (
+        *z.args, *(word.value for word in z.keywords))})
+             for z in nodes if isinstance(z, ast.Call)]
     args = {x for name, given in calls if name == "Federation" for x in given if x}
     reads_none |= {z.name for z in nodes if isinstance(z, ast.FunctionDef)}
-    if not args or any(args & {*given} for name, given in calls if name not in reads_none):
+    if not args or any(args & given for name, given in calls if name not in reads_none):
         return []
     named = {getattr(z, "attr", getattr(z, "value", "")) for z in nodes
              if isinstance(z, ast.Attribute | ast.Constant)} | {name for name, _ in calls}
