@@ -77,8 +77,8 @@ def test_after_fine_tuning_the_rate_is_chosen_again_from_neighbour_to_neighbour(
     # no neighbour is better, and one that has diverged is known
     asked, chosen = learn(k, "fedavg", lambda s: s["lr"] if s["lr"] < 0.3 else None, lambda s: 0.9)
     assert chosen == {"lr": 0.1} and [s["lr"] for s in asked[4:]] == [0.1, 0.03]
-    k = kind(monkeypatch, tmp_path, "Dirichlet")  # its rates are those from before
-    asked, chosen = learn(k, "local", lambda s: -abs(s["lr"] - 0.1), lambda s: 0.9 - s["lr"])
+    k = kind(monkeypatch, tmp_path, "Dirichlet")  # there most rates are those from before
+    asked, chosen = learn(k, "centralised", lambda s: -abs(s["lr"] - 0.1), lambda s: 0.9 - s["lr"])
     assert chosen == {"lr": 0.1} and len(asked) == 4
 
 
@@ -133,7 +133,7 @@ def go(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "KINDS", {
         "iid": [*equal, "--split=iid"],
         "two classes": [*equal, "--split=classes", "--per-client=2"]})
-    monkeypatch.setattr(benchmark, "AGAIN", ["iid", "two classes"])
+    monkeypatch.setattr(benchmark, "AGAIN", {"iid": None, "two classes": None})
     go.out, go.results = tmp_path / "out", tmp_path / "results"
     return go
 
