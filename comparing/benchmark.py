@@ -260,13 +260,14 @@ class Kind:
             settings = settings | {grid.parameter: best}
         return settings, []
 
+    def validation(self, name, settings, part):
+        """Returns the accuracy on validation images of a known run, -1 if it has diverged."""
+        run = self.known_run(name, settings)
+        return -1 if run["diverged"] else report.PARTS[part](run)["val_mean"]
+
     def climb(self, name, settings, rates):
         """Returns choose() by the accuracy after fine-tuning: from the rate of `settings` on to a
         better neighbour, until there is none."""
-        def accuracy(point):
-            run = self.known_run(name, point)
-            return -1 if run["diverged"] else report.fine_tuned(run)["val_mean"]
-
         ladder = sorted((*rates.below, *rates.first, *rates.above))
         while True:
             at = ladder.index(settings[rates.parameter])
@@ -274,7 +275,7 @@ class Kind:
                                 for value in (*ladder[max(at - 1, 0):at], *ladder[at + 1:at + 2]))]
             if missing := [point for point in near if not self.finished_run(name, point)]:
                 return settings, missing
-            best = max(near, key=accuracy)
+            best = max(near, key=lambda point: self.validation(name, point, PART))
             if best == settings:
                 return settings, []
             settings = best
@@ -283,8 +284,7 @@ class Kind:
         """Returns that value of a grid with the best validation accuracy, and a list of settings to
         be trained before it is known."""
         def accuracy(value):
-            run = self.known_run(name, settings | {grid.parameter: value})
-            return -1 if run["diverged"] else report.personal(run)["val_mean"]
+            return self.validation(name, settings | {grid.parameter: value}, "personal")
 
         tried, below, above = list(grid.first), list(grid.below), list(grid.above)
         while True:
@@ -314,17 +314,17 @@ class Kind:
         names = [name for name in self.known if self.finished(name, 1)]
         if not names:
             return []
-        seeds, rows = self.seeds(names), {}
-        for part in report.PARTS:
-            rows[part] = report.table({name: self.runs(name, seeds, part) for name in names},
-                                      self.methods({name: self.choose(name, part)[0]
-                                                    for name in names}, self.tuned),
-                                      [name for name in TO if name in names], self.tuned, part)
-        before = {row["method"]: row for row in rows["personal"]}
-        for row in rows[PART]:
-            row |= {title: before[row["method"]][title] for title in BEFORE}
-            row["own before"] = before[row["method"]]["own"]
-        return rows[PART]
+        seeds = self.seeds(names)
+        before, after = ({method.name: method for method in self.methods(
+            {name: self.choose(name, part)[0] for name in names}, self.tuned)}
+            for part in report.PARTS)
+        rows = report.table({name: self.runs(name, seeds) for name in names}, [*after.values()],
+                            [name for name in TO if name in names], self.tuned, PART)
+        for row in rows:
+            runs = self.runs(row["method"], seeds, "personal")
+            row |= {title: report.measured(runs, title) for title in BEFORE}
+            row["own before"] = report.own_settings(before[row["method"]], self.tuned)
+        return rows
 
 
 def mean_ranks(kinds):

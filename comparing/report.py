@@ -100,11 +100,7 @@ def table(records, methods, against, shared, part="personal"):
         runs = len(records[method.name])
         row = {"method": method.name, "part": part, "runs": runs, "diverged": runs - len(finished),
                "rounds": method.args["rounds"], "own": own_settings(method, shared)}
-        for title, measure in MEASURES.items():
-            found = [(value, r["args"]["split_seed"]) for r in finished
-                     if (value := measure(r)) is not None]
-            row[title] = spreads(*zip(*found)) if found else None
-        rows.append(row)
+        rows.append(row | {title: measured(finished, title) for title in MEASURES})
     rows.sort(key=lambda row: row[part][0] if row[part] else -1, reverse=True)
     best, local = rows[0]["method"], next((m.name for m in methods if m.method == "local"), None)
     references = dict.fromkeys(against or filter(None, (best, local)))
@@ -169,6 +165,13 @@ def own_settings(method, shared):
             whole = isinstance(value, float) and value.is_integer()
             own[key] = int(value) if whole else value
     return flags(own)
+
+
+def measured(runs, title):
+    """Returns the spreads() of one of MEASURES over runs; None if none has it."""
+    found = [(value, r["args"]["split_seed"]) for r in runs
+             if not r["diverged"] and (value := MEASURES[title](r)) is not None]
+    return spreads(*zip(*found)) if found else None
 
 
 def spreads(values, splits):
