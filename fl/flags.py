@@ -1,6 +1,8 @@
 """The flags that all files share, their types, and `parse`."""
 
 import argparse
+import os
+import re
 import sys
 
 import torch
@@ -179,6 +181,11 @@ def parse(p, by_dataset, argv=None):
     if odd := [name for name, z in by_dataset.items() if not isinstance(z, dict)]:
         refuse(f"common.parse: BY_DATASET[{odd[0]!r}] is no dict; BY_DATASET has one, of defaults, "
                "for each data set")
+    named = [name[0] if isinstance(name, tuple) else name for name in by_dataset]
+    if odd := [name for name in named if not (
+            name in DATASETS or re.search("[/.:]", name) or os.path.isdir(name))]:
+        refuse(f"common.parse: BY_DATASET has {odd[0]!r}, which is none of {', '.join(DATASETS)}, "
+               "no path and no folder")
     if odd := [action.option_strings[-1] for action in p._actions if action.type is bool]:
         refuse(f"{odd[0]} has type=bool, to which every word is True, False too; use "
                "action=argparse.BooleanOptionalAction, with --no-... for False")

@@ -57,13 +57,16 @@ class Run:
         self.file, self.args = file, federation.args
         path = pathlib.Path(file).resolve()
         self.is_ours = path.stem in OURS and path.parent == provenance.ROOT
-        uses_rounds, around = (False, "") if self.is_ours else state.use_of_rounds(path)
+        uses_rounds, around, uncalled = ((False, "", False) if self.is_ours
+                                         else state.use_of_rounds(path))
         if fixed_rounds is None and uses_rounds:
             fixed_rounds = f"{path.name} uses args.rounds"
         if around:
             refuse(f"{path.name}: {around} around run.rounds would begin anew after --resume; "
                    "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
                    "schedule[t] takes the place of zip")
+        if uncalled:
+            refuse(f"{path.name}: run.evaluates without () is always true; write run.evaluates()")
         unread = [] if self.is_ours else state.unread(path, OURS, provenance.ROOT)
         if useless := [name for name in unread if getattr(self.args, name) != NOTHING[name]]:
             remedy = "federation.eta(t)" if useless[0] == "lr_decay" else (

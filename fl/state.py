@@ -170,16 +170,17 @@ COUNTS = "zip", "enumerate", "islice", "list", "sorted"  # what would count roun
 
 
 def use_of_rounds(path):
-    """Returns whether a file reads an attribute `rounds`, as of args, and which of COUNTS stands
-    around its run.rounds(...), "" if none does."""
+    """Returns whether a file reads an attribute `rounds`, as of args; which of COUNTS stands around
+    its run.rounds(...), "" if none does; and whether it reads `evaluates` without calling it."""
     nodes = [*ast.walk(ast.parse(path.read_bytes()))]
     calls = [z for z in nodes if isinstance(z, ast.Call)]
     loops = {z for z in calls if getattr(z.func, "attr", "") == "rounds"}
     around = [name for z in calls if loops & {*ast.walk(z)} - {z} and (
         name := getattr(z.func, "id", getattr(z.func, "attr", ""))) in COUNTS]
-    called = {z.func for z in loops}
-    reads = any(getattr(z, "attr", "") == "rounds" and z not in called for z in nodes)
-    return reads, around[0] if around else ""
+    called = {z.func for z in calls}
+    reads = {z.attr for z in nodes if isinstance(z, ast.Attribute)
+             and isinstance(z.ctx, ast.Load) and z not in called}
+    return "rounds" in reads, around[0] if around else "", "evaluates" in reads
 
 
 READ_BY = {"momentum": {"momentum", "sgd"}, "weight_decay": {"weight_decay", "decayed"},

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._functorch import is_gradtrackingtensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -29,7 +30,8 @@ from .machine import (
 )
 from .state import Sampled
 
-STEPS = threading.local()  # .vmapped: in a step of all clients; .alone: in one item of `each`
+# .vmapped: in a step of all clients; .alone: in one item of `each`; .in_grad: in grad's function
+STEPS = threading.local()
 WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
 SMALL = 3_000_000  # weights; above it "together" gains up to 1.5x for much memory (speed.md)
 WIDEST = 32  # clients at once in "together"; each needs memory for its activations
@@ -490,16 +492,21 @@ def capture(function, device):
 def grad(function, argnums=0, has_aux=False, each=False):
     """Returns the gradient of a function of tensors, as torch.func.grad does, but without what only
     second derivatives need: a sixth of a small CNN's step, and half the memory under vmap. each:
-    the function and its gradients are of one row, and all arguments have rows."""
+    the function and its gradients are of one row, and all arguments have rows. Refuses to be
+    differentiated itself."""
 
     wanted = [argnums] if isinstance(argnums, int) else argnums
 
     def gradient(*args):
         def of_wanted(*chosen):
             new = dict(zip(wanted, chosen))
-            return function(*(new.get(i, z) for i, z in enumerate(args)))
+            with set_in_thread(in_grad=True):
+                return function(*(new.get(i, z) for i, z in enumerate(args)))
 
         chosen = [args[i] for i in wanted]
+        if getattr(STEPS, "in_grad", False) or any(map(is_gradtrackingtensor, chosen)):
+            refuse("common.grad inside what is differentiated would lack second derivatives; use "
+                   "torch.func.grad there, or call it before", alone=True)
         if each or getattr(STEPS, "vmapped", False):
             value, pull, *aux = vjp(of_wanted, *chosen, has_aux=has_aux)
             found = pull(torch.ones_like(value), retain_graph=False, create_graph=False)

@@ -341,6 +341,8 @@ def test_what_is_called_outside_of_the_loop(toy, tmp_path, capsys):
     run = common.Run(__file__, fed)
     refused(capsys, "run.log belong in the loop `for t in run.rounds(state)`", run.sent, 1, 1)
     refused(capsys, "BY_DATASET['lr'] is no dict", common.parse, common.parser(""), {"lr": 0.1}, [])
+    refused(capsys, "BY_DATASET has 'cifar-10'", common.parse, common.parser(""),
+            {"mnist": {}, "a.npz": {}, ("tests", "iid"): {}, ("cifar-10", "iid"): {}}, [])
 
 
 def test_an_error_names_the_client_and_a_model_its_shape(toy):

@@ -447,6 +447,27 @@ def test_grad_is_that_of_torch_func():
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("vmapped", (False, True))
+def test_grad_inside_what_is_differentiated_is_refused(vmapped, capsys, monkeypatch):
+    """One step of MAML, of sum(w^3): with torch.func.grad inside, the gradient is the whole one."""
+    w, ours, whole = torch.tensor([[0.1, 0.2]]), fl.training.grad, torch.func.grad
+
+    def adapted(inner):
+        def loss(w):
+            u = w - 0.5 * inner(lambda v: (v**3).sum())(w)
+            return (u**3).sum()
+        return loss
+    u = w - 0.5 * 3 * w**2
+    monkeypatch.setattr(fl.training.STEPS, "vmapped", vmapped, raising=False)
+    each = vmap if vmapped else lambda f: lambda w: f(w[0])[None]
+    torch.testing.assert_close(each(ours(adapted(whole)))(w), 3 * u**2 * (1 - 3 * w))
+    for outer in ours, whole:
+        refused(capsys, "would lack second derivatives", each(outer(adapted(ours))), w)
+    closed = ours(lambda w: ours(lambda v: (v * w**2).sum())(w.detach()).sum())
+    refused(capsys, "would lack second derivatives", each(closed), w)
+    torch.testing.assert_close(each(ours(lambda w: (w**2).sum()))(w), 2 * w)
+
+
 # Precision
 
 

@@ -892,9 +892,11 @@ def test_a_round_that_is_repeated_leaves_no_trace(tmp_path, capsys, monkeypatch)
 def test_what_a_file_does_with_rounds(tmp_path):
     path = tmp_path / "own.py"
     for text, found in (
-            ("for t in run.rounds(state):  # no list(run.rounds(state))\n    r['rounds']", (0, "")),
-            ("half(opt.rounds)", (1, "")), ("for t in tqdm(run.rounds(state)): pass", (0, "")),
-            ("for i, t in enumerate(made.rounds(s)): args.rounds", (1, "enumerate"))):
+            ("for t in run.rounds(state):  # no list(run.rounds(state))\n    r['rounds']", (0, "", 0)),
+            ("half(opt.rounds)", (1, "", 0)),
+            ("for t in tqdm(run.rounds(state)): run.evaluates()", (0, "", 0)),
+            ("for i, t in enumerate(made.rounds(s)): args.rounds", (1, "enumerate", 0)),
+            ("if run.evaluates: pass", (0, "", 1))):
         path.write_text(text)
         assert fl.state.use_of_rounds(path) == found
 
