@@ -33,9 +33,9 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import baselines
 import common
+import fl.building
 import fl.machine
 import fl.models
-import fl.net
 import fl.provenance
 import fl.training
 
@@ -74,7 +74,7 @@ MORE = {  # those of docs/speed.md's table of ways that are measured only if ask
 
 def plain_model(name, tidy=False):
     """The model as most people write it, with ReLU before pooling; tidy: as ours."""
-    module = fl.net.builder(name, (3, 32, 32), 10)()
+    module = fl.building.builder(name, (3, 32, 32), 10)()
     if tidy or not isinstance(module, nn.Sequential):
         return module
     layers = list(module)

@@ -17,9 +17,10 @@ from .machine import device_name, refuse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # the files, beside the algorithm's, on which a result depends: not those that read data sets, which
-# have fingerprints, and that write or draw
+# have fingerprints, that refuse, and that write or draw
+OTHERS = "child", "formats", "own_method", "own_network", "plots", "provenance", "records"
 SHARED = "common.py", *(f"fl/{path.name}" for path in sorted((ROOT / "fl").glob("[a-z]*.py"))
-                        if path.stem not in ("child", "formats", "plots", "provenance", "records"))
+                        if path.stem not in OTHERS)
 
 
 def sources(file, args):

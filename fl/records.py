@@ -26,6 +26,8 @@ from .splits import unused
 # what the record has of every round, and what it can have without run.log
 EVERY_ROUND = ("round", "seconds", "bytes_up", "bytes_down", "images", "evaluation_seconds",
                "top1")
+SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
+         "personal": ("mean", "std", "worst_decile", "val_mean")}
 IN_FINAL = "final"
 # flags that change nothing in the rounds
 FREE = ("out", "resume", "plot", "parallel", "engine", "data_dir", "save_clients", "tensorboard",

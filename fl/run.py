@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import copy
 import functools
 import importlib.util
 import json
@@ -19,16 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from . import machine, plots, provenance, records, splits, state
-from .child import REPEATS, Child
 from .machine import is_main_process, refuse, say
-from .records import EVERY_ROUND
-from .state import PLAIN, SEEDED, Rows, is_finite, watch
+from .own_method import Guard, changed, marks
+from .records import EVERY_ROUND, SHOWN
+from .state import PLAIN, Rows, is_finite
 
-OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
-NOTHING = {"momentum": 0, "weight_decay": 0, "lr_decay": 1}  # values that do nothing
 ROW = EVERY_ROUND[:4]  # what each row begins with
-SHOWN = {"global": ("top1", "top5", "loss", "ece"),  # what is printed of an evaluated round
-         "personal": ("mean", "std", "worst_decile", "val_mean")}
 
 
 class Run:
@@ -55,27 +50,7 @@ class Run:
         for --plot."""
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
         self.file, self.args = file, federation.args
-        path = pathlib.Path(file).resolve()
-        self.is_ours = path.stem in OURS and path.parent == provenance.ROOT
-        uses_rounds, around, uncalled = ((False, "", False) if self.is_ours
-                                         else state.use_of_rounds(path))
-        if fixed_rounds is None and uses_rounds:
-            fixed_rounds = f"{path.name} uses args.rounds"
-        if around:
-            refuse(f"{path.name}: {around} around run.rounds would begin anew after --resume; "
-                   "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
-                   "schedule[t] takes the place of zip")
-        if uncalled:
-            refuse(f"{path.name}: run.evaluates without () is always true; write run.evaluates()")
-        unread = [] if self.is_ours else state.unread(path, OURS, provenance.ROOT)
-        if useless := [name for name in unread if getattr(self.args, name) != NOTHING[name]]:
-            remedy = "federation.eta(t)" if useless[0] == "lr_decay" else (
-                f"common.sgd(args, net.decayed), or {NOTHING[useless[0]]} (compare.py: --set "
-                f"NAME.{useless[0]}={NOTHING[useless[0]]})")
-            refuse(f"{path.name} does not read --{useless[0].replace('_', '-')}, which would "
-                   f"change nothing; use {remedy}")
-        self.fixed_rounds, self.marks = fixed_rounds, marks or {}
-        args = self.args
+        self.marks, args = marks or {}, self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
         self.out = pathlib.Path(args.out or f"runs/{'-'.join(parts)}-{args.seed}")
         self.record_file, self.state_file = self.out / "result.json", self.out / "state.pt"
@@ -92,9 +67,8 @@ class Run:
             refuse("--tensorboard needs the package tensorboard: pip install tensorboard")
         files = provenance.sources(file, args)
         self.identity = provenance.identity(federation)
-        self.given = copy.deepcopy(vars(args))
-        self.known = {*vars(federation), *vars(federation.net)}
-        self.marked = state.marks(self.data_now())
+        self.guard = Guard(self, fixed_rounds)
+        self.fixed_rounds = self.guard.fixed_rounds
         self.environment = provenance.environment(files, federation)
         self.command = provenance.command(file, getattr(args, "argv", None))
         self.notes = []
@@ -103,7 +77,6 @@ class Run:
         self.status = "unfinished"
         self.complete = False  # True: the record on disk is finished, and this call adds no rounds
         self.targets, self.last = getattr(args, "target", None), args.rounds  # target: accuracies
-        self.still = True  # whether no round has changed the global model
         self.measured, self.changes = {}, []  # the state when a round was measured; what it changed
         self.written, self.saved, self.cost = 0, 0.0, 0.0  # rounds on disk; when, and its seconds
         self.unwritten = {}  # name of a file -> why it could not be written
@@ -136,139 +109,32 @@ class Run:
                    "one loop over it; distinguish phases inside the loop, by t")
         self.state, self.model, self.models = state, model, clients
         self.more_follows, self.personal = more_follows, personal
-        self.began = {name: z.to("meta") if torch.is_tensor(z) else None
-                      for name, z in vars(state).items()}
-        self.check_state()
-        outside = watch(self.file, state)
-        next(outside, None)
-        expected = torch.load(os.environ[REPEATS]) if os.environ.get(REPEATS) else {}
-        self.expect(expected.get("first", {}), "began with")
+        self.guard.begin()
         with self.open():  # after --resume `state` is as it was saved
-            again = self.repetition()
-            next(again, None)
+            self.guard.next_round()
             while len(self.history) < self.last:
-                before = self.begin_round()
+                self.begin_round()
                 yield len(self.history)
-                self.end_round(before)
-                next(outside, None)
-                if expected and len(self.history) == expected["rounds"]:
-                    self.expect(expected["after"], "gave")
-                    os.remove(os.environ[REPEATS])
-                    raise SystemExit
-                next(again, None)
+                self.end_round()
+                self.guard.next_round()
             self.row = self.history[-1]
             if self.clock is None:  # resumed after the last round
                 self.clock = machine.now(self.federation.device) - self.row["seconds"]
             if not more_follows:
                 self.finish()
 
-    def repetition(self):
-        """A generator that repeats rounds 2 and 3, and the last two, in new processes, each from
-        the state before them, and refuses another result. For a method, model or split of a user's
-        own, on a CPU: a GPU may round differently. next() before each round."""
-        own = not self.is_ours or any(".py:" in z for z in (self.args.model, self.args.split))
-        size = sum(getattr(z, "nbytes", 0) for z in state.tensors_of(self.state).values())
-        if (not own or not self.command or size > 1e9 or REPEATS in os.environ
-                or self.federation.device.type != "cpu" or machine.world_size() > 1):
-            return
-        first = {} if self.history else {
-            f"state.{name}": z for name, z in state.copies(self.state).items()}
-        for n in sorted({min(3, self.last), self.last}):
-            while len(self.history) < min(max(n - 2, 1), n - 1):
-                yield
-            if len(self.history) < n:
-                with tempfile.TemporaryDirectory() as folder:
-                    self.put_state(f"{folder}/state.pt")
-                    while len(self.history) < n:  # what a round gives, the next one uses
-                        yield
-                    self.repeat(n, first, pathlib.Path(folder))
-
-    def repeat(self, n, first, folder):
-        """Repeats the rounds to n from the state in a folder. first: that before round 1."""
-        say(f"try     round {n} runs a second time, in a new process, to see whether --resume "
-            "would give the same")
-        file = folder / "expected.pt"
-        torch.save({"first": first, "rounds": n, "after": self.found()}, file)
-        early = n <= 3 and not self.fixed_rounds  # the last round of more than three is measured
-        more = [f"--rounds={self.args.rounds + 1}"] if early else []
-        child = Child([self.file, *self.args.argv, *more, "--resume", f"--out={folder}"],
-                      **{REPEATS: str(file)})
-        try:
-            code, said = child.result()
-        finally:
-            child.stop()
-        if "belongs to split" in said:
-            refuse("--split gives other clients in a new process; draw from rng, its argument, and "
-                   "sort what is a set", alone=True)
-        if code:
-            refuse(f"round {n} was repeated in a new process, as --resume would: {said}",
-                   alone=True)
-        if file.exists():
-            say(f"note    python {self.file} trains nothing, so no round was repeated")
-
-    def found(self):
-        """Returns {name: tensor, or number} of the state, and the measures of this round, if it was
-        evaluated."""
-        row = self.history[-1] if self.history else {}
-        return {f"state.{name}": z for name, z in state.tensors_of(self.state).items()} | {
-            f"{part} {name}": torch.tensor(z) for part in SHOWN
-            for name, z in row.get(part, {}).items()}
-
-    def expect(self, tensors, what):
-        """Refuses a state, or losses, that differ from these tensors."""
-        found = self.found()
-        tensors = {name: z for name, z in tensors.items() if " " not in name or name in found}
-        if odd := state.differing(tensors, found):
-            rounds = "" if self.fixed_rounds else (
-                "; if the number of --rounds matters, Run takes fixed_rounds=WHY")
-            refuse(f"it {what} another {odd[0]}; something beside `state` has changed (a file, a "
-                   "cache, the time, the order of a set, what threads share), or numbers are drawn "
-                   "without a seed; keep tensors and numbers in `state`, and make generators in "
-                   f"the loop, by {SEEDED}{rounds}", alone=True)
-
-    def data_now(self):
-        """Returns {name: what a user's loop must not change} of the federation."""
-        fed = self.federation
-        return {} if self.is_ours else {
-            "images": fed.images, "labels": fed.labels, "n": fed.n, "split": [*fed.split],
-            "transform": id(fed.transform), "everyone": fed.everyone}
-
     def begin_round(self):
-        """Returns what torch's, NumPy's and Python's generators are now, and of a user's method
-        the global model with its version."""
         self.row = dict(zip(ROW, (len(self.history) + 1, 0, None, None)))
         for rows in self.federation.all_rows:
             rows.finite = True
         self.clock = machine.now(self.federation.device)
-        w = None if self.is_ours else vars(self.state).get(self.model)
-        return machine.generators(self.federation.device), w, getattr(w, "_version", 0)
+        self.guard.begin_round()
 
-    def end_round(self, before):
-        """Completes the row, and writes the state if that is worth it. May end the run.
-        before: what begin_round has returned."""
-        generators, w, version = before
+    def end_round(self):
+        """Completes the row, and writes the state if that is worth it. May end the run."""
         row, now = self.row, vars(self.state)
         row["seconds"] = row["seconds"] or self.elapsed()
-        self.check_state()
-        if changed := [name for name, z in vars(self.args).items() if self.given.get(name) != z]:
-            refuse(f"args.{changed[0]} has changed since Run was made, and the record has the old "
-                   f"value; set it before, or use state.{changed[0]}")
-        parts = self.federation, self.federation.net
-        added = {name for part in parts for name in vars(part) if not hasattr(type(part), name)}
-        if added := added - self.known:
-            refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
-                   f"not restore; use state.{min(added)}")
-        if changed := state.changed(self.marked, self.data_now()):
-            refuse(f"federation.{changed[0]} has changed since Run was made, which --resume would "
-                   "not restore; --split and --transform take functions of yours, `train` takes "
-                   "other images, and client_update may change b")
-        if getattr(w, "_version", version) != version:
-            refuse(f"the loop changes state.{self.model} in place, and every other name for it; "
-                   f"write state.{self.model} = state.{self.model} + ...")
-        self.still = self.still and w is not None and w is now.get(self.model)
-        if not self.history and not self.is_ours:
-            self.check_models()
-        self.check_generators(generators)
+        self.guard.end_round()
         values = {f"state.{name}": z for name, z in now.items()} | {
             f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}
         odd = [name for name, z in values.items() if not is_finite(z)]
@@ -282,7 +148,7 @@ class Run:
         self.per_client = row.pop("per_client", self.per_client)
         self.count_images()
         if row["round"] % self.args.eval_every:  # evaluated only because it is the last
-            self.changes = state.changed(self.measured, state.tensors_of(self.state))
+            self.changes = changed(self.measured, state.tensors_of(self.state))
         self.measured = {}
         self.history.append(row)
         self.bar.update()
@@ -290,22 +156,6 @@ class Run:
         goes_on = row["round"] < self.last or self.more_follows
         if goes_on and time.monotonic() - self.saved > 20 * self.cost:
             self.save()  # takes at most a twentieth of the time
-
-    def check_models(self):
-        """Refuses clients' models that --fine-tune or --save-clients could not use in the end."""
-        named = [name for name in ("save_clients", "fine_tune") if getattr(self.args, name)]
-        if self.models and named:
-            first = self.clients_models()(self.federation.everyone[:1])
-            if first.shape[:-1] != (1,) or first.shape[-1] < self.federation.net.d:
-                refuse(f"--{named[0].replace('_', '-')} needs the clients' whole models, "
-                       f"[1, {self.federation.net.d}] for the first one, but run.rounds was given "
-                       f"{list(first.shape)}; `clients` may be a function of S")
-
-    def check_generators(self, before):
-        """Refuses draws from the generators that begin_round has looked at."""
-        if before != machine.generators(self.federation.device):
-            refuse("the loop draws from torch's, NumPy's or Python's generator, so the same "
-                   f"command would give other results; draw from {SEEDED}", alone=True)
 
     def count_images(self):
         """Adds to the row how many images the clients' epochs have passed since the last call."""
@@ -338,9 +188,6 @@ class Run:
         row["evaluation_seconds"] = self.elapsed()
         self.complete = False
 
-    def check_state(self):
-        state.check(self.state, self.began, self.model, self.models, self.federation.all_rows)
-
     def elapsed(self):
         """Returns the seconds since the round began, or since its clock stopped."""
         return round(machine.now(self.federation.device) - self.clock - self.row["seconds"], 4)
@@ -367,8 +214,8 @@ class Run:
         rounds, and the last."""
         row = self.row
         row["seconds"] = row["seconds"] or self.elapsed()
-        self.check_state()
-        self.measured = state.marks(state.tensors_of(self.state))
+        self.guard.check_state()
+        self.measured = marks(state.tensors_of(self.state))
         return row["round"] % self.args.eval_every == 0 or row["round"] == self.last
 
     def log(self, global_=None, personal=None, **more):
@@ -711,7 +558,7 @@ def show(record, run):
         say("note    run.sent was called in some rounds only, so its sums leave out the others")
     if record.get("local_epochs") == 0:
         say("note    no client was trained by federation.train, so local_epochs is 0")
-    if run.still and run.history and not run.is_ours:
+    if run.guard.still and run.history and not run.guard.ours:
         say(f"note    no round has changed state.{run.model}")
     if record["status"] == "finished" and not record["final"]:
         say("note    no round has called run.log, so the record has no accuracies")

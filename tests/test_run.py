@@ -29,6 +29,7 @@ import fedavg
 import fl.data
 import fl.formats
 import fl.machine
+import fl.own_method
 import fl.provenance
 import fl.run
 import fl.state
@@ -807,7 +808,7 @@ def test_slips_with_models_and_clients_are_refused(before, each, words, tmp_path
 
 def test_clients_models_that_cannot_be_saved_are_refused_after_the_first_round(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        of_its_own(tmp_path, "args.save_clients = run.given['save_clients'] = True; "
+        of_its_own(tmp_path, "args.save_clients = run.guard.given['save_clients'] = True; "
                    "state.V = federation.per_client(w_0[:9])", "assert t == 0",
                    "run.rounds(state, clients='V')")
     assert ("--save-clients needs the clients' whole models, [1, 656810] for the first one, but "
@@ -848,9 +849,9 @@ def test_rounds_2_and_3_and_the_last_two_are_repeated(tmp_path, monkeypatch):
     compared, too."""
     path, found = tmp_path / "own.py", []
     monkeypatch.delenv("REPEATED_ROUND")
-    monkeypatch.setattr(common.Run, "repeat", lambda run, n, first, folder: found.append((
-        n, bool(first), len(torch.load(folder / "state.pt", weights_only=True)["history"]),
-        "global top1" in run.found())))
+    monkeypatch.setattr(fl.own_method.Guard, "repeat", lambda guard, n, first, folder: found.append(
+        (n, bool(first), len(torch.load(folder / "state.pt", weights_only=True)["history"]),
+         "global top1" in guard.found())))
     path.write_text(OWN.replace("BEFORE", "").replace("EACH", "").replace(
         "LOOP", "run.rounds(state)"))
     argv = [*QUICK, "--model", "2nn", "--eval-every", "5", "--out", str(tmp_path / "out")]
@@ -892,13 +893,13 @@ def test_a_round_that_is_repeated_leaves_no_trace(tmp_path, capsys, monkeypatch)
 def test_what_a_file_does_with_rounds(tmp_path):
     path = tmp_path / "own.py"
     for text, found in (
-            ("for t in run.rounds(state):  # no list(run.rounds(state))\n    r['rounds']", (0, "", 0)),
+            ("for t in run.rounds(state):  # no list(run.rounds(s))\n    r['rounds']", (0, "", 0)),
             ("half(opt.rounds)", (1, "", 0)),
             ("for t in tqdm(run.rounds(state)): run.evaluates()", (0, "", 0)),
             ("for i, t in enumerate(made.rounds(s)): args.rounds", (1, "enumerate", 0)),
             ("if run.evaluates: pass", (0, "", 1))):
         path.write_text(text)
-        assert fl.state.use_of_rounds(path) == found
+        assert fl.own_method.use_of_rounds(path) == found
 
 
 def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
@@ -913,7 +914,7 @@ def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
             (f"from fedavg import local_training as go\n{made}go(net, args)", "mwl"),
             (made + "baselines.local_sgd(net, args); f.eta(t)", "")):
         path.write_text(text)
-        unread = fl.state.unread(path, fl.run.OURS, HERE)
+        unread = fl.own_method.unread(path, fl.own_method.OURS, HERE)
         assert [name[0] for name in unread] == [*found], text
     file = OWN.replace("BEFORE", "").replace("EACH", "").replace("LOOP", "run.rounds(state)")
     may = file.replace("fedavg.local", "baselines.local").replace("local_training", "local_sgd")
