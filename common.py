@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fl.data
 import fl.net
 import fl.splits
+import fl.training
 from fl.data import images_for
 from fl.files import load_file
 from fl.flags import (
@@ -41,7 +42,7 @@ from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
-from fl.training import Training, check_clients, form_of, grad, may_look, models_of, step
+from fl.training import Training, form_of, grad, may_look, models_of, step
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"
@@ -89,7 +90,7 @@ class Federation:
                       *fl.splits.remarks(dealt, self.data, args)]
         self.all_rows = []  # every Rows that per_client has made
         self.dealt = np.concatenate([*dealt.train, *dealt.val])  # images that `train` accepts
-        self.passed = []  # how many images each client's epochs have processed in this round
+        self.passed = []  # how many images each minibatch of this round has had
 
     def initial_weights(self):
         """Returns w_0 [d]: the weights of --init, or random ones from the seed."""
@@ -113,7 +114,7 @@ class Federation:
 
     def sample(self, t, m=None):
         """Returns S_t [m], m random clients of round t (by default self.m) in ascending order."""
-        check_clients(self.everyone, self.K, t)
+        fl.training.check_clients(self.everyone, self.K, t)
         rng = stream(self.args.seed, "sampling", t)
         return np.sort(rng.choice(self.K, self.m if m is None else m, replace=False))
 
@@ -142,13 +143,9 @@ class Federation:
 
         Results do not depend on how many clients train at once (on a GPU up to rounding).
         """
-        check_clients(S, self.K, t)
+        fl.training.check_clients(S, self.K, t, own, images)
         epochs = self.args.epochs if epochs is None else epochs
         images = [self.split.train[k] for k in S] if images is None else images
-        for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
-            if len(z) != len(S):
-                refuse(f"federation.train: {name} has {len(z)} rows for {len(S)} clients; give it "
-                       "one for each client of S, as V[S]")
         clients = [Epochs(self, int(k), i, t, epochs, draw, order) for k, i in zip(S, images)]
         return self.training.train(self, client_update, own, clients, shared)
 
@@ -169,7 +166,7 @@ class Federation:
             if results is None:  # filled row by row, since torch.stack would hold all rows twice
                 results = tree_map(lambda z: z.new_empty((len(clients), *z.shape)), found)
             for rows, row in zip(tree_leaves(results), tree_leaves(found)):
-                rows[i].copy_(row)
+                rows[i].copy_(row.detach())
         return results
 
     def plan(self, k, images, t, epochs, draw=None, order=0):
@@ -228,16 +225,13 @@ class Federation:
         images: for each client the indices of the images to measure on, instead of its test images.
         """
         own = self.split.test if images is None else images
-        index = np.concatenate(own)
+        fl.training.check_images(own, range(self.K), "evaluate_clients")
         if torch.is_tensor(W) and W.dim() == 1:
-            logits = self.logits(W, index)
+            logits = self.logits(W, np.concatenate(own))
         else:
             of = models_of(W, len(own))
             logits = self.training.stacked(lambda k: self.logits(of([k]).squeeze(0), own[k]), own)
-        n = np.array([len(index) for index in own])
-        client = torch.from_numpy(self.everyone.repeat(n)).to(self.device)
-        labels = self.labels[torch.as_tensor(index, device=self.device)]
-        one = score(logits, labels, client, self.K)
+        n, one = np.array([*map(len, own)]), self.score_by_client(logits, own)
         top1 = one["top1"].cpu().numpy()
         measures = {
             "mean": float(top1.mean()), "weighted_mean": float((top1 * n).sum() / n.sum()),
@@ -278,10 +272,13 @@ class Federation:
         """Returns w's mean cross-entropy on each client's training images (or on
         images[k]): [K], float64. w: [d]."""
         images = self.split.train if images is None else images
-        index = np.concatenate(images)
+        fl.training.check_images(images, range(self.K), "losses")
+        return self.score_by_client(self.logits(w, np.concatenate(images)), images)["loss"]
+
+    def score_by_client(self, logits, images):
         client = torch.from_numpy(self.everyone.repeat([*map(len, images)])).to(self.device)
-        labels = self.labels[torch.as_tensor(index, device=self.device)]
-        return score(self.logits(w, index), labels, client, self.K)["loss"]
+        labels = self.labels[torch.as_tensor(np.concatenate(images), device=self.device)]
+        return score(logits, labels, client, self.K)
 
 
 class Epochs:
@@ -296,18 +293,21 @@ class Epochs:
 
     def again(self, images=None, **options):
         images = self.images if images is None else images
+        fl.training.check_images([images], [self.client], "epochs.again", self.fed.dealt)
         return Epochs(self.fed, self.client, images, self.t, **self.options | options)
 
     def plan(self):
         return self.fed.plan(self.client, self.images, self.t, **self.options)
 
     def __iter__(self):
-        fed = self.fed
-        fed.passed.append(self.options["epochs"] * len(self.images))
-        for index, uniform, draw in zip(*(torch.as_tensor(z, device=fed.device)
+        for index, uniform, draw in zip(*(torch.as_tensor(z, device=self.fed.device)
                                           for z in self.plan())):
-            size = fed.args.batch_size or len(index)  # the last minibatch may have fewer images
-            yield (fed.batch(*b) for b in zip(index.split(size), uniform.split(size), draw))
+            size = self.fed.args.batch_size or len(index)  # the last minibatch may have fewer
+            yield (self.batch(*b) for b in zip(index.split(size), uniform.split(size), draw))
+
+    def batch(self, index, uniform, draw):
+        self.fed.passed.append(len(index))
+        return self.fed.batch(index, uniform, draw)
 
 
 class Batch(NamedTuple):

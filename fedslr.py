@@ -96,6 +96,8 @@ def local_training(net, args):
 def dimensions(shape):
     """Returns how many outputs n, inputs c and pixels k1 x k2 a kernel of this shape has. A matrix
     [n, c] is like a kernel of 1 x 1 pixel."""
+    if len(shape) > 4:
+        common.refuse(f"a parameter has the shape {[*shape]}; FedSLR takes kernels and matrices")
     return (*shape, 1, 1)[:4]
 
 

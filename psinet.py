@@ -231,6 +231,8 @@ class GroupedNet(common.Net):
             self.module.start = start
         self.name += f" in {G} groups from {depth} on" if G else " without groups"
         self.notes = plain.notes
+        if G and not plain.start:
+            self.notes.append(f"note    from {depth} on, layers begin with PyTorch's own weights")
         self.running = [name for name in self.constants if ".running_" in name]
         self.sizes_r = [self.constants[name].numel() for name in self.running]
         groups = []
@@ -328,7 +330,11 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
     """Refuses all but chains of layers: a shortcut or a norm over all channels joins groups."""
     layers = dict(plain.named_children())
     odd = [f" (it has {name}, a {type(layer).__name__})" for name, layer in layers.items()
-           if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1] or [""]
+           if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1]
+    odd += [f" ({name} has a hook or requires_grad = False)" for name, layer in layers.items()
+            if {**layer._forward_hooks, **layer._forward_pre_hooks}
+            or not all(z.requires_grad for z in layer.parameters())]
+    odd.append("")
     if type(plain).forward is not nn.Sequential.forward or len(layers) < len(plain) or odd[0]:
         common.refuse(f"--model {model} can't be cut into groups{odd[0]}; use {', '.join(DEPTH)}, "
                       "or an nn.Sequential of convolutions, linear layers, activations and pooling")

@@ -24,8 +24,10 @@ def builder(name, shape, classes, batchnorm=None, no_dropout=False):
                    if isinstance(z, WRAPPED) or hasattr(z, "_orig_mod")]:
             raise TypeError(f"it holds a {odd[0]}; give the plain nn.Module, without "
                             "torch.compile, torch.jit and nn.DataParallel")
-        if any(getattr(z.train, "__func__", None) is not nn.Module.train for z in module.modules()):
-            module.train(module.training)  # a train() of its own may freeze layers
+        own = any(getattr(z.train, "__func__", None) is not nn.Module.train
+                  for z in module.modules())
+        if own or not module.training:  # a train() of its own may freeze layers
+            module.train()
         if batchnorm == "group":
             module = group_norms(module)
         batchnorms = [z for z in module.modules() if isinstance(z, BATCHNORM) and z.training]

@@ -170,7 +170,8 @@ def parser(doc, **defaults):
          help="draw learning curves, accuracy per client and the split into --out")
     p.set_defaults(**defaults)
     flags = {action.dest for action in p._actions}
-    p.unknown = [name for name in defaults if name not in flags]  # perhaps flags of the file's own
+    # perhaps flags of the file's own
+    p.unknown = {name: z for name, z in defaults.items() if name not in flags}
     return p
 
 
@@ -178,6 +179,8 @@ def parse(p, by_dataset, argv=None):
     """Returns the parsed argv. by_dataset[DATASET], then by_dataset[DATASET, SPLIT], if given,
     replace defaults."""
     argv = sys.argv[1:] if argv is None else [*map(str, argv)]
+    if not isinstance(by_dataset, dict):
+        refuse("common.parse(parser, BY_DATASET, argv) takes a dict second, as {}")
     if odd := [name for name, z in by_dataset.items() if not isinstance(z, dict)]:
         refuse(f"common.parse: BY_DATASET[{odd[0]!r}] is no dict; BY_DATASET has one, of defaults, "
                "for each data set")
@@ -193,6 +196,11 @@ def parse(p, by_dataset, argv=None):
     if odd := [action for action in p._actions if action.option_strings != shown[action.dest]]:
         refuse(f"{odd[0].option_strings[-1]} and {shown[odd[0].dest][-1]} both set "
                f"args.{odd[0].dest}; give one another dest")
+    own = getattr(p, "unknown", {})
+    if odd := [action for action in p._actions
+               if own.get(action.dest, action.default) != action.default]:
+        refuse(f"the defaults say {odd[0].dest}={own[odd[0].dest]}, and add_argument "
+               f"default={odd[0].default}; leave out one")
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default=p.get_default("dataset"))
     first.add_argument("--split")
@@ -205,7 +213,7 @@ def parse(p, by_dataset, argv=None):
     split = given.split or p.get_default("split")
     p.set_defaults(**by_dataset.get((given.dataset, split), {}))
     flags = {action.dest for action in p._actions}
-    named = [*getattr(p, "unknown", ()), *(name for z in by_dataset.values() for name in z)]
+    named = [*own, *(name for z in by_dataset.values() for name in z)]
     if unknown := [name for name in named if name not in flags]:
         refuse(f"the defaults name {unknown[0]}, but there is no flag "
                f"--{unknown[0].strip('_').replace('_', '-')}")

@@ -285,6 +285,10 @@ class Net:
             why = textwrap.shorten(str(problem), 200)
             if "running_mean" in str(problem) and self.batchnorm != "frozen":
                 why += " Use --batchnorm frozen."
+            if '"module.' in str(problem):
+                why = "its names begin with module., as nn.DataParallel's; save model.module's"
+            if "Unsupported global" in str(problem):
+                why = "it holds a whole module or other objects"
             refuse(f"--init {path} can't be read as a state dict of {self.name}, as "
                    f"torch.save(model.state_dict(), FILE) writes it: {why}")
         self.module, self.copies = module, threading.local()  # set_extra_state may have changed it

@@ -40,8 +40,16 @@ class Guard:
         self.fixed_rounds = fixed_rounds
         path = pathlib.Path(run.file).resolve()
         self.ours = path.stem in OURS and path.parent == provenance.ROOT
+        if self.ours and (provenance.commit([path]) or "").endswith("+"):
+            self.ours = False  # somebody has changed it
         if not self.ours:
             self.read(path)
+        if not hasattr(self.args, "argv"):
+            refuse(f"{path.name}: args are not those of common.parse(parser, BY_DATASET, argv), "
+                   "which seeds and checks; use it in place of parser.parse_args(argv)")
+        dealt = self.fed.training.given
+        if odd := [name for name in dealt if getattr(self.args, name) != dealt[name]]:
+            refuse(f"args.{odd[0]} has changed since Federation was made; set it before")
         self.given = copy.deepcopy(vars(self.args))
         self.known = {*vars(self.fed), *vars(self.fed.net)}
         self.marked = marks(self.data_now())
@@ -49,9 +57,10 @@ class Guard:
 
     def read(self, path):
         """Refuses what can be seen in the file."""
-        uses_rounds, around, uncalled = use_of_rounds(path)
-        if self.fixed_rounds is None and uses_rounds:
-            self.fixed_rounds = f"{path.name} uses args.rounds"
+        uses, around, uncalled = use_of_rounds(path)
+        uses = [path] * uses + [z for z in beside(path).values() if use_of_rounds(z)[0]]
+        if self.fixed_rounds is None and uses:
+            self.fixed_rounds = f"{uses[0].name} uses args.rounds"
         if around:
             refuse(f"{path.name}: {around} around run.rounds would begin anew after --resume; "
                    "write `for t in run.rounds(state)`: t counts the rounds from 0, and "
@@ -107,9 +116,9 @@ class Guard:
             refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
                    f"not restore; use state.{min(added)}")
         if odd := changed(self.marked, self.data_now()):
-            refuse(f"federation.{odd[0]} has changed since Run was made, which --resume would "
-                   "not restore; --split and --transform take functions of yours, `train` takes "
-                   "other images, and client_update may change b")
+            refuse(f"federation.{odd[0]} has changed since Run was made, which --resume would not "
+                   "restore; --split takes a function of yours, `train` takes other images, and "
+                   "client_update may change b")
         if getattr(w, "_version", version) != version:
             refuse(f"the loop changes state.{model} in place, and every other name for it; "
                    f"write state.{model} = state.{model} + ...")
@@ -279,6 +288,9 @@ def check(state, before, model, clients, all_rows):
     for name, z in now.items():
         if not torch.is_tensor(z) and type(z) not in (Rows, *PLAIN):
             refuse(f"state.{name} is a {type(z).__name__}; keep tensors and Python's own numbers")
+        if torch.is_tensor(z) and z.is_inference():
+            refuse(f"state.{name} comes from torch.inference_mode, so it can't be trained; use "
+                   "torch.no_grad")
         then = before[name]
         if torch.is_tensor(z) and any(n > 1 and not step for n, step in zip(z.shape, z.stride())):
             refuse(f"state.{name} repeats a part of its memory (by expand); add .clone()")
@@ -289,7 +301,9 @@ def check(state, before, model, clients, all_rows):
                    f"what it is computed from, as noise.to({then.dtype}): NumPy's numbers are "
                    "float64")
         if name == model and z.dtype != torch.get_default_dtype():
-            refuse(f"state.{name} is {z.dtype}, a model is torch.float32; use .float()")
+            remedy = ("leave torch's default type" if z.dtype == torch.float32 else
+                      "a model is torch.float32; use .float()")
+            refuse(f"state.{name} is {z.dtype}, {remedy}")
         if name == model and z.shape != then.shape:
             refuse(f"the loop makes state.{name} {list(z.shape)}, which began as "
                    f"{list(then.shape)}; average the clients' models")
@@ -439,7 +453,8 @@ class Content(pickle.Pickler):
             return "skipped"
         if torch.is_tensor(z) or isinstance(z, np.ndarray) and z.nbytes > 10**7:
             self.tensors.append(z)
-            return self.versions and (id(z), getattr(z, "_version", 0))
+            counted = torch.is_tensor(z) and not z.is_inference()
+            return self.versions and (id(z), z._version if counted else 0)
 
     def reducer_override(self, z):
         if id(z) in self.met:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .building import BATCHNORM
@@ -101,7 +102,8 @@ def check(net, precision):
                          "evaluation, too")
     if torch.equal(w_0, w_1):
         notes.append("note    the model's initial weights are the same for every --seed")
-    gradients, own = [], [z.data for z in net.module.parameters()]
+    other = [*net.module.parameters(), *(z for z in net.module.buffers() if z.is_floating_point())]
+    gradients, own = [], [z.data for z in other]
     for _ in range(2):
         logits, leaves = net.graph(w)
         try:
@@ -109,9 +111,9 @@ def check(net, precision):
                                                  materialize_grads=True))
         except RuntimeError as problem:
             raise ValueError(f"its gradient can't be computed: {first_line(problem)}") from problem
-        for z in net.module.parameters():  # its own weights, which must have no influence
+        for z in other:  # its own tensors, which must have no influence
             z.data = z.data + 1  # not in place: their memory may be the file's
-    for z, data in zip(net.module.parameters(), own):
+    for z, data in zip(other, own):
         z.data = data
     if odd := [name for name, z in zip(leaves, gradients[0]) if z.layout != torch.strided]:
         raise ValueError(f"the gradient of {odd[0]} is sparse; nn.Embedding(sparse=False) has "
@@ -119,8 +121,9 @@ def check(net, precision):
     far, whole = (sum(float(z.nan_to_num().square().sum()) for z in of) for of in (
         (a - b for a, b in zip(*gradients)), gradients[0]))
     if far > 1e-8 * whole:
-        raise ValueError("its gradient depends on weights that it is not given; "
-                         "torch.utils.checkpoint, for instance, can't be used here")
+        raise ValueError("its gradient depends on weights or buffers that it is not given, but "
+                         "holds elsewhere; write functions as methods, and no "
+                         "torch.utils.checkpoint")
     used = net.uses(logits, leaves)
     idle = [name for name, size in zip(net.names, net.sizes) if size and not used[name]]
     if idle:
@@ -159,10 +162,15 @@ def pure(net, w):
 
     def expect_shape(logits, n):
         found = tuple(logits.shape) if torch.is_tensor(logits) else f"a {type(logits).__name__}"
+        remedy = ("its signature must name num_classes (or classes), and if it does so only in "
+                  "train(), use --no-dropout")
+        if not torch.is_tensor(logits):
+            remedy = "return the logits alone; if it does so only in eval(), use --no-dropout"
+        elif n == 1 and found == (net.classes,):
+            remedy = ".squeeze() removes the axis of a single image, too; use .flatten(1)"
         if found != (n, net.classes):
             raise ValueError(f"for {n} image{'s' * (n > 1)} it gives {found}, not logits of the "
-                             f"shape {(n, net.classes)}; its signature must name num_classes (or "
-                             "classes), and if it does so only in train(), use --no-dropout")
+                             f"shape {(n, net.classes)}; {remedy}")
 
     expect_shape(first, 8)
     if first.requires_grad:
@@ -177,6 +185,8 @@ def pure(net, w):
             why += "; for dropout use --no-dropout, which makes it inactive"
         if any(isinstance(z, BATCHNORM) and z.training for z in layers.values()):
             why += ", and for BatchNorm --batchnorm group"
+        if not net.module.training:
+            why += "; F.dropout needs training=self.training"
         raise ValueError(why)
     changed = [name for name, z in before.items() if not torch.equal(z, values[name])]
     if odd := [name for name, where, _ in net.tensors
@@ -190,7 +200,10 @@ def pure(net, w):
     net.copies = threading.local()
     with torch.no_grad():  # as an evaluation
         anew = net.apply((1.01 * w).split(net.sizes), x)
-    if keeps or differ(first, again) or differ(used, anew):
+    net.copies = threading.local()
+    net.apply((-w).split(net.sizes), 3 * x.flip(0))  # a first call, from which it may keep a scale
+    later = net.apply(w.split(net.sizes), x)
+    if keeps or differ(first, again) or differ(used, anew) or differ(first, later):
         raise ValueError("two calls on one batch differ: it changes x in place, keeps something "
                          "from call to call, or computes otherwise without gradients")
     with torch.enable_grad():
@@ -207,6 +220,9 @@ def pure(net, w):
         dark, torch.cat([dark, x[:8].abs() + 1])))
     why = ("an image's logits depend on the others of its minibatch, such as on their number or "
            "largest pixel; for BatchNorm use --batchnorm group (GroupNorm instead)")
+    if any(getattr(z, "batch_first", True) is False for z in layers.values()):
+        why = why.replace("; for", "; this layer takes the first axis for time: use "
+                          "batch_first=True; for")
     if net.batchnorm != "frozen":
         why += ", or --batchnorm frozen (constant running statistics, for a pretrained --init)"
     if (changed or differ(alone, beside) or differ(first[:2], two) or differ(first, many[:8])
@@ -224,22 +240,25 @@ def pure(net, w):
 
 
 def beside_others(net, tensors, x):
-    """Returns the logits of x. Before each of some layers another thread computes other images'."""
-    net.apply(tensors, x[:1])  # makes this thread's copy
-    layers = [z for z in net.copies.module.modules() if not [*z.children()]]
-    here = threading.get_ident()
+    """Returns the logits of x. Before some functions of torch another thread computes others'."""
+    class Interrupted(TorchFunctionMode):
+        calls, every = 0, 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            Interrupted.calls += 1
+            if self.every and self.calls % self.every == 0:
+                thread = threading.Thread(target=others)
+                thread.start()
+                thread.join()
+            return function(*args, **(kwargs or {}))
 
     def others():
         with contextlib.suppress(Exception):
             net.apply(tensors, x.flip(0))
 
-    def interrupt(*_):
-        if threading.get_ident() == here:
-            thread = threading.Thread(target=others)
-            thread.start()
-            thread.join()
-
-    with contextlib.ExitStack() as hooks:
-        for layer in layers[:: 1 + len(layers) // 8]:
-            hooks.enter_context(layer.register_forward_pre_hook(interrupt))
+    net.apply(tensors, x[:1])  # makes this thread's copy
+    with Interrupted():
+        net.apply(tensors, x)  # counts them
+    Interrupted.every, Interrupted.calls = 1 + Interrupted.calls // 16, 0
+    with Interrupted():
         return net.apply(tensors, x)

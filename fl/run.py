@@ -112,6 +112,7 @@ class Run:
         self.guard.begin()
         with self.open():  # after --resume `state` is as it was saved
             self.guard.next_round()
+            self.infinite = {name for name, z in vars(self.state).items() if not is_finite(z)}
             while len(self.history) < self.last:
                 self.begin_round()
                 yield len(self.history)
@@ -137,7 +138,8 @@ class Run:
         self.guard.end_round()
         values = {f"state.{name}": z for name, z in now.items()} | {
             f"the {part} loss": row[part]["loss"] for part in SHOWN if "loss" in row.get(part, ())}
-        odd = [name for name, z in values.items() if not is_finite(z)]
+        odd = [name for name, z in values.items()
+               if not is_finite(z) and name.removeprefix("state.") not in self.infinite]
         training = self.federation.training
         plain = {name: z for name, z in now.items() if type(z) in PLAIN}
         odd, plain = training.agree((odd, plain))
@@ -222,6 +224,9 @@ class Run:
         """Records this round's measures: evaluate's, evaluate_clients', and others (tensors, Rows,
         numbers, texts). Prints the first two, and of others single numbers."""
         row = self.row
+        if self.status != "unfinished":
+            refuse("run.log: the record is written; with run.rounds(..., more_follows=True) the "
+                   "run ends by run.finish()")
         for measures, has in ((global_, "top1"), (personal, "per_client")):
             if measures is not None and (not isinstance(measures, dict) or has not in measures):
                 refuse("run.log(global, personal) takes what evaluate returns, then what "
@@ -367,8 +372,10 @@ class Run:
         """Returns the record of a run that has ended, with a list of rows as "rounds"; docs/run.md
         says what each field means."""
         if self.status == "unfinished":
+            remedy = ("call run.finish() after the loop" if getattr(self, "more_follows", False)
+                      else "use --rounds or --target to end it sooner")
             refuse("the loop over run.rounds was left before its end (by `break`?), so there are "
-                   "no results; use --rounds or --target to end it sooner")
+                   f"no results; {remedy}")
         return self.content()
 
     def content(self):
@@ -481,6 +488,7 @@ class Run:
     def restore(self, saved):
         """Takes over a state, the rows of its rounds and its environment."""
         state.restore(self.state, saved, self.federation.device)
+        self.federation.passed.clear()  # before the loop: the first row has it
         self.history, self.per_client = saved["history"], saved["per_client"]
         done, past, now = len(self.history), saved["environment"], self.environment
         if self.targets and done and self.history[-1].get("top1", 0) >= max(self.targets):

@@ -25,6 +25,9 @@ class Rows:
     def __init__(self, K, first, device, others=()):
         """first(k): client k's row. others: the Rows that are there already."""
         like = first(0)
+        if not torch.is_tensor(like):
+            refuse(f"federation.per_client takes a tensor, or a function of k that gives one, not "
+                   f"a {type(like).__name__}; write torch.tensor(x)")
         size = like.nbytes * K
         near = sum(rows.all.nbytes for rows in others if not rows.far)
         self.far = 4 * (near + size) > free_memory(device) + near

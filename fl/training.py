@@ -66,7 +66,7 @@ class Training:
     """
 
     def __init__(self, device, args):
-        self.device, self.args = device, args
+        self.device, self.args, self.given = device, args, dict(vars(args))
         self.rank, self.processes = join_processes(device)
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
         self.map = pool(self.threads)
@@ -181,12 +181,13 @@ class Training:
     def train(self, fed, client_update, own, clients, shared):
         """Federation.train, with the Epochs of the clients."""
         S = [one.client for one in clients]
-        if empty := [one.client for one in clients if not len(one.images)]:
-            refuse(f"federation.train: `images` has none for client {empty[0]}; leave it out of S")
-        others = [one.images for one in clients if one.images is not fed.split.train[one.client]]
-        if others and not np.isin(np.concatenate(others), fed.dealt).all():
-            refuse("federation.train: `images` has some that are nobody's for training or "
-                   "validation; they are numbered as in federation.split.train[k]")
+        if odd := [one.options["epochs"] for one in clients
+                   if not isinstance(E := one.options["epochs"], int | np.integer) or E < 1]:
+            refuse(f"federation.train: epochs={odd[0]} trains nothing; it is a whole number, from "
+                   "1 on")
+        others = [one for one in clients if one.images is not fed.split.train[one.client]]
+        check_images([one.images for one in others], [one.client for one in others],
+                     "federation.train", fed.dealt)
         if S != self.agree(S):
             refuse("the processes of torchrun train other clients S; draw them by "
                    "federation.sample, or from common.stream", alone=True)
@@ -319,8 +320,8 @@ def compare(net, start, wanted, found, precision):
                 raise ValueError("a minibatch does not give what the plain loop gives")
 
 
-def check_clients(S, K, t):
-    """Refuses what is no round t, and what are no clients S of K."""
+def check_clients(S, K, t, own=(), images=None):
+    """Refuses what is no round t, what are no clients S of K, and other than a row for each."""
     if not isinstance(t, int | np.integer) or not hasattr(S, "__len__"):
         refuse(f"t is a {type(t).__name__}, and S a {type(S).__name__}; give federation.sample(t) "
                "and federation.train(client_update, S, t, ...) the number t that run.rounds "
@@ -329,6 +330,30 @@ def check_clients(S, K, t):
         refuse("federation.train: S is a mask; it needs the clients' numbers, as np.flatnonzero(S)")
     if not len(S) or min(S) < 0 or max(S) >= K:
         refuse(f"federation.train: S is {[*map(int, S)]}; it needs a client, and numbers below {K}")
+    for name, z in (*(("a tensor in `own`", z) for z in own), ("`images`", images)):
+        if z is not None and len(z) != len(S):
+            refuse(f"federation.train: {name} has {len(z)} rows for {len(S)} clients; give it one "
+                   "for each client of S, as V[S]")
+
+
+def stop(message):
+    """Refuses what happens in client_update, perhaps in one of several threads."""
+    if getattr(STEPS, "alone", False):
+        raise Slip(message)
+    refuse(message, alone=True)
+
+
+def check_images(images, clients, of, allowed=None):
+    """Refuses what are no images' numbers, or not of those allowed, and a client without any.
+    images: an array for each of the clients."""
+    if any(str(getattr(z, "dtype", "")).endswith("bool") for z in images):  # True is the number 1
+        stop(f"{of}: `images` has masks; it needs numbers, as federation.split.train[k][mask]")
+    if empty := [k for k, z in zip(clients, images) if not len(z)]:
+        stop(f"{of}: `images` has none for client {empty[0]}; leave it out, or, if these are "
+             "validation images, use --client-val")
+    if allowed is not None and images and not np.isin(np.concatenate(images), allowed).all():
+        stop(f"{of}: `images` has some that are nobody's for training or validation; they are "
+             "numbered as in federation.split.train[k]")
 
 
 def models_of(W, K):
@@ -374,8 +399,6 @@ class FilledEpochs:
     def __iter__(self):
         fed, wide = self.fed, []
         plans = [one.plan() for one in self.clients]
-        passed = {one.client: index.size for one, (index, *_) in zip(self.clients, plans)}
-        fed.passed.extend(passed.values())  # a chunk is filled up with client 0
         sizes = [min(fed.args.batch_size or math.inf, index.shape[1]) for index, *_ in plans]
         for (index, uniform, draw), size in zip(plans, sizes):
             (epochs, n), steps = index.shape, draw.shape[1]
@@ -384,9 +407,15 @@ class FilledEpochs:
             index, uniform = (np.append(z, np.zeros_like(z[:, :1]), 1)[:, place]
                               for z in (index, uniform))
             wide.append((index, uniform, draw, np.tile(np.float32(place < n), (epochs, 1, 1))))
+        masks = {one.client: mask[0] for one, (*_, mask) in zip(self.clients, wide)}
+        images = sum(mask.sum(1) for mask in masks.values())  # a chunk is filled up with client 0
         arrays = (np.stack(z, 2) if self.way == "together" else z[0] for z in zip(*wide))
         for epoch in zip(*(torch.as_tensor(z, device=fed.device) for z in arrays)):
-            yield (Filled(fed, self.way, inputs) for inputs in zip(*epoch))
+            yield (self.filled(int(n), inputs) for n, *inputs in zip(images, *epoch))
+
+    def filled(self, n, inputs):
+        self.fed.passed.append(n)
+        return Filled(self.fed, self.way, inputs)
 
 
 class Filled(NamedTuple):  # a minibatch that a Graph makes: fed.batch(*inputs)
@@ -505,8 +534,8 @@ def grad(function, argnums=0, has_aux=False, each=False):
 
         chosen = [args[i] for i in wanted]
         if getattr(STEPS, "in_grad", False) or any(map(is_gradtrackingtensor, chosen)):
-            refuse("common.grad inside what is differentiated would lack second derivatives; use "
-                   "torch.func.grad there, or call it before", alone=True)
+            stop("common.grad inside what is differentiated would lack second derivatives; use "
+                 "torch.func.grad there, or call it before")
         if each or getattr(STEPS, "vmapped", False):
             value, pull, *aux = vjp(of_wanted, *chosen, has_aux=has_aux)
             found = pull(torch.ones_like(value), retain_graph=False, create_graph=False)

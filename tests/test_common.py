@@ -154,7 +154,7 @@ def test_worst_decile_and_losses_by_hand(toy):
 class Method:
     """A method of a few lines, whose parts can be replaced."""
 
-    model, clients = "w", "v"
+    model, clients, epochs = "w", "v", None
 
     def step(self, w, b, eta):
         return w - eta * w
@@ -203,7 +203,7 @@ class Method:
         for t in run.rounds(state, model=self.model, clients=self.clients):
             S = self.sample(fed, t)
             w_k = fed.train(self.client_update, S, t, own=self.own(state, S), shared=[fed.eta(t)],
-                            images=self.images(fed, S))
+                            images=self.images(fed, S), epochs=self.epochs)
             self.keep(state, S, w_k)
             state.w = self.average(fed.n[S] @ w_k / fed.n[S].sum())
             if run.evaluates():
@@ -281,6 +281,27 @@ SLIPS = {
     "an attribute of federation": (
         dict(keep=lambda self, state, S, w_k: setattr(self.fed, "u", w_k)),
         "the loop sets `u` on federation or its net, which --resume would not restore"),
+    "masks of images": (dict(images=lambda self, fed, S: [
+        np.ones(len(fed.split.train[k]), bool) for k in S]), "train: `images` has masks"),
+    "no epochs": (dict(epochs=0), "train: epochs=0 trains nothing; it is a whole number, from 1"),
+    "half an epoch": (dict(epochs=0.5), "train: epochs=0.5 trains nothing"),
+    "test images in again": (
+        dict(client_update=lambda self, w, epochs, eta: [
+            w + len(z) for z in epochs.again(images=self.fed.split.test[epochs.client])][0]),
+        "epochs.again: `images` has some that are nobody's for training or validation"),
+    "a loss of no images": (
+        dict(keep=lambda self, state, S, w_k: self.fed.losses(state.w, self.fed.split.val)),
+        "losses: `images` has none for client 0; leave it out, or, if these are validation"),
+    "accuracy of no images": (
+        dict(keep=lambda self, state, S, w_k: self.fed.evaluate_clients(
+            state.w, [*self.fed.split.test[:5], []])),
+        "evaluate_clients: `images` has none for client 5"),
+    "a number as row": (dict(state=lambda self, fed: fed.per_client(0.5)),
+                        "per_client takes a tensor, or a function of k that gives one, not a flo"),
+    "another share": (dict(prepare=lambda self, args: args.__setattr__("client_test", 0.3)),
+                      "args.client_test has changed since Federation was made; set it before"),
+    "measures at the end": (dict(end=lambda self, run, state: run.log(n=0.5)),
+                            "run.log: the record is written; with run.rounds(..., more_follows="),
     "test images": (dict(images=lambda self, fed, S: [fed.split.test[k] for k in S]),
                     "train: `images` has some that are nobody's for training or validation"),
     "a tensor in args": (dict(prepare=lambda self, args: args.__setattr__("mine", torch.ones(2))),
@@ -343,6 +364,11 @@ def test_what_is_called_outside_of_the_loop(toy, tmp_path, capsys):
     refused(capsys, "BY_DATASET['lr'] is no dict", common.parse, common.parser(""), {"lr": 0.1}, [])
     refused(capsys, "BY_DATASET has 'cifar-10'", common.parse, common.parser(""),
             {"mnist": {}, "a.npz": {}, ("tests", "iid"): {}, ("cifar-10", "iid"): {}}, [])
+    refused(capsys, "takes a dict second, as {}", common.parse, common.parser(""), [])
+    parser = common.parser("", mu=0.01)
+    parser.add_argument("--mu", type=float, default=0.5)
+    refused(capsys, "the defaults say mu=0.01, and add_argument default=0.5", common.parse, parser,
+            {}, [])
 
 
 def test_an_error_names_the_client_and_a_model_its_shape(toy):

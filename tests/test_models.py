@@ -369,7 +369,8 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     ("self.fc(checkpoint(F.relu, self.conv(x), use_reentrant=True).flatten(1))", "",
      "its gradient can't be computed: When use_reentrant=True"),
     ("checkpoint(super().forward, x, use_reentrant=False)", "", "its gradient depends on weights "
-     "that it is not given; torch.utils.checkpoint, for instance"),
+     "or buffers that it is not given, but holds elsewhere; write functions as methods, and no "
+     "torch.utils.checkpoint"),
     ("self.fc.weight.data = self.fc.weight.data / 2; return super().forward(x)", "",
      "forward changes its weights fc.weight, which the method alone may do"),
     ("torch.no_grad()(self.fc.weight.clamp_)(-0.01, 0.01); return super().forward(x)", "",
@@ -445,9 +446,21 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
     ("super().forward(x)", "self.start = lambda name, shape: ('gauss', 0.1)",
      "its `start` gives 'gauss', which is none of"),
     ("assert len(x) > 1; return super().forward(x)", "", "AssertionError"),
-    ("super().forward(x).squeeze()", "",
-     "for 1 image it gives (3,), not logits of the shape (1, 3)"),
-    ("super().forward(x); return", "", "for 8 images it gives a NoneType, not logits"),
+    ("super().forward(x).squeeze()", "", "for 1 image it gives (3,), not logits of the shape (1, 3"
+     "); .squeeze() removes the axis of a single image, too; use .flatten(1)"),
+    ("super().forward(x); return", "", "for 8 images it gives a NoneType, not logits of the shape "
+     "(8, 3); return the logits alone"),
+    ("super().forward(x) + self.more(x.flatten(2))[0][:, :, :3].mean(1)", "self.more = nn.GRU(16, "
+     "3)", "this layer takes the first axis for time: use batch_first=True; for BatchNorm"),
+    ("super().forward(self.norm(x))", "self.register_buffer('k', torch.ones(1)); self.norm = "
+     "lambda x: x * self.k", "its gradient depends on weights or buffers that it is not given, but"
+     " holds elsewhere; write functions as methods, and no"),
+    ("vars(self).setdefault('most', x.max()); return super().forward(x / self.most)", "",
+     "keeps something from call to call"),
+    ("seen['x'] = self.conv.weight * x.mean((1, 2, 3)).view(-1, 1, 1, 1, 1); y = super().forward(x)"
+     "; return y + seen['x'].flatten(1).mean(1)[:, None]", "global seen; seen = {}",
+     "forward reads what another thread's forward has written"),
+    (BEFORE, "self.more = nn.BatchNorm2d(1); self.eval()", OTHERS_OF),
     ("super().forward(x), x", "", "it gives a tuple, not"),
     ("self.conv(x)", "", "it gives (8, 2, 4, 4), not logits"),
     ("super().forward(x) / 0", "", "its logits are not finite, with weights and pixels drawn at "
@@ -502,7 +515,7 @@ def test_a_train_of_its_own_is_called(tmp_path):
      "--batchnorm group can't replace it"),
     (BEFORE, "self.more = nn.BatchNorm2d(1)", {"no_dropout": True}, "use --batchnorm group"),
     ("super().forward(x + torch.randn_like(x))", "", {"no_dropout": True},
-     "it draws random numbers\n"),
+     "it draws random numbers; F.dropout needs training=self.training\n"),
     ("super().forward(x)", "self.fc = parametrizations.spectral_norm(self.fc)",
      {"no_dropout": True}, "its spectral_norm has buffers that must follow")])
 def test_what_the_flags_do_not_help_is_refused(forward, more, flags, words, tmp_path, capsys):
@@ -913,7 +926,7 @@ def base(**changes):
      'Unexpected key(s) in state_dict: "bn.running_mean". Use --batchnorm frozen.'),
     ({"epoch": 3, "model": base()}, 'Unexpected key(s) in state_dict: "epoch", "model".'),
     ([torch.ones(2)], "Expected state_dict to be dict-like, got <class 'list'>"),
-    (nn.Linear(2, 2), "as torch.save(model.state_dict(), FILE) writes it: Weights only load fail"),
+    (nn.Linear(2, 2), "as torch.save(model.state_dict(), FILE) writes it: it holds a whole module"),
     (b"text", "init.pt can't be read as a state dict of"), (None, "[Errno 2] No such file"),
 ])
 def test_other_files_are_refused(contents, words, tmp_path, capsys):

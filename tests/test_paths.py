@@ -51,7 +51,7 @@ def test_a_plan_by_hand():
 def test_epochs_by_hand():
     """`for minibatches in epochs: for b in minibatches` sees the plan's images, also in others."""
     fed = federation(LINEAR)
-    own = np.arange(45)
+    own = fed.dealt[:45]
     epochs = common.Epochs(fed, 2, own, 0, 1, None, 0)
     for more in ({}, {"epochs": 2}, {"order": 3}):
         index, *_ = fed.plan(2, own, 0, **{"epochs": 1, **more})

@@ -842,6 +842,63 @@ def test_what_is_trained_before_the_loop_counts_once(tmp_path, monkeypatch):
                      shared=[federation.eta(0)])"""
     assert of_its_own(tmp_path / "a", "", "")["local_epochs"] == 1
     assert of_its_own(tmp_path / "b", before, "")["local_epochs"] == 2
+    main, argv = common.load_file(tmp_path / "b" / "own.py").main, [*QUICK, "--model", "2nn"]
+    main([*argv, "--rounds", "1", "--out", str(tmp_path / "c")])
+    record = main([*argv, "--resume", "--out", str(tmp_path / "c")])
+    assert record["local_epochs"] == 2
+
+
+def test_only_minibatches_that_are_used_count(tmp_path):
+    """Of each of four clients 20 of 40 images."""
+    before = """def update(w, epochs, eta):
+        for minibatches in epochs:
+            for b in minibatches:
+                return w + b.x.mean()"""
+    rows = of_its_own(tmp_path, before, "")["rounds"]
+    assert [row["images"] for row in rows] == [4 * 20] * 2
+
+
+def test_a_number_that_begins_as_infinite_may_stay_so(tmp_path, capsys):
+    before, each = "state.best, state.n = torch.tensor(torch.inf), 0.0", "state.n += 1"
+    of_its_own(tmp_path / "a", before, each)
+    with pytest.raises(SystemExit) as stop:
+        of_its_own(tmp_path / "b", before, "state.n = state.n + float('inf')")
+    assert stop.value.code == 3 and "state.n is not finite" in capsys.readouterr().out
+
+
+def test_results_with_a_graph_of_autograd(tmp_path, capsys):
+    """As torch.optim leaves them. What torch.inference_mode gives can't be trained."""
+    plain = of_its_own(tmp_path / "a", "", "")
+    with_graph = "sgd = update; update = lambda w, *z: sgd(w, *z).requires_grad_() * 1"
+    assert of_its_own(tmp_path / "b", with_graph, "")["final"] == plain["final"]
+    with pytest.raises(SystemExit):
+        of_its_own(tmp_path / "c", "", "w = torch.inference_mode()(lambda: 1 * w)()")
+    assert "state.w comes from torch.inference_mode, so it can't be" in capsys.readouterr().err
+
+
+def test_args_of_argparse_alone_are_refused(tmp_path, capsys):
+    path, argv = tmp_path / "own.py", [*QUICK, "--out", str(tmp_path / "out")]
+    path.write_text(OWN.replace("    run = ", "    del args.argv\n    run = "))
+    refused(capsys, "args are not those of common.parse(parser, BY_DATASET, argv), which seeds",
+            common.load_file(path).main, argv)
+
+
+def test_args_rounds_in_a_file_beside(tmp_path, capsys):
+    (tmp_path / "rate.py").write_text("def half(args):\n    return args.rounds / 2\n")
+    path, argv = tmp_path / "own.py", [*QUICK, "--model", "2nn", "--out", str(tmp_path / "out")]
+    path.write_text("import rate\n" + OWN.replace("BEFORE", "").replace("EACH", "").replace(
+        "LOOP", "run.rounds(state)"))
+    main = common.load_file(path).main
+    main(argv)
+    refused(capsys, "this run has 3: rate.py uses args.rounds", main,
+            [*argv, "--rounds", "3", "--resume"])
+
+
+def test_our_file_that_somebody_has_changed_is_theirs(monkeypatch, tmp_path):
+    fed = federation([*QUICK, "--out", str(tmp_path)])
+    for commit, ours in (None, True), ("1f", True), ("1f+", False):
+        monkeypatch.setattr(fl.provenance, "commit", lambda files: commit)
+        assert fl.run.Run(fedavg.__file__, fed).guard.ours == ours
 
 
 def test_rounds_2_and_3_and_the_last_two_are_repeated(tmp_path, monkeypatch):
