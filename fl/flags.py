@@ -169,7 +169,7 @@ def parser(doc, **defaults):
     flag("--plot", action="store_true",
          help="draw learning curves, accuracy per client and the split into --out")
     p.set_defaults(**defaults)
-    flags = {action.dest for action in p._actions}
+    p.common = flags = {action.dest for action in p._actions}
     # perhaps flags of the file's own
     p.unknown = {name: z for name, z in defaults.items() if name not in flags}
     return p
@@ -196,7 +196,11 @@ def parse(p, by_dataset, argv=None):
     if odd := [action for action in p._actions if action.option_strings != shown[action.dest]]:
         refuse(f"{odd[0].option_strings[-1]} and {shown[odd[0].dest][-1]} both set "
                f"args.{odd[0].dest}; give one another dest")
-    own = getattr(p, "unknown", {})
+    common, own = getattr(p, "common", ()), getattr(p, "unknown", {})
+    if odd := [action.option_strings[-1] for action in p._actions if action.dest not in common
+               and isinstance(action, argparse._StoreTrueAction) and action.default]:
+        refuse(f"{odd[0]} is True without being given, so nothing makes it False; use "
+               "action=argparse.BooleanOptionalAction")
     if odd := [action for action in p._actions
                if own.get(action.dest, action.default) != action.default]:
         refuse(f"the defaults say {odd[0].dest}={own[odd[0].dest]}, and add_argument "

@@ -100,6 +100,8 @@ def check(net, precision):
         if not torch.is_tensor(other) or other.shape != logits.shape or differ(logits, other):
             notes.append("note    the model's logits differ in eval(); it stays in train(), in "
                          "evaluation, too")
+    if odd := [name for name, z in net.constants.items() if z.dtype == torch.float64]:
+        notes.append(f"note    {odd[0]} is float64, and is used as float32, as all tensors are")
     if torch.equal(w_0, w_1):
         notes.append("note    the model's initial weights are the same for every --seed")
     other = [*net.module.parameters(), *(z for z in net.module.buffers() if z.is_floating_point())]

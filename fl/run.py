@@ -289,6 +289,7 @@ class Run:
             self.save()
         if status == "finished":
             self.save_models()
+        self.at_the_end = marks(state.tensors_of(self.state))
         record = self.record()
         show(record, self)
         self.federation.training.end()
@@ -376,6 +377,9 @@ class Run:
                       else "use --rounds or --target to end it sooner")
             refuse("the loop over run.rounds was left before its end (by `break`?), so there are "
                    f"no results; {remedy}")
+        if odd := changed(self.at_the_end, state.tensors_of(self.state)):
+            refuse(f"state.{odd[0]} has changed after the loop, and the models are written; with "
+                   "run.rounds(..., more_follows=True) the run ends by run.finish()")
         return self.content()
 
     def content(self):

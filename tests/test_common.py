@@ -300,6 +300,8 @@ SLIPS = {
                         "per_client takes a tensor, or a function of k that gives one, not a flo"),
     "another share": (dict(prepare=lambda self, args: args.__setattr__("client_test", 0.3)),
                       "args.client_test has changed since Federation was made; set it before"),
+    "a model after the end": (dict(end=lambda self, run, state: setattr(state, "w", 2 * state.w)),
+                              "state.w has changed after the loop, and the models are written"),
     "measures at the end": (dict(end=lambda self, run, state: run.log(n=0.5)),
                             "run.log: the record is written; with run.rounds(..., more_follows="),
     "test images": (dict(images=lambda self, fed, S: [fed.split.test[k] for k in S]),
@@ -369,6 +371,10 @@ def test_what_is_called_outside_of_the_loop(toy, tmp_path, capsys):
     parser.add_argument("--mu", type=float, default=0.5)
     refused(capsys, "the defaults say mu=0.01, and add_argument default=0.5", common.parse, parser,
             {}, [])
+    parser = common.parser("", plot=True)
+    parser.add_argument("--own", action="store_true", default=True)
+    refused(capsys, "--own is True without being given, so nothing makes it False; use action=",
+            common.parse, parser, {}, [])
 
 
 def test_an_error_names_the_client_and_a_model_its_shape(toy):

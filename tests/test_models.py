@@ -597,6 +597,8 @@ def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
      "note    the model's logits differ in eval(); it stays in train(), in evaluation, too"),
     ("super().forward(x)", "self.conv.requires_grad_(False)", 99,
      "model   20 weights with requires_grad = False stay as they are"),
+    ("super().forward(x)", "self.register_buffer('k', torch.ones(1).double())", 119, "note    k is "
+     "float64, and is used as float32, as all tensors are"),
     ("super().forward(x)", "self.more = nn.Linear(5, 7)", 161, "note    42 of 161 weights, such as "
      "more.weight, have no influence on the logits of eight images; if they never have, set")])
 def test_what_is_noted(forward, more, d, note, tmp_path):
