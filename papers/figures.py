@@ -51,7 +51,7 @@ def panels(path, title, n, columns, size):
 def lambdas(path, title, found):
     """Accuracy over lambda, a panel for each combination; dashed: the paper's best accuracy."""
     found = [(cell, shown) for cell, shown in found if "global" not in cell.row]
-    with panels(path, title, len(found), 4, (4, 3.8)) as axes:
+    with panels(path, title, len(found), 2, (4.6, 3)) as axes:
         for axis, (cell, shown) in zip(axes, found):
             at = reading.final(shown.results[0].record)["lambdas"]
             x, mean, std = (np.array([point[key] for point in at])
