@@ -269,8 +269,7 @@ class Federation:
                           order=order)
 
     def losses(self, w, images=None):
-        """Returns w's mean cross-entropy on each client's training images (or on
-        images[k]): [K], float64. w: [d]."""
+        """Returns the loss of w [d] on each client's training images (or images[k]), [K]."""
         images = self.split.train if images is None else images
         fl.training.check_images(images, range(self.K), "losses")
         return self.score_by_client(self.logits(w, np.concatenate(images)), images)["loss"]
@@ -292,8 +291,9 @@ class Epochs:
         self.options = {"epochs": epochs, "draw": draw, "order": order}
 
     def again(self, images=None, **options):
+        if images is not None:
+            fl.training.check_images([images], [self.client], "epochs.again", self.fed.dealt)
         images = self.images if images is None else images
-        fl.training.check_images([images], [self.client], "epochs.again", self.fed.dealt)
         return Epochs(self.fed, self.client, images, self.t, **self.options | options)
 
     def plan(self):

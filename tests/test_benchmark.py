@@ -133,7 +133,7 @@ def go(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "KINDS", {
         "iid": [*equal, "--split=iid"],
         "two classes": [*equal, "--split=classes", "--per-client=2"]})
-    monkeypatch.setattr(benchmark, "AGAIN", {"iid": None, "two classes": None})
+    monkeypatch.setattr(benchmark, "ONCE", {})
     go.out, go.results = tmp_path / "out", tmp_path / "results"
     return go
 
