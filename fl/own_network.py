@@ -203,7 +203,7 @@ def pure(net, w):
     with torch.no_grad():  # as an evaluation
         anew = net.apply((1.01 * w).split(net.sizes), x)
     net.copies = threading.local()
-    net.apply((-w).split(net.sizes), 3 * x.flip(0))  # a first call, from which it may keep a scale
+    net.apply(w.flip(0).split(net.sizes), 3 * x.flip(0))  # a first call, from which it may keep
     later = net.apply(w.split(net.sizes), x)
     if keeps or differ(first, again) or differ(used, anew) or differ(first, later):
         raise ValueError("two calls on one batch differ: it changes x in place, keeps something "

@@ -457,6 +457,8 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
      " holds elsewhere; write functions as methods, and no"),
     ("vars(self).setdefault('most', x.max()); return super().forward(x / self.most)", "",
      "keeps something from call to call"),
+    ("vars(self).setdefault('mask', self.conv.weight.abs().mean()); return super().forward(x) * "
+     "self.mask", "", "keeps something from call to call"),
     ("seen['x'] = self.conv.weight * x.mean((1, 2, 3)).view(-1, 1, 1, 1, 1); y = super().forward(x)"
      "; return y + seen['x'].flatten(1).mean(1)[:, None]", "global seen; seen = {}",
      "forward reads what another thread's forward has written"),
