@@ -499,4 +499,4 @@ def differing(a, b):
     `tensors_of`. Numbers may be times."""
     return [name for name, x in a.items() if torch.is_tensor(x) and not (
         torch.is_tensor(y := b.get(name)) and x.shape == y.shape and torch.allclose(
-            x, y.to(x.dtype)))]
+            x, y.to(x.dtype), equal_nan=True))]

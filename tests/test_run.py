@@ -826,8 +826,10 @@ def test_what_is_noted_at_the_end(tmp_path, capsys):
     assert "note    no client was trained by federation.train" in capsys.readouterr().out
 
 
-def test_times_in_the_state_are_no_second_result(tmp_path):
-    of_its_own(tmp_path, "import time; state.s = 0.0", "state.s += time.perf_counter()")
+def test_times_and_nans_in_the_state_are_no_second_result():
+    x, odd = torch.tensor([torch.nan, 1.0]), fl.own_method.differing
+    assert odd({"s": 0.5, "v": x, "n": x}, {"s": 0.7, "v": x + 1e-9, "n": x[:1]}) == ["n"]
+    assert odd({"v": x}, {"v": x + 0.1}) == odd({"v": x}, {"v": x.nan_to_num()}) == ["v"]
 
 
 def test_a_seed_that_the_loop_sets_is_refused_at_once(tmp_path, capsys):
