@@ -9,8 +9,8 @@ At the end every method's personal models are fine-tuned. The first split of eac
 first seed choose: first the rate, then the method's own parameter, by the accuracy before
 fine-tuning. While the first or the last value is best, the next one beyond it is tried, too.
 CIFAR-100 and 100 clients choose the rate alone, and take their own parameters from Dirichlet and
-two classes. The rate is chosen again (but for those in ONCE) by the accuracy after fine-tuning:
-from the first choice on to a better neighbour, until there is none.
+two classes. The rate is chosen again by the accuracy after fine-tuning: from the first choice on
+to a better neighbour, until there is none.
 """
 
 import argparse
@@ -56,11 +56,6 @@ METHODS = {name: name for name in planning.METHODS if not name.endswith("-ft")} 
 FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
 ONLY = {"100 clients": ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold",
                         "fedper", "fedrep", "ditto", "superfed-mm")}
-CONTROLS = "centralised", "local-twice", "fedavg-twice"
-# Whose rate is not chosen again by the accuracy after fine-tuning
-ONCE = {"two classes": CONTROLS, "Dirichlet": CONTROLS,
-        "iid": (*CONTROLS, "superfed-mm", "superfed-lm", "apfl", "fedper", "lg-fedavg", "ditto",
-                "pfedme", "per-fedavg", "fedspa", "fedma")}
 LIKE = {"CIFAR-100": "Dirichlet", "100 clients": "two classes"}  # only the rate is chosen anew
 
 
@@ -239,7 +234,7 @@ class Kind:
         rates = RATES._replace(parameter=baselines.SGD_RATE.get(name, "lr"))
         settings, missing = (self.choose(name, "personal") if part == PART
                              else self.choose_all(name, rates))
-        if not missing and part == PART and name not in ONCE.get(self.title, ()):
+        if not missing and part == PART:
             settings, missing = self.climb(name, settings, rates)
         if not missing:
             self.chosen[part][name] = settings

@@ -77,9 +77,6 @@ def test_after_fine_tuning_the_rate_is_chosen_again_from_neighbour_to_neighbour(
     # no neighbour is better, and one that has diverged is known
     asked, chosen = learn(k, "fedavg", lambda s: s["lr"] if s["lr"] < 0.3 else None, lambda s: 0.9)
     assert chosen == {"lr": 0.1} and [s["lr"] for s in asked[4:]] == [0.1, 0.03]
-    k = kind(monkeypatch, tmp_path, "Dirichlet")  # there most rates are those from before
-    asked, chosen = learn(k, "centralised", lambda s: -abs(s["lr"] - 0.1), lambda s: 0.9 - s["lr"])
-    assert chosen == {"lr": 0.1} and len(asked) == 4
 
 
 def test_what_diverges_is_not_chosen_unless_everything_does(monkeypatch, tmp_path):
@@ -133,7 +130,6 @@ def go(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "KINDS", {
         "iid": [*equal, "--split=iid"],
         "two classes": [*equal, "--split=classes", "--per-client=2"]})
-    monkeypatch.setattr(benchmark, "ONCE", {})
     go.out, go.results = tmp_path / "out", tmp_path / "results"
     return go
 
