@@ -25,6 +25,7 @@ from .files import beside
 from .machine import refuse, say
 from .records import SHOWN
 from .state import PLAIN, Rows, tensors_of
+from .transforms import TRANSFORMS
 
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 NOTHING = {"momentum": 0, "weight_decay": 0, "lr_decay": 1}  # values that do nothing
@@ -50,6 +51,9 @@ class Guard:
         dealt = self.fed.training.given
         if odd := [name for name in dealt if getattr(self.args, name) != dealt[name]]:
             refuse(f"args.{odd[0]} has changed since Federation was made; set it before")
+        if not self.ours and (odd := self.replaced()):
+            run.note(f"note    federation.{odd[0]} has been replaced, which the record's --split, "
+                     "--transform and fingerprints do not show")
         self.given = copy.deepcopy(vars(self.args))
         self.known = {*vars(self.fed), *vars(self.fed.net)}
         self.marked = marks(self.data_now())
@@ -75,6 +79,18 @@ class Guard:
                 f"NAME.{useless[0]}={NOTHING[useless[0]]})")
             refuse(f"{path.name} does not read --{useless[0].replace('_', '-')}, which would "
                    f"change nothing; use {remedy}")
+
+    def replaced(self):
+        """Returns the names of what a user has put in the place of the federation's own."""
+        fed, args = self.fed, self.args
+        split, transform = fed.split, TRANSFORMS[args.transform](fed.data)
+        same = {name: torch.equal(getattr(fed, name).cpu(),
+                                  torch.from_numpy(getattr(fed.data, name)))
+                for name in ("images", "labels")}
+        same["split"] = np.array_equal(np.concatenate([*split.train, *split.val]), fed.dealt) and (
+            args.limit_test or split.fingerprint() == fed.split_fingerprint)
+        same["transform"] = getattr(fed.transform, "__code__", None) is transform.__code__
+        return [name for name in same if not same[name]]
 
     def begin(self):
         """Looks at a state that is not restored yet."""

@@ -49,7 +49,7 @@ class Run:
         file names args.rounds. marks: round -> what begins with it,
         for --plot."""
         self.algorithm, self.federation = name or pathlib.Path(file).stem, federation
-        self.file, self.args = file, federation.args
+        self.file, self.args, self.notes = file, federation.args, []
         self.marks, args = marks or {}, self.args
         parts = dict.fromkeys([pathlib.Path(file).stem, self.algorithm, federation.data.name])
         self.out = pathlib.Path(args.out or f"runs/{'-'.join(parts)}-{args.seed}")
@@ -71,7 +71,6 @@ class Run:
         self.fixed_rounds = self.guard.fixed_rounds
         self.environment = provenance.environment(files, federation)
         self.command = provenance.command(file, getattr(args, "argv", None))
-        self.notes = []
         self.history, self.failed = [], []  # the rows of complete rounds, and of one that diverged
         self.per_client = None  # accuracies at the last evaluation
         self.status = "unfinished"

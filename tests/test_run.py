@@ -826,6 +826,18 @@ def test_what_is_noted_at_the_end(tmp_path, capsys):
     assert "note    no client was trained by federation.train" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name, value", [
+    ("images", "federation.images // 2"), ("labels", "federation.labels.flip(0)"),
+    ("split", "federation.split._replace(train=federation.split.val, val=federation.split.train)"),
+    ("transform", "functools.partial(federation.transform)")])
+def test_replaced_data_is_noted(name, value, tmp_path, capsys):
+    before = f"federation.{name} = {value}"
+    path = tmp_path / "own.py"
+    path.write_text(OWN.replace("BEFORE", f"{before}; return common.Run(__file__, federation)"))
+    run = common.load_file(path).main([*QUICK, "--client-val", "0.5", "--out", str(tmp_path)])
+    assert [z.split(",")[0] for z in run.notes] == [f"note    federation.{name} has been replaced"]
+
+
 def test_times_and_nans_in_the_state_are_no_second_result():
     x, odd = torch.tensor([torch.nan, 1.0]), fl.own_method.differing
     assert odd({"s": 0.5, "v": x, "n": x}, {"s": 0.7, "v": x + 1e-9, "n": x[:1]}) == ["n"]
