@@ -327,6 +327,9 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
     noise = rng.standard_normal((n, size, size, 3), dtype=np.float32)
     loud = uniform(0.02, 0.15, 1, 1, 1)
 
+    def f32(function, *z):  # NumPy's own of float32 differs between CPUs in the last bit
+        return function(*(np.float64(x) for x in z)).astype(np.float32)
+
     def disc(u, v, r):
         return r - np.sqrt(u * u + v * v)
 
@@ -339,7 +342,7 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
         lambda u, v: box(u, v, 0.75, 0.75),
         lambda u, v: 0.5 - np.maximum(-v, np.abs(u) * 0.866 + v * 0.5),
         lambda u, v: np.maximum(box(u, v, 0.28, 0.95), box(u, v, 0.95, 0.28)),
-        lambda u, v: 0.65 + 0.3 * np.cos(5 * np.arctan2(v, u)) - np.sqrt(u * u + v * v),
+        lambda u, v: 0.65 + 0.3 * f32(np.cos, 5 * f32(np.arctan2, v, u)) - np.sqrt(u * u + v * v),
         lambda u, v: np.minimum(disc(u, v, 0.95), -disc(u - 0.45, v, 0.75)),
         lambda u, v: np.maximum(disc(u - 0.5, v, 0.42), disc(u + 0.5, v, 0.42)),
         lambda u, v: np.maximum.reduce([box(u + x, v, 0.17, 0.8) for x in (-0.62, 0.62, 0)]),
@@ -349,8 +352,8 @@ def shapes(train=10_000, test=2_000, size=32, seed=0):
     def draw(i):
         x, y = axis[None, None, :] - right[i], axis[None, :, None] - down[i]
         # the shape's own axes, in which it has about the size 1
-        u = (x * np.cos(angle[i]) + y * np.sin(angle[i])) / radius[i]
-        v = (y * np.cos(angle[i]) - x * np.sin(angle[i])) / radius[i]
+        cos, sin = f32(np.cos, angle[i]), f32(np.sin, angle[i])
+        u, v = (x * cos + y * sin) / radius[i], (y * cos - x * sin) / radius[i]
         depth = np.empty_like(u)
         for c, shape in enumerate(inside):
             depth[label[i] == c] = shape(u[label[i] == c], v[label[i] == c])
