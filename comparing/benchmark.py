@@ -8,9 +8,9 @@ chosen for it on validation images. docs/benchmark.md has the tables and what th
 At the end every method's personal models are fine-tuned. The first split of each kind and the
 first seed choose: first the rate, then the method's own parameter, by the accuracy before
 fine-tuning. While the first or the last value is best, the next one beyond it is tried, too.
-CIFAR-100 and 100 clients choose the rate alone, and take their own parameters from Dirichlet and
-two classes. The rate is chosen again by the accuracy after fine-tuning: from the first choice on
-to a better neighbour, until there is none.
+CIFAR-100 chooses the rate alone, and takes own parameters from Dirichlet. Both are chosen again by
+the accuracy after fine-tuning: from the first choice on to the best neighbour in one of them, until
+none is better.
 """
 
 import argparse
@@ -56,7 +56,7 @@ METHODS = {name: name for name in planning.METHODS if not name.endswith("-ft")} 
 FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
 ONLY = {"100 clients": ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold",
                         "fedper", "fedrep", "ditto", "superfed-mm")}
-LIKE = {"CIFAR-100": "Dirichlet", "100 clients": "two classes"}  # only the rate is chosen anew
+LIKE = {"CIFAR-100": "Dirichlet"}  # before fine-tuning only the rate is chosen
 
 
 class Grid(NamedTuple):
@@ -69,9 +69,15 @@ class Grid(NamedTuple):
     above: tuple = ()
 
     @property
-    def ends(self):
-        """The least and the largest value that can be tried."""
-        return (self.first[0], *self.below)[-1], (self.first[-1], *self.above)[-1]
+    def values(self):
+        """All values that can be tried, in ascending order."""
+        return *self.below[::-1], *self.first, *self.above
+
+    def near(self, settings):
+        """Returns settings with the next lower and the next higher value."""
+        at = self.values.index(settings[self.parameter])
+        return [settings | {self.parameter: self.values[i]}
+                for i in (at - 1, at + 1) if 0 <= i < len(self.values)]
 
 
 RATES = Grid("lr", (0.01, 0.03, 0.1, 0.3), (0.003, 0.001), (1, 3))
@@ -235,7 +241,7 @@ class Kind:
         settings, missing = (self.choose(name, "personal") if part == PART
                              else self.choose_all(name, rates))
         if not missing and part == PART:
-            settings, missing = self.climb(name, settings, rates)
+            settings, missing = self.climb(name, settings, [rates, *self.args.own.get(name, [])])
         if not missing:
             self.chosen[part][name] = settings
         return settings, missing
@@ -261,14 +267,11 @@ class Kind:
         run = self.known_run(name, settings)
         return -1 if run["diverged"] else report.PARTS[part](run)["val_mean"]
 
-    def climb(self, name, settings, rates):
-        """Returns choose() by the accuracy after fine-tuning: from the rate of `settings` on to a
-        better neighbour, until there is none."""
-        ladder = sorted((*rates.below, *rates.first, *rates.above))
+    def climb(self, name, settings, grids):
+        """Returns choose() by the accuracy after fine-tuning: from `settings` on to the best
+        neighbour in one of these grids, until none is better."""
         while True:
-            at = ladder.index(settings[rates.parameter])
-            near = [settings, *(settings | {rates.parameter: value}
-                                for value in (*ladder[max(at - 1, 0):at], *ladder[at + 1:at + 2]))]
+            near = [settings, *itertools.chain(*(grid.near(settings) for grid in grids))]
             if missing := [point for point in near if not self.finished_run(name, point)]:
                 return settings, missing
             best = max(near, key=lambda point: self.validation(name, point, PART))
@@ -401,7 +404,7 @@ def table(rows, grids=OWN):
         differences = [f"{text}{TRIANGLE.get(order, '')}"
                        for text, order in map(report.difference, row["against"].values())]
         ends = {word for grid in grids.get(row["method"], ())
-                for word in (f"--{word}" for z in grid.ends
+                for word in (f"--{word}" for z in (grid.values[0], grid.values[-1])
                              for word in words({grid.parameter: z}))}
         own = report.cell("own", row["own"]) + "*" * bool(ends & {*row["own"]})
         if before := [word for word in row["own before"] if word not in row["own"]]:

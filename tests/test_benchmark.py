@@ -79,6 +79,18 @@ def test_after_fine_tuning_the_rate_is_chosen_again_from_neighbour_to_neighbour(
     assert chosen == {"lr": 0.1} and [s["lr"] for s in asked[4:]] == [0.1, 0.03]
 
 
+def test_after_fine_tuning_the_own_parameter_is_chosen_again_with_the_rate(monkeypatch, tmp_path):
+    k = kind(monkeypatch, tmp_path)
+    asked, chosen = learn(k, "psinet", lambda s: -abs(s["lr"] - 0.1) + (s["depth"] == "fc2"),
+                          lambda s: {"conv2": 4, "fc1": 2, "fc2": 0}[s["depth"]]
+                          - abs(s["lr"] - 0.3))
+    tuned = [(s["lr"], s["depth"]) for s in asked[6:]]  # 4 rates and 2 depths choose before it
+    assert tuned == [(0.1, "fc2"), (0.03, "fc2"), (0.3, "fc2"), (0.1, "fc1"),
+                     (0.03, "fc1"), (0.3, "fc1"), (0.1, "conv2"),
+                     (0.03, "conv2"), (0.3, "conv2"), (1, "conv2")]
+    assert chosen == {"lr": 0.3, "depth": "conv2"}
+
+
 def test_what_diverges_is_not_chosen_unless_everything_does(monkeypatch, tmp_path):
     k = kind(monkeypatch, tmp_path)
     assert learn(k, "local", lambda s: None if s["lr"] > 0.01 else s["lr"])[1] == {"lr": 0.01}
@@ -97,7 +109,7 @@ def test_every_end_of_every_grid_is_a_command_that_the_method_takes(monkeypatch,
     k = kind(monkeypatch, tmp_path)
     for end in (0, 1):
         points = {name: benchmark.FIXED.get(name, {}) | {
-            grid.parameter: grid.ends[end] for grid in benchmark.OWN.get(name, [benchmark.RATES])}
+            grid.parameter: grid.values[end] for grid in benchmark.OWN.get(name, [benchmark.RATES])}
             for name in benchmark.METHODS}
         for method in k.methods(points, k.tuned):
             for parameter, value in points[method.name].items():
@@ -137,8 +149,8 @@ def go(toy, tmp_path, monkeypatch):
 def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, monkeypatch):
     go("--seeds", "1")
     # 2 rates; fedprox: 1 more of its own parameter. The best of them goes on, a further split, and
-    # the other rate goes on
-    assert len(go.trained) == 2 * (2 + 2 + 3 + 3 * 3)
+    # the other rate goes on, and fedprox's other parameter
+    assert len(go.trained) == 2 * (2 + 2 + 3 + 3 * 3 + 1)
     page = (go.results / "benchmark.md").read_text()
     assert page.count("|fedprox|") == 3 and "minus local" in page
     known = json.loads((go.results / "two-classes.json").read_text())
