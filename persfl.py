@@ -37,7 +37,7 @@ and lines 9 to 11. The code runs line 14 outside line 13, whose students share e
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each (T, lambda) in the grid: train a student A_k, initialised to O_k. Keep the best one
+    13  for each (T, lambda) in the grid: train a student A_k, initialised to O_k; keep the best (D6)
     14      for each user k:
     15          cut user k's training images into minibatches of size B
     16          for each of E local epochs:
@@ -69,7 +69,7 @@ def local_training(net, args):
         def loss(w):
             return common.cross_entropy(net(w, b.x), b)
 
-        return common.descend(w, eta, common.grad(loss)(w))  # l.9: w - eta * gradient
+        return common.descend(w, eta, common.grad(loss)(w))  # l.9: a step of SGD
 
     def client_update(w, epochs, eta):
         for minibatches in epochs:  # l.9: E_L is --epochs
@@ -113,7 +113,7 @@ def distillation(net, args, grid=GRID):
 
 
 def accuracies(federation, students, images):
-    """Returns the accuracies of every user's students [K, 11, d] on the images numbered images[k]:
+    """Returns the accuracies of every user's students [K, 11, d] on the images images[k]:
     [K, 11], nan for a student that diverged."""
     per_student = [federation.evaluate_clients(W, images)["per_client"]  # [11, K]
                    for W in students.unbind(1)]
