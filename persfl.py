@@ -37,7 +37,7 @@ and lines 9 to 11. The code runs line 14 outside line 13, whose students share e
     10      G_{e+1} = sum over k of n_k/n * w_k
     11  with --teacher final (Table 4):  O_k = G_{E_G+1} for every user k
     12  Stage 2, every user alone: distil from the teachers
-    13  for each (T, lambda) in the grid: train a student A_k, initialised to O_k; keep the best (D6)
+    13  for each (T, lambda) in the grid: train a student A_k, initialised to O_k; keep the best: D6
     14      for each user k:
     15          cut user k's training images into minibatches of size B
     16          for each of E local epochs:

@@ -159,7 +159,8 @@ class Guard:
     def check_models(self):
         """Refuses clients' models that --fine-tune or --save-clients could not use in the end."""
         named = [name for name in ("save_clients", "fine_tune") if getattr(self.args, name)]
-        if self.run.models and named:
+        models = self.run.models
+        if models and named and vars(self.run.state).get(models, 0) is not None:  # None: they follow
             first = self.run.clients_models()(self.fed.everyone[:1])
             if first.shape[:-1] != (1,) or first.shape[-1] < self.fed.net.d:
                 refuse(f"--{named[0].replace('_', '-')} needs the clients' whole models, "

@@ -826,6 +826,14 @@ def test_what_is_noted_at_the_end(tmp_path, capsys):
     assert "note    no client was trained by federation.train" in capsys.readouterr().out
 
 
+def test_clients_models_may_come_in_the_last_round(tmp_path):
+    of_its_own(tmp_path, "args.save_clients = run.guard.given['save_clients'] = True; "
+               "state.V = None", "state.V = w.repeat(8, 1) if t == 1 else None",
+               "run.rounds(state, clients='V')")
+    saved = torch.load(tmp_path / "out" / "clients.pt")
+    assert {len(z) for z in saved.values()} == {8}
+
+
 @pytest.mark.parametrize("name, value", [
     ("images", "federation.images // 2"), ("labels", "federation.labels.flip(0)"),
     ("split", "federation.split._replace(train=federation.split.val, val=federation.split.train)"),
