@@ -443,8 +443,8 @@ def with_part(w, part, V):
 
 def first_linear_layer(net):
     """Returns the number of the first fully connected layer, from 0. Its weights are a matrix."""
-    shapes = {where.start: shape for _, where, shape in net.tensors}
-    linear = [i for i, (_, where) in enumerate(net.layers) if len(shapes[where.start]) == 2]
+    linear = [i for i, (_, layer) in enumerate(net.layers) if 2 == max(
+        len(shape) for _, where, shape in net.tensors if layer.start <= where.start < layer.stop)]
     if not linear:
         common.refuse(f"{net.name} has no fully connected layer, below which the personal part "
                       "would end; say --personal N")
@@ -885,7 +885,7 @@ def erdos_renyi_kernel(net, density):
     proportional to the sum of their dimensions over the product of their dimensions, and at most 1.
     """
     sizes, shapes = np.array(net.sizes, float), [shape for _, _, shape in net.tensors]
-    kernel = np.array([len(shape) > 1 for shape in shapes])
+    kernel = np.array([sum(n > 1 for n in shape) > 1 for shape in shapes])  # [1, 1, n] is none
     relative = np.array([sum(shape) / np.prod(shape) for shape in shapes])  # not yet scaled
     dense, budget = ~kernel, round(density * net.d)
     while True:  # a kernel whose density would exceed 1 becomes dense

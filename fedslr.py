@@ -48,7 +48,8 @@ import common
 
 def first_p(net, args, w):
     """Returns p_i of line 1: 0, or w^0's kernels and matrices, with 0 elsewhere (D1)."""
-    in_matrices = net.per_weight([float(len(shape) > 1) for shape in net.shapes])
+    places = matrix_places(net)
+    in_matrices = net.per_weight([float(l in places) for l in range(len(net.shapes))])
     return in_matrices * w if args.p_start == "copy" else torch.zeros_like(w)  # l.1
 
 
@@ -137,8 +138,9 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def matrix_places(net):
-    """Returns [L]: the places of w's kernels and matrices among its tensors."""
-    return [l for l, shape in enumerate(net.shapes) if len(shape) > 1]
+    """Returns [L]: the places of w's kernels and matrices among its tensors. [1, 1, n] is a vector.
+    """
+    return [l for l, shape in enumerate(net.shapes) if sum(n > 1 for n in shape) > 1]
 
 
 def size_in_factors(net, ranks):

@@ -331,16 +331,22 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
     layers = dict(plain.named_children())
     odd = [f" (it has {name}, a {type(layer).__name__})" for name, layer in layers.items()
            if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1]
-    odd += [f" ({name} has a hook or requires_grad = False)" for name, layer in layers.items()
-            if {**layer._forward_hooks, **layer._forward_pre_hooks}
+    odd += [f" ({name} has a hook or requires_grad = False)"
+            for name, layer in {**layers, "it": plain}.items()
+            if {**layer._forward_hooks, **layer._forward_pre_hooks, **layer._backward_hooks}
             or not all(z.requires_grad for z in layer.parameters())]
+    found = [name for name, layer in layers.items() if hasattr(layer, "weight")]
+    if found and type(layers[found[-1]]) is not nn.Linear:
+        odd.append(f" (its last layer with weights, {found[-1]}, is not nn.Linear)")
+    chain = type(plain).forward is nn.Sequential.forward
+    if chain and len(layers) < len(plain):
+        odd.append(" (it has a layer twice)")
     odd.append("")
-    if type(plain).forward is not nn.Sequential.forward or len(layers) < len(plain) or odd[0]:
+    if not chain or odd[0]:
         common.refuse(f"--model {model} can't be cut into groups{odd[0]}; use {', '.join(DEPTH)}, "
                       "or an nn.Sequential of convolutions, linear layers, activations and pooling")
     if G and classes % G:
         common.refuse(f"--groups {G}: use a divisor of {classes}, the number of classes")
-    found = [name for name, layer in layers.items() if hasattr(layer, "weight")]
     if G and depth not in found:
         common.refuse(f"--depth {depth}: {model} can't be cut there; it has {', '.join(found)}")
 

@@ -135,6 +135,8 @@ def main(argv=None, federation=None, file=__file__):
                      marks={phase_two_from + 1: "Phase II begins"})  # counted from 1
     run.note(f"phases  Phase II begins with round {phase_two_from + 1}"
              if phase_two_from < args.rounds else "phases  no Phase II")
+    if args.mix == "layer" and len(federation.net.layers) == 1:
+        run.note("note    the network has one layer, so --mix layer does what --mix model does")
     client_update = local_training(federation.net, args)
 
     def draw(rng, steps):

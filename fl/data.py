@@ -310,6 +310,9 @@ def remarks(data):
             seen = {*b}
             if both := sum(code in seen for code in a):
                 notes.append(f"note    {both} of {len(a)} {words}, too")
+        if 100 * (copies := len(kept) - len({*kept})) > len(kept):
+            notes.append(f"note    {copies} of {len(kept)} training images are copies of others; "
+                         "a client may test or validate on what it trains on")
         labels = {}  # of each different training image
         for code, label in zip(kept, data.labels):
             labels.setdefault(code, set()).add(int(label))

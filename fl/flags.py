@@ -221,6 +221,13 @@ def parse(p, by_dataset, argv=None):
     if unknown := [name for name in named if name not in flags]:
         refuse(f"the defaults name {unknown[0]}, but there is no flag "
                f"--{unknown[0].strip('_').replace('_', '-')}")
+    for action in p._actions:  # argparse has a flag's type see texts alone
+        value = p.get_default(action.dest)
+        if action.type and type(value) in (int, float):
+            try:
+                action.type(str(value))
+            except (argparse.ArgumentTypeError, ValueError) as problem:
+                refuse(f"the defaults say {action.dest}={value}: {problem}")
     args = p.parse_args(argv, Arguments())
     args.argv = argv
     if not args.model.startswith("torchvision:"):

@@ -276,8 +276,10 @@ class Net:
         """Returns the weights w [d] in a file's state dict, for --init, and keeps its buffers as
         constants. Refuses a file that does not fit."""
         module = copy.deepcopy(self.module)
+        saved = {}
         try:
-            module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            module.load_state_dict(saved)
             w = self.weights_of(module)
             if not w.isfinite().all():
                 raise ValueError("some weights are not finite")
@@ -287,6 +289,9 @@ class Net:
                 why += " Use --batchnorm frozen."
             if '"module.' in str(problem):
                 why = "its names begin with module., as nn.DataParallel's; save model.module's"
+            saved = saved if isinstance(saved, dict) else {}
+            if within := [name for name, z in saved.items() if isinstance(z, dict)]:
+                why = f"its entry {within[0]!r} is a dict; if that is it, save it alone"
             if "Unsupported global" in str(problem):
                 why = "it holds a whole module or other objects"
             refuse(f"--init {path} can't be read as a state dict of {self.name}, as "

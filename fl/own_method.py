@@ -14,6 +14,7 @@ import pickle
 import re
 import sys
 import tempfile
+import weakref
 from types import FunctionType, GeneratorType
 
 import numpy as np
@@ -57,7 +58,8 @@ class Guard:
         self.given = copy.deepcopy(vars(self.args))
         self.known = {*vars(self.fed), *vars(self.fed.net)}
         self.marked = marks(self.data_now())
-        self.still = True  # whether no round has changed the global model
+        # tensors of the state that no round has changed, and models that one has after evaluating
+        self.still, self.late = {} if self.ours else None, set()
 
     def read(self, path):
         """Refuses what can be seen in the file."""
@@ -71,10 +73,12 @@ class Guard:
                    "schedule[t] takes the place of zip")
         if uncalled:
             refuse(f"{path.name}: run.evaluates without () is always true; write run.evaluates()")
+        said = {word.split("=")[0] for word in getattr(self.args, "argv", ())}
         useless = [name for name in unread(path, OURS, provenance.ROOT)
-                   if getattr(self.args, name) != NOTHING[name]]
+                   if (getattr(self.args, name) != NOTHING[name] if name in NOTHING
+                       else "--lr" in said)]
         if useless:
-            remedy = "federation.eta(t)" if useless[0] == "lr_decay" else (
+            remedy = "federation.eta(t)" if useless[0] in ("lr", "lr_decay") else (
                 f"common.sgd(args, net.decayed), or {NOTHING[useless[0]]} (compare.py: --set "
                 f"NAME.{useless[0]}={NOTHING[useless[0]]})")
             refuse(f"{path.name} does not read --{useless[0].replace('_', '-')}, which would "
@@ -116,7 +120,11 @@ class Guard:
     def begin_round(self):
         """Remembers what torch's, NumPy's and Python's generators are and, of a user's method, the
         global model with its version."""
-        w = None if self.ours else vars(self.run.state).get(self.run.model)
+        now = vars(self.run.state)
+        w = None if self.ours else now.get(self.run.model)
+        if self.still is None:
+            self.still = {name: (weakref.ref(z), z._version) for name, z in tensors_of(
+                self.run.state).items() if torch.is_tensor(z)}
         self.before = machine.generators(self.fed.device), w, getattr(w, "_version", 0)
 
     def end_round(self):
@@ -138,7 +146,11 @@ class Guard:
         if getattr(w, "_version", version) != version:
             refuse(f"the loop changes state.{model} in place, and every other name for it; "
                    f"write state.{model} = state.{model} + ...")
-        self.still = self.still and w is not None and w is vars(self.run.state).get(model)
+        now = tensors_of(self.run.state)
+        self.still = {name: (ref, version) for name, (ref, version) in self.still.items()
+                      if ref() is now.get(name) and version == now[name]._version}
+        if not self.ours and self.run.row.keys() & SHOWN.keys():
+            self.late |= {model, self.run.models} & {*changed(self.run.measured, now)}
         if not self.run.history and not self.ours:
             self.check_models()
         if generators != machine.generators(self.fed.device):
@@ -156,11 +168,30 @@ class Guard:
             "images": fed.images, "labels": fed.labels, "n": fed.n, "split": [*fed.split],
             "transform": id(fed.transform), "everyone": fed.everyone}
 
+    def remarks(self):
+        """Returns what a user should know of a loop that has ended, a line each."""
+        if self.ours or not self.run.history:
+            return []
+        training, m = self.fed.training, self.fed.m
+        notes = [f"no round has changed state.{name}" for name in self.still or ()]
+        notes += [f"a round changes state.{name} after run.evaluates(), so the measures are those "
+                  "of the one before" for name in self.late]
+        if training.fewer:
+            used, whole = training.fewer
+            notes.append(f"client_update has used {used} of the {whole} images of its epochs in "
+                         "one call of train; `return` belongs behind the loops")
+        if training.sizes and m not in training.sizes:
+            notes.append(f"federation.train had {min(training.sizes)} clients in place of the {m} "
+                         "of --fraction")
+        if self.run.targets and not any("top1" in row for row in self.run.history):
+            notes.append("no round has called run.stop_at_target, so --target does nothing")
+        return notes
+
     def check_models(self):
         """Refuses clients' models that --fine-tune or --save-clients could not use in the end."""
         named = [name for name in ("save_clients", "fine_tune") if getattr(self.args, name)]
         models = self.run.models
-        if models and named and vars(self.run.state).get(models, 0) is not None:  # None: they follow
+        if models and named and vars(self.run.state).get(models, 0) is not None:  # None: not yet
             first = self.run.clients_models()(self.fed.everyone[:1])
             if first.shape[:-1] != (1,) or first.shape[-1] < self.fed.net.d:
                 refuse(f"--{named[0].replace('_', '-')} needs the clients' whole models, "
@@ -255,8 +286,9 @@ def use_of_rounds(path):
     return "rounds" in reads, around[0] if around else "", "evaluates" in reads
 
 
-READ_BY = {"momentum": {"momentum", "sgd"}, "weight_decay": {"weight_decay", "decayed"},
-           "lr_decay": {"lr_decay", "eta"}}  # a flag, and the names that use it
+READ_BY = {  # a flag, and the names that use it
+    "lr": {"lr", "eta"}, "lr_decay": {"lr_decay", "eta"}, "momentum": {"momentum", "sgd"},
+    "weight_decay": {"weight_decay", "decayed"}}
 
 
 def unread(path, ours, root):
@@ -283,8 +315,9 @@ def unread(path, ours, root):
     reads_none |= {z.name for z in nodes if isinstance(z, ast.FunctionDef)}
     if not args or any(args & given for name, given in calls if name not in reads_none):
         return []
-    named = {getattr(z, "attr", getattr(z, "value", "")) for z in nodes
-             if isinstance(z, ast.Attribute | ast.Constant)} | {name for name, _ in calls}
+    keys = {id(key) for z in nodes if isinstance(z, ast.Dict) for key in z.keys}
+    named = {getattr(z, "attr", getattr(z, "value", "")) for z in nodes if id(z) not in keys
+             and isinstance(z, ast.Attribute | ast.Constant)} | {name for name, _ in calls}
     return [flag for flag, by in READ_BY.items() if not by & named]
 
 

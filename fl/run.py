@@ -196,6 +196,9 @@ class Run:
     def sent(self, up, down):
         """Counts 4 bytes for each number sent: `up` to the server, `down` to clients."""
         for name, n in (("bytes_up", up), ("bytes_down", down)):
+            if getattr(n, "ndim", 0):
+                refuse(f"run.sent takes how many weights are sent, not a {type(n).__name__}; write "
+                       "w.numel()")
             self.row[name] = (self.row[name] or 0) + 4 * (n.item() if hasattr(n, "item") else n)
 
     def stop_at_target(self, w):
@@ -422,7 +425,7 @@ class Run:
             record["data"]["classes"] = data.names
         if net.batchnorms:
             record["batchnorm_layers"] = net.batchnorms
-        if self.targets:
+        if self.targets and any("top1" in row for row in history):
             record["rounds_to"] = {f"{z:g}": rounds_to(z, history) for z in self.targets}
         return record
 
@@ -569,8 +572,8 @@ def show(record, run):
         say("note    run.sent was called in some rounds only, so its sums leave out the others")
     if record.get("local_epochs") == 0:
         say("note    no client was trained by federation.train, so local_epochs is 0")
-    if run.guard.still and run.history and not run.guard.ours:
-        say(f"note    no round has changed state.{run.model}")
+    for note in run.guard.remarks():
+        say(f"note    {note}")
     if record["status"] == "finished" and not record["final"]:
         say("note    no round has called run.log, so the record has no accuracies")
     if any(record["final"][part]["round"] < len(record["rounds"]) for part in record["best"]):

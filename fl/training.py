@@ -71,6 +71,7 @@ class Training:
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
         self.map = pool(self.threads)
         self.used, self.gave_up, self.calls, self.graphs = "loop", {}, {}, {}
+        self.sizes, self.fewer = set(), ()  # how many clients calls have had; images used, of all
         keep_memory()
 
     def begin(self, d, largest):
@@ -196,8 +197,13 @@ class Training:
         try:
             before_this = len(fed.passed)
             found = self.train_all(fed, client_update, own, clients, shared)
-            if not self.share(len(clients)):  # another process counts what this one has passed
+            mine = self.share(len(clients))
+            if not mine:  # another process counts what this one has passed
                 del fed.passed[before_this:]
+            used = sum(fed.passed[before_this:])
+            whole = sum(len(clients[i].images) * clients[i].options["epochs"] for i in mine)
+            self.fewer = self.fewer or (used, whole) * (used < whole)
+            self.sizes.add(len(clients))
             if versions != [z._version for z in tensors]:
                 raise Slip("client_update" + IN_PLACE)
         except Slip as problem:  # in one of several threads, or of several processes
@@ -544,6 +550,9 @@ def grad(function, argnums=0, has_aux=False, each=False):
             with torch.enable_grad():
                 result = of_wanted(*chosen)
             value, *aux = result if has_aux else (result,)
+            if not getattr(value, "requires_grad", True):
+                stop("common.grad: the function's value does not depend on its argument; it uses "
+                     "another tensor, or .detach()")
             found = torch.autograd.grad(value, chosen, allow_unused=True, materialize_grads=True)
             aux = tree_map(torch.Tensor.detach, aux)
         found = found[0] if isinstance(argnums, int) else found

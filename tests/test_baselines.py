@@ -324,7 +324,7 @@ def test_personal_layers_by_hand(method, toy_argv, tmp_path, models):
     assert np.abs(W[0] - W[1])[own].max() > 1e-3
 
 
-def test_which_layers_are_personal():
+def test_which_layers_are_personal(tmp_path):
     """Of FedSLR's ResNet-18, FedRep's head and LG-FedAvg's shared layer are 512 x 10; of the CNN,
     512 x 10 + 10 and the three convolutions, Table 4's. A note says so."""
     def personal(*argv):
@@ -347,6 +347,10 @@ def test_which_layers_are_personal():
     convolutions = first + 64 * 32 * 25 + 64 + 32 * 64 * 9 + 32
     assert personal("lg-fedavg") == (convolutions, 0, d, note("conv1 to conv3", convolutions, d))
     assert personal("lg-fedavg", "--personal", "1")[:2] == (first, 0)
+    (tmp_path / "normed.py").write_text(
+        "from torch import nn\nfrom torch.nn.utils.parametrizations import weight_norm as n\n"
+        "model = nn.Sequential(nn.Conv2d(3, 2, 32), nn.Flatten(), n(nn.Linear(2, 10)))\n")
+    assert personal("lg-fedavg", "--model", f"{tmp_path}/normed.py:model")[0] == 2 * 3 * 32**2 + 2
     assert personal("fedper", "--personal", "2")[:2] == (d - convolutions, convolutions)
     assert personal("fedper", "--personal", "0")[2:] == (d, note("no layer", 0, d))
 

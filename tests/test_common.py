@@ -308,6 +308,11 @@ SLIPS = {
                     "train: `images` has some that are nobody's for training or validation"),
     "a tensor in args": (dict(prepare=lambda self, args: args.__setattr__("mine", torch.ones(2))),
                          "args.mine is a Tensor, which a record can't hold"),
+    "weights as numbers": (dict(log=lambda self, run, a, b: run.sent(torch.ones(3), 3)),
+                           "run.sent takes how many weights are sent, not a Tensor; write w.numel()"),
+    "another tensor's gradient": (
+        dict(step=lambda self, w, b, eta: w - common.grad(lambda x: w.sum())(w)),
+        "common.grad: the function's value does not depend on its argument"),
     "a number as measures": (dict(log=lambda self, run, a, b: run.log(0.5)),
                              "run.log(global, personal) takes what evaluate returns, then"),
     "measures without accuracy": (dict(log=lambda self, run, a, b: run.log({"accuracy": 0.5})),
@@ -371,6 +376,10 @@ def test_what_is_called_outside_of_the_loop(toy, tmp_path, capsys):
     parser.add_argument("--mu", type=float, default=0.5)
     refused(capsys, "the defaults say mu=0.01, and add_argument default=0.5", common.parse, parser,
             {}, [])
+    for defaults, words in ({"fraction": 10}, "fraction=10: 10 must be at least 0 and at most 1"), (
+            {"rounds": 0}, "rounds=0: 0 must be at least 1"):
+        refused(capsys, f"the defaults say {words}", common.parse, common.parser("", **defaults),
+                {}, [])
     parser = common.parser("", plot=True)
     parser.add_argument("--own", action="store_true", default=True)
     refused(capsys, "--own is True without being given, so nothing makes it False; use action=",

@@ -1012,6 +1012,9 @@ def test_equal_images_of_several_classes_are_counted():
     assert notes(101, 150) == [
         "note    2 of 150 training images are there again with another label"]
     assert not notes(100, 150)  # with the same label
+    assert notes(slice(2, 10, 2), 150) == [
+        "note    4 of 150 training images are copies of others; a client may test or validate on "
+        "what it trains on"]
     assert not notes(101, 250)  # less than a hundredth: some known data sets have as many
 
 

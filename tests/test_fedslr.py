@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import baselines
 import common
 import fedavg
 import fedslr
@@ -237,6 +238,29 @@ def test_the_script_prints_and_draws_the_ranks(tmp_path, capsys, monkeypatch):
     fedslr_ranks.main(tmp_path)
     assert "ranks   fc1 5, fc2 3\n" in capsys.readouterr().out
     assert (tmp_path / "ranks.png").stat().st_size > 1000
+
+
+SCALED = """
+import torch
+class Scaled(torch.nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((3, 1, 1), 1e-6))
+        self.conv, self.fc = torch.nn.Conv2d(3, 4, 1), torch.nn.Linear(4, num_classes)
+    def forward(self, x):
+        return self.fc(self.conv(x * self.scale).mean((2, 3)))
+"""
+
+
+def test_vectors_with_more_axes_are_no_matrices(tmp_path):
+    (tmp_path / "scaled.py").write_text(SCALED)
+    net = common.Net(f"{tmp_path}/scaled.py:Scaled", (3, 2, 2), 2)
+    w = net.init(np.random.default_rng(0))
+    shrunk, ranks = fedslr.prox_nuclear(net, w, 1e-3)
+    scale = net.names.index("scale")
+    where = net.tensors[scale][1]
+    assert len(ranks) == 2 and torch.equal(shrunk[where], w[where]) and w[where].all()
+    assert baselines.erdos_renyi_kernel(net, 0.9)[scale] == 3  # all of it
 
 
 # The factorised network (papers/fedslr_factors.py)

@@ -415,6 +415,13 @@ TWICE = "class Twice(nn.Sequential):\n    def forward(self, x): return super().f
     ("nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten(), nn.Linear(5400, 10))", "a Conv2d"),
     ("nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)))", "a Sequential"),
     ("Twice(nn.Flatten(), nn.Linear(3072, 10))", "can't be cut into groups"),
+    ("nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())",
+     "its last layer with weights, 0, is not nn.Linear"),
+    ("nn.Sequential(nn.Flatten(), a := nn.ReLU(), nn.Linear(3072, 10), a)", "a layer twice"),
+    ("nn.Sequential(nn.Flatten(), a := nn.Linear(3072, 10)); "
+     "model.register_forward_pre_hook(lambda m, x: (2 * x[0],))", "it has a hook"),
+    ("nn.Sequential(nn.Flatten(), a := nn.Linear(3072, 10)); "
+     "a.register_full_backward_hook(lambda *_: None)", "1 has a hook"),
 ])
 def test_what_makes_no_sense_is_refused(argv, words, tmp_path, capsys):
     if isinstance(argv, str):

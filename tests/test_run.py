@@ -723,7 +723,7 @@ KEPT = {  # before the loop, in it, what is named
 }
 
 
-def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0):
+def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0, more=()):
     path = tmp_path / "own.py"
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "own_helper.py").write_text("N = 0\nclass Server:\n    pass\n")
@@ -731,7 +731,7 @@ def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0):
     sys.path[:] = [name for name in sys.path if "what_resume" not in name]  # of earlier calls
     path.write_text(OWN.replace("BEFORE", before).replace("EACH", each).replace("LOOP", loop))
     return common.load_file(path).main([*QUICK, "--model", "2nn", "--seed", str(seed),
-                                        "--out", str(tmp_path / "out")])
+                                        "--out", str(tmp_path / "out"), *more])
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -844,6 +844,23 @@ def test_replaced_data_is_noted(name, value, tmp_path, capsys):
     path.write_text(OWN.replace("BEFORE", f"{before}; return common.Run(__file__, federation)"))
     run = common.load_file(path).main([*QUICK, "--client-val", "0.5", "--out", str(tmp_path)])
     assert [z.split(",")[0] for z in run.notes] == [f"note    federation.{name} has been replaced"]
+
+
+@pytest.mark.parametrize("before, each, flags, words", [
+    ("state.V = federation.per_client(w_0[:9])", "state.V[S[0]].copy_(w[:9])", [],
+     "no round has changed state.V"),
+    ("", "if run.evaluates():\n            run.log(federation.evaluate(state.w))\n"
+     "        state.w = w\n        continue", [],
+     "a round changes state.w after run.evaluates(), so the measures are those of the one before"),
+    ("sgd = update; update = lambda w, epochs, eta: sgd(w, list(epochs)[:1], eta)", "",
+     ["--epochs", "3"], "client_update has used 160 of the 480 images of its epochs in one call"),
+    ("federation.sample = lambda t: federation.everyone", "", [],
+     "federation.train had 8 clients in place of the 4 of --fraction"),
+    ("run.targets = [0.01]", "", [], "no round has called run.stop_at_target, so --target does")])
+def test_what_a_loop_leaves_out_is_noted(before, each, flags, words, tmp_path, capsys):
+    record = of_its_own(tmp_path, before, each, more=flags)
+    assert f"note    {words}" in (said := capsys.readouterr().out) and said.count("note ") == 1
+    assert "rounds_to" not in record
 
 
 def test_times_and_nans_in_the_state_are_no_second_result():
@@ -985,16 +1002,17 @@ def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
     """But not where a function of another file may read it."""
     path, made = tmp_path / "own.py", "f = Federation(args); "
     for text, found in (
-            (made, "mwl"), (made + "sgd(args, net.decayed)", "l"), (made + "f.eta(t)", "mw"),
-            (made + "common.sgd(args)", "wl"), (made + "mine(x=args)", ""), ("", ""),
-            ("Federation(a); a.momentum", "wl"), (made + "eta = args.lr; stream(args.seed)", "mwl"),
-            ("def mine(a): pass\n" + made + "mine(args)", "mwl"),
+            (made, "rdmw"), (made + "sgd(args, net.decayed)", "rd"), (made + "f.eta(t)", "mw"),
+            (made + "common.sgd(args)", "rdw"), (made + "mine(x=args)", ""), ("", ""),
+            ("Federation(a); a.momentum", "rdw"), (made + "args.lr; stream(args.seed)", "dmw"),
+            ("def mine(a): pass\n" + made + "mine(args)", "rdmw"),
+            (made + "{'momentum': 0}; getattr(a, 'lr_decay')", "rmw"),
             (made + "fedavg.local_training(net, args); f.eta(t)", "mw"),
-            (f"from fedavg import local_training as go\n{made}go(net, args)", "mwl"),
+            (f"from fedavg import local_training as go\n{made}go(net, args)", "rdmw"),
             (made + "baselines.local_sgd(net, args); f.eta(t)", "")):
         path.write_text(text)
         unread = fl.own_method.unread(path, fl.own_method.OURS, HERE)
-        assert [name[0] for name in unread] == [*found], text
+        assert [{"lr": "r", "lr_decay": "d"}.get(name, name[0]) for name in unread] == [*found]
     file = OWN.replace("BEFORE", "").replace("EACH", "").replace("LOOP", "run.rounds(state)")
     may = file.replace("fedavg.local", "baselines.local").replace("local_training", "local_sgd")
     for text, ends in (file, 2), (may.replace("import common, ", "import baselines, common, "), 0):

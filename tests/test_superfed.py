@@ -220,9 +220,15 @@ def test_a_run_measures_and_draws_the_mixtures(tmp_path, monkeypatch, capsys):
         assert list(start.get_xdata()) == [2.5, 2.5]  # rounds 1 and 2 are Phase I
 
 
+def test_one_layer_is_noted(toy, tmp_path, capsys):
+    run(superfed, ["--dataset", toy, *BARE, "--split", "iid", "--mix", "layer"], tmp_path)
+    assert "the network has one layer, so --mix layer does what --mix" in capsys.readouterr().out
+
+
 def test_without_phase_two_there_is_nothing_to_draw_of_it(toy, tmp_path, capsys):
     argv = ["--dataset", toy, *BARE, "--split", "iid", "--plot", "--start", "1"]
     record, _ = run(superfed, argv, tmp_path)
     assert "lambdas" not in record["rounds"][-1]  # personal is w^f, as in FedAvg
-    assert "phases  no Phase II" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "phases  no Phase II" in said and "the network has one layer" not in said
     assert (tmp_path / "curves.svg").exists() and not (tmp_path / "lambdas.png").exists()
