@@ -179,7 +179,7 @@ class Guard:
         if training.fewer:
             used, whole = training.fewer
             notes.append(f"client_update has used {used} of the {whole} images of its epochs in "
-                         "one call of train; `return` belongs behind the loops")
+                         "one call of train; is `return` inside a loop?")
         if training.sizes and m not in training.sizes:
             notes.append(f"federation.train had {min(training.sizes)} clients in place of the {m} "
                          "of --fraction")
