@@ -309,7 +309,7 @@ SLIPS = {
     "a tensor in args": (dict(prepare=lambda self, args: args.__setattr__("mine", torch.ones(2))),
                          "args.mine is a Tensor, which a record can't hold"),
     "weights as numbers": (dict(log=lambda self, run, a, b: run.sent(torch.ones(3), 3)),
-                           "run.sent takes how many weights are sent, not a Tensor; write w.numel()"),
+                           "run.sent takes how many weights are sent, not a Tensor; write w.num"),
     "another tensor's gradient": (
         dict(step=lambda self, w, b, eta: w - common.grad(lambda x: w.sum())(w)),
         "common.grad: the function's value does not depend on its argument"),
