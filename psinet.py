@@ -330,7 +330,8 @@ def refuse_what_cannot_be_cut(model, plain, classes, G, depth):
     """Refuses all but chains of layers: a shortcut or a norm over all channels joins groups."""
     layers = dict(plain.named_children())
     odd = [f" (it has {name}, a {type(layer).__name__})" for name, layer in layers.items()
-           if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1]
+           if type(layer) not in CHAIN or getattr(layer, "groups", 1) > 1
+           or getattr(layer, "start_dim", 1) != 1]
     odd += [f" ({name} has a hook or requires_grad = False)"
             for name, layer in {**layers, "it": plain}.items()
             if {**layer._forward_hooks, **layer._forward_pre_hooks, **layer._backward_hooks}

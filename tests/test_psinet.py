@@ -414,6 +414,7 @@ TWICE = "class Twice(nn.Sequential):\n    def forward(self, x): return super().f
     ("nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.Dropout())", "a Dropout"),
     ("nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten(), nn.Linear(5400, 10))", "a Conv2d"),
     ("nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)))", "a Sequential"),
+    ("nn.Sequential(nn.Conv2d(3, 6, 32), nn.Flatten(2), nn.Linear(1, 10))", "1, a Flatten"),
     ("Twice(nn.Flatten(), nn.Linear(3072, 10))", "can't be cut into groups"),
     ("nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())",
      "its last layer with weights, 0, is not nn.Linear"),
