@@ -10,7 +10,7 @@ first seed choose: first the rate, then the method's own parameter, by the accur
 fine-tuning. While the first or the last value is best, the next one beyond it is tried, too.
 CIFAR-100 chooses the rate alone, and takes own parameters from Dirichlet. Both are chosen again by
 the accuracy after fine-tuning: from the first choice on to the best neighbour in one of them, until
-none is better; on CIFAR-100 and with i.i.d. clients the rate alone.
+none is better; with i.i.d. clients the rate alone.
 """
 
 import argparse
@@ -57,7 +57,7 @@ FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
 ONLY = {"100 clients": ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold",
                         "fedper", "fedrep", "ditto", "superfed-mm")}
 LIKE = {"CIFAR-100": "Dirichlet"}  # before fine-tuning only the rate is chosen
-RATE_ALONE = "iid", "CIFAR-100"  # after fine-tuning only the rate is chosen anew
+RATE_ALONE = ("iid",)  # after fine-tuning only the rate is chosen anew
 
 
 class Grid(NamedTuple):
