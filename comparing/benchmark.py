@@ -10,7 +10,7 @@ first seed choose: first the rate, then the method's own parameter, by the accur
 fine-tuning. While the first or the last value is best, the next one beyond it is tried, too.
 CIFAR-100 chooses the rate alone, and takes own parameters from Dirichlet. Both are chosen again by
 the accuracy after fine-tuning: from the first choice on to the best neighbour in one of them, until
-none is better; with i.i.d. clients the rate alone.
+none is better.
 """
 
 import argparse
@@ -57,7 +57,6 @@ FIXED = {"local-twice": {"epochs": 2}, "fedavg-twice": {"epochs": 2}}
 ONLY = {"100 clients": ("local", "local-twice", "fedavg", "fedavg-twice", "fedprox", "scaffold",
                         "fedper", "fedrep", "ditto", "superfed-mm")}
 LIKE = {"CIFAR-100": "Dirichlet"}  # before fine-tuning only the rate is chosen
-RATE_ALONE = ("iid",)  # after fine-tuning only the rate is chosen anew
 
 
 class Grid(NamedTuple):
@@ -242,8 +241,7 @@ class Kind:
         settings, missing = (self.choose(name, "personal") if part == PART
                              else self.choose_all(name, rates))
         if not missing and part == PART:
-            own = () if self.title in RATE_ALONE else self.args.own.get(name, ())
-            settings, missing = self.climb(name, settings, [rates, *own])
+            settings, missing = self.climb(name, settings, [rates, *self.args.own.get(name, ())])
         if not missing:
             self.chosen[part][name] = settings
         return settings, missing

@@ -80,7 +80,7 @@ def test_after_fine_tuning_the_rate_is_chosen_again_from_neighbour_to_neighbour(
 
 
 def test_after_fine_tuning_the_own_parameter_is_chosen_again_with_the_rate(monkeypatch, tmp_path):
-    k = kind(monkeypatch, tmp_path, "Dirichlet")
+    k = kind(monkeypatch, tmp_path)
     asked, chosen = learn(k, "psinet", lambda s: -abs(s["lr"] - 0.1) + (s["depth"] == "fc2"),
                           lambda s: {"conv2": 4, "fc1": 2, "fc2": 0}[s["depth"]]
                           - abs(s["lr"] - 0.3))
@@ -149,8 +149,8 @@ def go(toy, tmp_path, monkeypatch):
 def test_all_methods_then_more_seeds_then_one_of_ones_own(go, tmp_path, capsys, monkeypatch):
     go("--seeds", "1")
     # 2 rates; fedprox: 1 more of its own parameter. The best of them goes on, a further split, and
-    # the other rate goes on, and fedprox's other parameter (not with i.i.d. clients)
-    assert len(go.trained) == 2 * (2 + 2 + 3 + 3 * 3) + 1
+    # the other rate goes on, and fedprox's other parameter
+    assert len(go.trained) == 2 * (2 + 2 + 3 + 3 * 3 + 1)
     page = (go.results / "benchmark.md").read_text()
     assert page.count("|fedprox|") == 3 and "minus local" in page
     known = json.loads((go.results / "two-classes.json").read_text())
