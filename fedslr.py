@@ -138,9 +138,10 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def matrix_places(net):
-    """Returns [L]: the places of w's kernels and matrices among its tensors. [1, 1, n] is a vector.
-    """
-    return [l for l, shape in enumerate(net.shapes) if sum(n > 1 for n in shape) > 1]
+    """Returns [L]: the places of w's kernels and matrices among its tensors. [1, 1, n] is a vector,
+    but a linear layer's [1, n] is a matrix."""
+    return [l for l, shape in enumerate(net.shapes)
+            if len(shape) == 2 or sum(n > 1 for n in shape) > 1]
 
 
 def size_in_factors(net, ranks):

@@ -1,4 +1,5 @@
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -261,6 +262,8 @@ def test_vectors_with_more_axes_are_no_matrices(tmp_path):
     where = net.tensors[scale][1]
     assert len(ranks) == 2 and torch.equal(shrunk[where], w[where]) and w[where].all()
     assert baselines.erdos_renyi_kernel(net, 0.9)[scale] == 3  # all of it
+    shapes = (1, 5), (5, 1), (1, 1), (3, 1, 1), (1, 4, 6), (2, 1, 3, 3), (7,)
+    assert fedslr.matrix_places(SimpleNamespace(shapes=shapes)) == [0, 1, 2, 4, 5]
 
 
 # The factorised network (papers/fedslr_factors.py)
