@@ -18,7 +18,6 @@ from .building import BATCHNORM_BECAME, builder
 from .files import fresh
 from .machine import first_line, refuse
 from .models import MODELS
-from .own_network import check, pure
 
 ROOT = "the root module"
 
@@ -53,7 +52,9 @@ class Net:
                 self.notes.append(f"model   BatchNorm layers that {became}: {self.batchnorms}")
             self.read_table()
             if self.checked:
-                self.notes += check(self, precision)
+                from . import own_network  # which no network of ours needs
+
+                self.notes += own_network.check(self, precision)
             elif build is None:
                 self(torch.zeros(self.d, device=device), torch.zeros(1, *shape, device=device))
         except Exception as problem:  # whatever somebody else's network does
@@ -300,7 +301,9 @@ class Net:
         self.constants, self.settled = self.constants_of(module), True
         try:
             if self.checked:
-                pure(self, w)
+                from . import own_network
+
+                own_network.pure(self, w)
         except ValueError as problem:
             refuse(f"--init {path}: {problem}")
         return w

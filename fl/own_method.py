@@ -25,10 +25,9 @@ from .child import REPEATS, Child
 from .files import beside
 from .machine import refuse, say
 from .records import SHOWN
-from .state import PLAIN, Rows, tensors_of
+from .state import PLAIN, Rows, changed, tensors_of
 from .transforms import TRANSFORMS
 
-OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 NOTHING = {"momentum": 0, "weight_decay": 0, "lr_decay": 1}  # values that do nothing
 SEEDED = 'common.stream(args.seed, "algorithm", t, federation.K)'  # a loop's own generator
 
@@ -41,9 +40,7 @@ class Guard:
         self.run, self.args, self.fed = run, run.args, run.federation
         self.fixed_rounds = fixed_rounds
         path = pathlib.Path(run.file).resolve()
-        self.ours = path.stem in OURS and path.parent == provenance.ROOT
-        if self.ours and (provenance.commit([path]) or "").endswith("+"):
-            self.ours = False  # somebody has changed it
+        self.ours = provenance.whose(path) != "own"
         if not self.ours:
             self.read(path)
         if not hasattr(self.args, "argv"):
@@ -57,7 +54,7 @@ class Guard:
                      "--transform and fingerprints do not show")
         self.given = copy.deepcopy(vars(self.args))
         self.known = {*vars(self.fed), *vars(self.fed.net)}
-        self.marked = marks(self.data_now())
+        self.marked = self.data_now()
         # tensors of the state that no round has changed, and models that one has after evaluating
         self.still, self.late = {} if self.ours else None, set()
 
@@ -74,7 +71,7 @@ class Guard:
         if uncalled:
             refuse(f"{path.name}: run.evaluates without () is always true; write run.evaluates()")
         said = {word.split("=")[0] for word in getattr(self.args, "argv", ())}
-        useless = [name for name in unread(path, OURS, provenance.ROOT)
+        useless = [name for name in unread(path)
                    if (getattr(self.args, name) != NOTHING[name] if name in NOTHING
                        else "--lr" in said)]
         if useless:
@@ -139,7 +136,7 @@ class Guard:
         if added := added - self.known:
             refuse(f"the loop sets `{min(added)}` on federation or its net, which --resume would "
                    f"not restore; use state.{min(added)}")
-        if odd := changed(self.marked, self.data_now()):
+        if odd := [name for name, z in self.data_now().items() if self.marked[name] != z]:
             refuse(f"federation.{odd[0]} has changed since Run was made, which --resume would not "
                    "restore; --split takes a function of yours, `train` takes other images, and "
                    "client_update may change b")
@@ -162,11 +159,12 @@ class Guard:
         check(run.state, self.began, run.model, run.models, self.fed.all_rows)
 
     def data_now(self):
-        """Returns {name: what a user's loop must not change} of the federation."""
+        """Returns {name: Content of what a user's loop must not change} of the federation."""
         fed = self.fed
-        return {} if self.ours else {
+        named = {} if self.ours else {
             "images": fed.images, "labels": fed.labels, "n": fed.n, "split": [*fed.split],
             "transform": id(fed.transform), "everyone": fed.everyone}
+        return {name: Content(z) for name, z in named.items()}
 
     def remarks(self):
         """Returns what a user should know of a loop that has ended, a line each."""
@@ -291,10 +289,9 @@ READ_BY = {  # a flag, and the names that use it
     "weight_decay": {"weight_decay", "decayed"}}
 
 
-def unread(path, ours, root):
-    """Returns those flags of READ_BY that a file can't use: neither it nor the functions of `ours`
-    (files in root) that it calls name them, and it gives its args to no other file's function that
-    may."""
+def unread(path):
+    """Returns those flags of READ_BY that a file can't use: neither it nor the functions of our
+    files that it calls name them, and it gives its args to no other file's function that may."""
     def called(z):  # the module, if one is named, and the function of a call
         of = getattr(z.func, "value", None)
         return getattr(of, "id", ""), getattr(z.func, "attr", getattr(z.func, "id", ""))
@@ -304,7 +301,8 @@ def unread(path, ours, root):
                 if isinstance(x, ast.ImportFrom) for z in x.names}
     for module, name in [called(z) for z in nodes if isinstance(z, ast.Call)]:
         where, function = (module, name) if module else imported.get(name, ("", name))
-        for z in ast.walk(ast.parse((root / f"{where}.py").read_bytes())) if where in ours else ():
+        source = provenance.ROOT / f"{where}.py" if where in provenance.OURS else os.devnull
+        for z in ast.walk(ast.parse(pathlib.Path(source).read_bytes())):
             if isinstance(z, ast.FunctionDef) and z.name == function:
                 nodes += ast.walk(z)
                 reads_none.add(name)
@@ -527,16 +525,6 @@ class Content(pickle.Pickler):
                 z.__reduce_ex__(4)
                 return NotImplemented
         return repr, (holds,)  # nobody calls it
-
-
-def marks(named):
-    """Returns {name: what tells whether it has changed} of {name: tensor, number, ...}."""
-    return {name: Content(z) for name, z in named.items()}
-
-
-def changed(before, named):
-    """Returns the names of what has changed since `before`, which marks has returned."""
-    return [name for name, z in before.items() if z != Content(named[name])]
 
 
 def copies(state):

@@ -16,6 +16,7 @@ from .files import beside
 from .machine import device_name, refuse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 # the files, beside the algorithm's, on which a result depends: not those that read data sets, which
 # have fingerprints, that refuse, and that write or draw
 OTHERS = "child", "formats", "own_method", "own_network", "plots", "provenance", "records"
@@ -96,6 +97,16 @@ def commit(files):
         return None
     changed = found.stdout or found.returncode  # git fails on a file elsewhere
     return head.stdout.strip() + ("+" if changed else "")
+
+
+def whose(file):
+    """Returns of an algorithm's file: "ours", as it was committed; "ours?", where nobody can tell;
+    or "own", a user's or changed by one."""
+    path = pathlib.Path(file).resolve()
+    if path.stem not in OURS or path.parent != ROOT:
+        return "own"
+    made = commit([path])
+    return "ours?" if made is None else "own" if made.endswith("+") else "ours"
 
 
 def peak_memory(device):

@@ -108,6 +108,23 @@ def tensors_of(state):
     return {name: z.all if isinstance(z, Rows) else z for name, z in vars(state).items()}
 
 
+def marks(named):
+    """Returns what tells `changed` later which tensors, or numbers, of {name: z} have changed."""
+    return {name: (z, version(z)) for name, z in named.items()}
+
+
+def changed(before, named):
+    """Returns the names of what has changed since `before`, which marks has returned."""
+    return [name for name, (z, then) in before.items()
+            if version(now := named[name]) != then or now is not z and (
+                torch.is_tensor(z) or now != z)]
+
+
+def version(z):
+    """Returns how often a tensor was changed in place."""
+    return z._version if torch.is_tensor(z) and not z.is_inference() else 0
+
+
 def put(file, state, **more):
     """Writes a state, and more, into an open file."""
     tensors = tensors_of(state)

@@ -935,9 +935,11 @@ def test_args_rounds_in_a_file_beside(tmp_path, capsys):
 
 def test_our_file_that_somebody_has_changed_is_theirs(monkeypatch, tmp_path):
     fed = federation([*QUICK, "--out", str(tmp_path)])
-    for commit, ours in (None, True), ("1f", True), ("1f+", False):
+    for commit, ours in (None, True), ("1f", None), ("1f+", False):
         monkeypatch.setattr(fl.provenance, "commit", lambda files: commit)
-        assert fl.run.Run(fedavg.__file__, fed).guard.ours == ours
+        guard = fl.run.Run(fedavg.__file__, fed).guard
+        assert getattr(guard, "ours", None) == ours
+        assert isinstance(guard, fl.run.NoGuard) == (commit == "1f")
 
 
 def test_rounds_2_and_3_and_the_last_two_are_repeated(tmp_path, monkeypatch):
@@ -1011,7 +1013,7 @@ def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
             (f"from fedavg import local_training as go\n{made}go(net, args)", "rdmw"),
             (made + "baselines.local_sgd(net, args); f.eta(t)", "")):
         path.write_text(text)
-        unread = fl.own_method.unread(path, fl.own_method.OURS, HERE)
+        unread = fl.own_method.unread(path)
         assert [{"lr": "r", "lr_decay": "d"}.get(name, name[0]) for name in unread] == [*found]
     file = OWN.replace("BEFORE", "").replace("EACH", "").replace("LOOP", "run.rounds(state)")
     may = file.replace("fedavg.local", "baselines.local").replace("local_training", "local_sgd")
@@ -1054,6 +1056,14 @@ def test_a_state_that_the_last_evaluation_changes_is_not_continued(tmp_path, cap
     refused(capsys, "as the last round it was evaluated, and this changed state.n",
             common.load_file(tmp_path / "own.py").main,
             [*QUICK, "--model", "2nn", "--rounds", "3", "--resume", "--out", f"{tmp_path}/out"])
+
+
+def test_what_several_processes_agree_on_is_no_such_change(tmp_path, monkeypatch):
+    """They replace each tensor by process 0's copy, after the round was measured."""
+    monkeypatch.setattr(fl.training.Training, "same", lambda training, z: z.clone())
+    argv = [*QUICK, "--model", "2nn", "--eval-every", "3", "--out", str(tmp_path)]
+    assert len(fedavg.main([*argv, "--rounds", "2"])["rounds"]) == 2
+    assert len(fedavg.main([*argv, "--rounds", "3", "--resume"])["rounds"]) == 3
 
 
 def test_what_a_loop_may_use(tmp_path, capsys):
