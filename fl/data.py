@@ -1,5 +1,6 @@
 """Data sets: load_data returns a Data by its name, or from a .npz, a folder of images or LEAF's
-JSON. formats.py reads the files."""
+JSON. formats.py reads the files, shapes.py makes those of `shapes`; each is imported when it is
+needed."""
 
 import hashlib
 import os
@@ -10,8 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from . import formats
-from .formats import ARRAYS, shapes
 from .machine import first_line, one_at_a_time, refuse, when_interrupted
 from .transforms import window
 
@@ -51,6 +50,8 @@ class Data(NamedTuple):
         return digest.hexdigest()[:16]
 
 
+ARRAYS = ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val", "client_train", "client_test",
+          "classes")
 DATASETS = {  # height, width, channels, classes
     "cifar10": (32, 32, 3, 10), "cifar100": (32, 32, 3, 100), "mnist": (28, 28, 1, 10),
     "emnist": (28, 28, 1, 62), "tinyimagenet": (64, 64, 3, 200), "shapes": (32, 32, 3, 10),
@@ -77,6 +78,8 @@ def load_data(name, folder="data", resize=None, test_share=None, classes=None):
     folder/NAME.npz is used if it exists; otherwise torchvision downloads into the folder. resize,
     test_share, classes: as the flags.
     """
+    from . import formats
+
     path, known = pathlib.Path(name), DATASETS.get(name)
     is_folder = name and os.path.isdir(path) and not known
     if known and classes not in (None, known[-1]):
@@ -110,6 +113,9 @@ def fetch(name, path):
     if name not in DATASETS:
         refuse(f"no data set or folder is called {name!r}: use one of {', '.join(DATASETS)}, the "
                "path of a .npz or of a folder of images, or leaf:FOLDER (docs/extend.md)")
+    from . import formats
+    from .shapes import shapes
+
     try:
         if name == "shapes":
             return dict(zip(ARRAYS, shapes()))

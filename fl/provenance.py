@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 # the files, beside the algorithm's, on which a result depends: not those that read data sets, which
 # have fingerprints, that refuse, and that write or draw
-OTHERS = "child", "formats", "own_method", "own_network", "plots", "provenance", "records"
+OTHERS = ("child", "formats", "own_method", "own_network", "plots", "provenance", "records",
+          "shapes")
 SHARED = "common.py", *(f"fl/{path.name}" for path in sorted((ROOT / "fl").glob("[a-z]*.py"))
                         if path.stem not in OTHERS)
 

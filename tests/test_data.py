@@ -22,6 +22,7 @@ import common
 import fedavg
 import fl.data
 import fl.formats
+import fl.shapes
 import fl.splits
 import fl.transforms
 from conftest import QUICK, federation, images, refused, run
@@ -34,12 +35,12 @@ SHAPES = ["--dataset", "shapes", *CPU]
 
 
 def test_shapes_is_balanced_deterministic_and_not_given_away_by_colour():
-    x, y, u, v = fl.data.shapes()
+    x, y, u, v = fl.shapes.shapes()
     found = hashlib.sha256(np.concatenate([x, u])).hexdigest()[:16]
     assert found == "5d775d6546944dd5", "this CPU, or this NumPy, makes other images"
     assert x.shape == (10_000, 32, 32, 3) and u.shape == (2_000, 32, 32, 3) and x.dtype == np.uint8
     assert set(np.bincount(y)) == {1000} and set(np.bincount(v)) == {200}
-    one, again = (fl.data.shapes.__wrapped__(500, 10) for _ in range(2))  # past the cache
+    one, again = (fl.shapes.shapes.__wrapped__(500, 10) for _ in range(2))  # past the cache
     assert all(np.array_equal(a, b) for a, b in zip(one, again))
     # the mean colour of an image, the best that a classifier blind to form could use, says next to
     # nothing about its class

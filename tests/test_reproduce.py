@@ -208,7 +208,7 @@ def test_commands_begin_on_the_embedded_data_set(tmp_path, monkeypatch):
     def train(*_, **__):
         raise Begun
 
-    embedded = fl.data.shapes(200, 100)
+    embedded = fl.shapes.shapes(200, 100)
     monkeypatch.setattr(fl.data, "shapes", lambda: embedded)
     monkeypatch.setattr(common.Federation, "train", train)
     monkeypatch.setattr(fl.provenance, "commit", lambda files: None)  # git is slow
