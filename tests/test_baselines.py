@@ -17,6 +17,7 @@ import common
 import fedavg
 import fl.data
 import fl.records
+import fl.shapes
 from byhand import BARE, FLAGS, World, close, evaluated
 from conftest import QUICK, refused, run, softmax_gradient
 
@@ -32,7 +33,7 @@ def small_images(monkeypatch):
     rng = np.random.default_rng(4)
     labels, patterns = np.arange(500) % 10, rng.integers(0, 128, (10, 8, 8, 3))
     images = (patterns[labels] + rng.integers(0, 128, (500, 8, 8, 3))).astype(np.uint8)
-    monkeypatch.setattr(fl.data, "shapes",
+    monkeypatch.setattr(fl.shapes, "shapes",
                         lambda: (images[:400], labels[:400], images[400:], labels[400:]))
     monkeypatch.setitem(fl.data.DATASETS, "shapes", (8, 8, 3, 10))
 

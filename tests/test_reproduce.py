@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import common
-import fl.data
+import fl.shapes
 from conftest import QUICK, federation, refused, saved
 from fl import records
 from papers import __main__ as reproduce
@@ -209,7 +209,7 @@ def test_commands_begin_on_the_embedded_data_set(tmp_path, monkeypatch):
         raise Begun
 
     embedded = fl.shapes.shapes(200, 100)
-    monkeypatch.setattr(fl.data, "shapes", lambda: embedded)
+    monkeypatch.setattr(fl.shapes, "shapes", lambda: embedded)
     monkeypatch.setattr(common.Federation, "train", train)
     monkeypatch.setattr(fl.provenance, "commit", lambda files: None)  # git is slow
     smaller = ["--dataset=shapes", "--limit=200", "--clients=10", "--rounds=2", "--batch-size=5",
