@@ -885,8 +885,7 @@ def erdos_renyi_kernel(net, density):
     proportional to the sum of their dimensions over the product of their dimensions, and at most 1.
     """
     sizes, shapes = np.array(net.sizes, float), [shape for _, _, shape in net.tensors]
-    kernel = np.array([len(shape) == 2 or sum(n > 1 for n in shape) > 1  # [1, 1, n] is a vector
-                       for shape in shapes])
+    kernel = np.array([net.is_kernel(name, shape) for name, _, shape in net.tensors])
     relative = np.array([sum(shape) / np.prod(shape) for shape in shapes])  # not yet scaled
     dense, budget = ~kernel, round(density * net.d)
     while True:  # a kernel whose density would exceed 1 becomes dense

@@ -2,7 +2,6 @@
 round, Federation samples clients (sample), trains them (train, one_by_one; Epochs yields one
 client's minibatches) and evaluates models (evaluate, evaluate_clients). The algorithms also call
 step and grad (fl/training.py) and Run, which loops over rounds and writes the record (fl/run.py).
-score, the arithmetic of the measures, is in fl/measures.py.
 
 Shapes in comments: d weights in a model, K clients, m of them sampled in a round, B images in a
 minibatch, H x W pixels, C channels. Global measures use the data set's central test images,
@@ -288,7 +287,7 @@ class Epochs:
 
     def __init__(self, fed, client, images, t, epochs, draw, order):
         self.fed, self.client, self.images, self.t = fed, client, images, t
-        self.options = {"epochs": epochs, "draw": draw, "order": order}
+        self.options, self.begun = {"epochs": epochs, "draw": draw, "order": order}, 0
 
     def again(self, images=None, **options):
         if images is not None:
@@ -300,6 +299,7 @@ class Epochs:
         return self.fed.plan(self.client, self.images, self.t, **self.options)
 
     def __iter__(self):
+        self.begun += 1
         for index, uniform, draw in zip(*(torch.as_tensor(z, device=self.fed.device)
                                           for z in self.plan())):
             size = self.fed.args.batch_size or len(index)  # the last minibatch may have fewer

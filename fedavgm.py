@@ -10,16 +10,17 @@ Global accuracy after 10,000 rounds with --alpha 0 (one class per client), bf16,
     FedAvg runs with --beta 0 --lr .03; its .5413 is unexplained. docs/fedavgm.md has our choices:
 
     D1  Line 11: of tfcnn only the hidden linear layers' kernels decay; the paper does not say.
-    D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; the paper does not say.
+    D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; FedAvg cuts it once.
     D3  Line 3: C*K is rounded down.
-    D4  We augment images as the network's TensorFlow tutorial does; the paper does not say.
+    D4  We augment images as FedAvg's paper does, with its tutorial's ranges; this one doesn't say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; some libraries use alpha.
-    D6  Our copy lost C, E, B, alphas, eta, beta. C is ours; the others are Flower's: eta and beta
-        for what are alpha = 1 and 0 here (for our default, .1, it chose .003 and .97).
+    D6  C=.05 is the paper's 5 of 100. E, B, alphas, eta, beta, which our copy lost, are Flower's:
+        eta, beta for what are alpha = 1 and 0 here (for our default, .1, it chose .003 and .97).
     D7  The text names Nesterov and server rate 1; formulas 7-7b are lost. The form is PyTorch's.
 
-[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. The listing
-is FedAvg's, with the server's momentum v, whose factor is beta (lines 1, 7, 7a, 7b), and decay.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Client k of
+K holds the n_k training images P_k; C: share of clients in a round; eta: --lr. The listing is
+FedAvg's, with the server's momentum v, whose factor is beta (lines 1, 7, 7a, 7b), and decay.
 
     Server
      1  choose w_0;  v = 0
@@ -57,8 +58,8 @@ def local_training(net, args):
             return common.cross_entropy(net(w, b.x), b)
 
         gradient = common.grad(loss)(w)  # [d]
-        decayed = torch.addcmul(gradient, decay, w)  # l.11: gradient + decay * w
-        return common.descend(w, eta, decayed)  # l.11: w - eta * (gradient + decay * w)
+        direction = torch.addcmul(gradient, decay, w)  # l.11: gradient + decay * w
+        return common.descend(w, eta, direction)  # l.11: w - eta * (gradient + decay * w)
 
     def client_update(w, epochs, eta):
         for minibatches in epochs:  # l.8-9: E epochs, each cut into minibatches of size B (D2)
@@ -102,8 +103,8 @@ def main(argv=None):
 # --------------------------------------------------------------------------------------------------
 # Around it
 
-# The settings of Figure 5 at E=1, C=.05, alpha=.1. K is from section 3, T and the weight decay from
-# section 4. E, B, alpha, eta and beta are Flower's (D6)
+# The settings of Figure 5 at E=1, C=.05, alpha=.1. K is from section 3; C, T and the weight decay
+# are from section 4. E, B, alpha, eta and beta are Flower's (D6)
 DEFAULTS = dict(split="dirichlet-hsu", alpha=0.1, clients=100, client_test=0.0, fraction=0.05,  # D5
                 rounds=10_000, epochs=1, batch_size=64, lr=0.0003, lr_decay=1.0, beta=0.99,
                 weight_decay=0.004, model="tfcnn", transform="tensorflow",  # D1, D4, D6

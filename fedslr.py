@@ -138,10 +138,8 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def matrix_places(net):
-    """Returns [L]: the places of w's kernels and matrices among its tensors. [1, 1, n] is a vector,
-    but a linear layer's [1, n] is a matrix."""
-    return [l for l, shape in enumerate(net.shapes)
-            if len(shape) == 2 or sum(n > 1 for n in shape) > 1]
+    """Returns [L]: the places of w's kernels and matrices among its tensors."""
+    return [l for l, (name, _, shape) in enumerate(net.tensors) if net.is_kernel(name, shape)]
 
 
 def size_in_factors(net, ranks):

@@ -18,9 +18,10 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     D6  Line 6: all splits count as extreme. The softmax leaves pruned groups out.
     D7  Lines 7, 11, 12: eta, B, momentum, decay are FedMA's; T and E Fed2's; crops FedSLR's.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
-    D9  papers/psinet_depth.py suggests the first layer with total variance in its upper half.
+    D9  papers/psinet_depth.py suggests the first layer with TV in the upper half of the range.
 
-Omega: weights w [d] and running statistics r of all groups; those that i lacks get gradient 0.
+Omega [e]: the weights w [d] and running statistics r [e-d] of all groups; n_i: node i's number of
+images; T, E, B, eta: --rounds, --epochs, --batch-size, --lr. What a node lacks gets gradient 0.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin
@@ -171,10 +172,10 @@ def local_training(net, args):
 
 
 def aligned_average(Omega_i, has, n_i, Omega):
-    """Returns the mean of each entry of Omega_i [m, d] over the nodes that have it (has [m, d];
+    """Returns the mean of each entry of Omega_i [m, e] over nodes that have it (has [m, e];
     all have Omega_shared), weighted by n_i [m] (D5). An entry that no node has keeps its value in
-    Omega [d]."""
-    n = n_i @ has.to(Omega_i.dtype)  # [d]: images of the nodes that have it
+    Omega [e]."""
+    n = n_i @ has.to(Omega_i.dtype)  # [e]: images of the nodes that have it
     return torch.where(n > 0, n_i @ (Omega_i * has) / n.clamp(min=1), Omega)  # l.9-10 (D5)
 
 
@@ -243,7 +244,7 @@ class GroupedNet(common.Net):
         self.group = torch.cat(groups)
 
     def entries(self, has):
-        """Returns which entries of Omega nodes have [m, d], given their groups `has` [m, G]."""
+        """Returns which entries of Omega nodes have [m, e], given their groups `has` [m, G]."""
         return has[:, self.group.clamp(min=0)] | (self.group < 0)  # l.9-10
 
     def with_statistics(self, w):
@@ -274,7 +275,7 @@ def main(argv=None):
     has, has_class = groups_of_nodes(federation, args)  # l.6: [K, G], [K, classes]
     describe(run, has)
 
-    Omega = net.with_statistics(federation.initial_weights())  # l.5 (D2): [d]
+    Omega = net.with_statistics(federation.initial_weights())  # l.5 (D2): [e]
     state = State(Omega=Omega)
     for t in run.rounds(state, model="Omega"):  # l.7
         S = federation.sample(t)  # l.7 (D8): [m]
@@ -282,8 +283,8 @@ def main(argv=None):
         # is shared
         own = [state.Omega.expand(len(S), -1), has_class[S]]
         Omega_i = federation.train(local_update, S, t, own=own,
-                                   shared=[federation.eta(t)])  # l.8: [m, d]
-        has_entry, n_i = net.entries(has[S]), federation.n[S]  # [m, d], [m]
+                                   shared=[federation.eta(t)])  # l.8: [m, e]
+        has_entry, n_i = net.entries(has[S]), federation.n[S]  # [m, e], [m]
         state.Omega = aligned_average(Omega_i, has_entry, n_i, state.Omega)  # l.9-10
         sent = int(has_entry.sum())
         run.sent(up=sent, down=sent)  # for the record: how many weights are sent

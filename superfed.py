@@ -9,7 +9,7 @@
 
 "global" tests w^f on central images, "personal" each client's W_k(lambda) on its own test images.
 "personal@test" uses the lambda that scores best on the test images, as the paper does.
-docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11, D14):
+docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11):
 
     D1  Line C8: the distance is squared; the authors' code sums (1-lambda) * norms over tensors.
     D2  Lines C7, C8 include biases; the authors' code leaves them out of mixture and cosine.
@@ -22,11 +22,13 @@ docs/superfed.md explains our choices, also some that belong to no line (D8, D10
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
     D12  All clients use the lambda of 0, .1, ..., 1 with the least mean training loss.
     D13  Line 5: C*K is rounded down.
+    D14  Line 7a: the authors' n_k counts test images, too.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
 [d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Line numbers
 are the paper's; ends of loops and return are omitted. We added 7a and C8a and reconstructed
-C2, C6 to C8; 3, C10, C11 are lost. L: share of rounds before Phase II; n_k: k's image count.
+C2, C6 to C8; 3, C10, C11 are lost. K clients, of which C*K train in each of R rounds, for E epochs
+at rate eta; L: share of rounds before Phase II (--start); n_k: client k's number of images.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -135,8 +137,9 @@ def main(argv=None, federation=None, file=__file__):
                      marks={phase_two_from + 1: "Phase II begins"})  # counted from 1
     run.note(f"phases  Phase II begins with round {phase_two_from + 1}"
              if phase_two_from < args.rounds else "phases  no Phase II")
-    if args.mix == "layer" and len(federation.net.layers) == 1:
-        run.note("note    the network has one layer, so --mix layer does what --mix model does")
+    if args.mix == "layer" and (odd := federation.net.several()):
+        run.note(f"note    several layers' weights, which share one lambda, are in "
+                 f"{odd[0] or 'the root module'}")
     client_update = local_training(federation.net, args)
 
     def draw(rng, steps):
@@ -159,7 +162,7 @@ def main(argv=None, federation=None, file=__file__):
         w_f_k, w_l_k = federation.train(client_update, S, t, own=[w_f, w_l],
                                         shared=[eta, phase_two], draw=draw)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]
-        state.w_f = n_k @ w_f_k / n_k.sum()  # l.7a: [d]
+        state.w_f = n_k @ w_f_k / n_k.sum()  # l.7a (D14): [d]
         state.w_l[S] = w_l_k  # l.C13: keep w^l_k
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():
@@ -176,8 +179,8 @@ def main(argv=None, federation=None, file=__file__):
 # Around it
 
 # These are CIFAR-10's settings in Table 1; BY_DATASET has what differs elsewhere. K, R and momentum
-# are the paper's. C, E, B, eta, and Model Mixing's mu, nu and L (in `arguments`), which our copy
-# has lost, are from the authors' scripts. eval_every is ours.
+# are the paper's. C, E, B, eta, transform, and Model Mixing's mu, nu and L (in `arguments`), which
+# our copy has lost, are the authors' code's, where eta decays (D4). eval_every is ours.
 DEFAULTS = dict(model="cnn", transform="scale", split="shards", per_client=2, client_test=0.2,
                 clients=100, fraction=0.1, rounds=200, epochs=10, batch_size=20, lr=0.01,
                 momentum=0.9, eval_every=10)

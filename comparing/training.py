@@ -9,6 +9,8 @@ from typing import NamedTuple
 import common
 from fl import records
 from fl.child import REPEATS, Child
+from fl.files import OURS
+from fl.provenance import whose
 
 from .planning import HERE, METHODS, Method, flag, flags, shell
 
@@ -30,15 +32,19 @@ def job(method, seed, split_seed, folder, label):
 
 def train_all(wanted, jobs, shared):
     """Trains those of the Jobs that are missing, `jobs` at a time. Returns a record for each."""
-    prints, todo = {}, []
+    prints, owned, todo = {}, {}, []
     for run in wanted:
         if (at := run.method.args["split_seed"]) not in prints:
             # downloads, or refuses, once, before several runs do
             data = common.images_for(shared, common.stream(at, "split", 1))
             split = common.split_clients(data, shared, common.stream(at, "split"))
             prints[at] = data.fingerprint(), split.fingerprint()
+            owned[at] = tuple(index.tobytes() for index in split.owned(data.n_train))
         if argv := missing(run, prints[at]):
             todo.append((run, argv))
+    if len({*owned.values()}) < len(owned):
+        common.say("note    --split gives each client the same images for several --split-seeds: "
+                   "only what is held out differs")
     one_thread = jobs > 1 and shared.device == "cpu"  # on a GPU clients train at once
     children, begun = [], set()  # [(Child, its Job, argv)], methods
     try:
@@ -109,8 +115,8 @@ def record(run):
 
 
 def changed(method, record, done):
-    """Returns the names of the files that have changed since a record was made: a user's files, or,
-    unless it is done, any source file."""
+    """Returns the names of the files that have changed since a record was made: a user's files, and
+    ours that somebody has changed, or, unless it is done, any source file."""
     own = [pathlib.Path(name.rpartition(":")[0])
            for name in (method.args["model"], method.args["split"]) if ".py:" in name]
     if method.method not in METHODS:
@@ -120,8 +126,10 @@ def changed(method, record, done):
         folders.add(HERE)
     if method.args.get("init"):
         own.append(pathlib.Path(method.args["init"]))
-    found = []
-    for name, digest in record["environment"]["sources"].items():
+    found, sources = [], record["environment"]["sources"]
+    ours = [HERE / f"{name}.py" for name in OURS if f"{name}.py" in sources]
+    own += [path for path in ours if whose(path) == "own"]
+    for name, digest in sources.items():
         files = [path for path in own if path.name == name]
         files = files or [folder / name for folder in folders if (folder / name).exists()]
         if files and digest not in [hashlib.sha256(file.read_bytes()).hexdigest()

@@ -13,6 +13,8 @@ import torch
 from .machine import first_line, refuse
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
+OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
+OTHERS = "common", "compare", "fl", "comparing", "papers", "checks", "tests"  # of HERE, too
 LOADED = {}  # a file: the contents with which it was loaded, and its module
 
 
@@ -73,24 +75,30 @@ def execute(path):
 def beside(file, root=None, found=None):
     """Returns {name: file} of the modules in its folder that a file imports, wherever it does so,
     or that these do; the name is a.b of a/b.py. Nothing of this repository."""
-    if file.parent == HERE:
-        return {}
     root, found = root or file.parent, {} if found is None else found
-    try:
-        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError):  # it fails when it is executed, or is never executed
-        return found
-    names = [(root, z.name) for node in nodes if isinstance(node, ast.Import) for z in node.names]
-    names += [(file.parents[node.level - 1] if node.level else root, f"{node.module}.{z.name}")
-              for node in nodes if isinstance(node, ast.ImportFrom) for z in node.names]
-    for place, name in names:
-        for part in name.removeprefix("None.").split("."):
+    for level, name in imports(file):
+        place = file.parents[level - 1] if level else root
+        if place == HERE and name.split(".")[0] in (*OURS, *OTHERS):
+            continue
+        for part in name.split("."):
             place /= part
             for own in (place.parent / f"{part}.py", place / "__init__.py"):
                 if own.is_file() and root in own.parents and own not in found.values():
                     found[".".join(place.relative_to(root).parts)] = own
                     beside(own, root, found)
     return found
+
+
+def imports(file):
+    """Returns (level, name) of all that a file imports: a.b.c for `from a.b import c`. level: how
+    many dots stand before it."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # it fails when it is executed, or is never executed
+        return []
+    return [(0, z.name) for node in nodes if isinstance(node, ast.Import) for z in node.names] + [
+        (node.level, f"{node.module}.{z.name}" if node.module else z.name)
+        for node in nodes if isinstance(node, ast.ImportFrom) for z in node.names]
 
 
 def fresh(build, seed=0):

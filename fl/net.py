@@ -118,6 +118,7 @@ class Net:
                    f"{len(self.layers)}")
         end = [*(where.start for _, where in self.layers), self.d][n]
         side = {self.owner(name): int(where.start >= end) for name, where, _ in self.tensors}
+        several = self.several()
         why, times, first = [], ([(-1, "")], [(float("inf"), "")]), {}
         for name, found in self.uses(*self.graph(self.drawn(np.random.default_rng(0))[0])).items():
             layer = self.owner(name)
@@ -131,11 +132,9 @@ class Net:
             if side.get(one) != side.get(other, side.get(one)):
                 why.append(f"{one} and {other} share a tensor")
         for name in (name for name, own in side.items() if own == kept):
-            module = self.module.get_submodule(name)
-            mere = not name or isinstance(module, (nn.ParameterDict, nn.ParameterList))
             if all(layer != name for _, layer in times[kept]):
                 why.append(f"an image does not pass {name or ROOT}")
-            if mere and sum(z.dim() > 1 for z in module.parameters(recurse=False)) > 1:
+            if name in several:
                 why.append(f"{name or ROOT} holds the weights of several layers")
         if why:
             refuse(f"the layers of --model {self.name} can't be divided here: {why[0]}; make each "
@@ -219,6 +218,20 @@ class Net:
         memo = {id(z): z for z in (*self.module.parameters(), *self.module.buffers())}
         return copy.deepcopy(self.module, memo)
 
+    def is_kernel(self, name, shape):
+        """Returns whether a parameter is a kernel or a matrix, not a vector: bias, [1, 1, n], or
+        what a normalisation scales and shifts by. A linear layer's [1, n] is a matrix."""
+        owner = self.module.get_submodule(self.owner(name))
+        norm = isinstance(owner, (nn.LayerNorm, nn.RMSNorm))
+        return not norm and (len(shape) == 2 or sum(n > 1 for n in shape) > 1)
+
+    def several(self):
+        """Returns the layers that hold the weights of several: the root module, or a list."""
+        owners = [self.owner(name) for name, _, shape in self.tensors if len(shape) > 1]
+        named = {owner: self.module.get_submodule(owner) for owner in owners}
+        return [owner for owner, module in named.items() if owners.count(owner) > 1
+                and (not owner or isinstance(module, (nn.ParameterDict, nn.ParameterList)))]
+
     @staticmethod
     def owner(name):
         """Returns the module of a parameter: "fc" of fc.bias and fc.parametrizations.weight.0."""
@@ -281,6 +294,10 @@ class Net:
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             module.load_state_dict(saved)
+            own = module.state_dict()
+            if odd := [name for name, z in saved.items() if torch.is_tensor(z)
+                       and z.is_floating_point() != own[name].is_floating_point()]:
+                raise ValueError(f"{odd[0]} is {saved[odd[0]].dtype}")
             w = self.weights_of(module)
             if not w.isfinite().all():
                 raise ValueError("some weights are not finite")

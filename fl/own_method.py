@@ -14,7 +14,6 @@ import pickle
 import re
 import sys
 import tempfile
-import weakref
 from types import FunctionType, GeneratorType
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 
 from . import machine, provenance
 from .child import REPEATS, Child
-from .files import beside
+from .files import OURS, beside
 from .machine import refuse, say
 from .records import SHOWN
 from .state import PLAIN, Rows, changed, tensors_of
@@ -120,8 +119,7 @@ class Guard:
         now = vars(self.run.state)
         w = None if self.ours else now.get(self.run.model)
         if self.still is None:
-            self.still = {name: (weakref.ref(z), z._version) for name, z in tensors_of(
-                self.run.state).items() if torch.is_tensor(z)}
+            self.still = sums(self.run.state, tensors_of(self.run.state))
         self.before = machine.generators(self.fed.device), w, getattr(w, "_version", 0)
 
     def end_round(self):
@@ -144,8 +142,8 @@ class Guard:
             refuse(f"the loop changes state.{model} in place, and every other name for it; "
                    f"write state.{model} = state.{model} + ...")
         now = tensors_of(self.run.state)
-        self.still = {name: (ref, version) for name, (ref, version) in self.still.items()
-                      if ref() is now.get(name) and version == now[name]._version}
+        found = sums(self.run.state, self.still)
+        self.still = {name: z for name, z in self.still.items() if found[name] == z}
         if not self.ours and self.run.row.keys() & SHOWN.keys():
             self.late |= {model, self.run.models} & {*changed(self.run.measured, now)}
         if not self.run.history and not self.ours:
@@ -178,6 +176,13 @@ class Guard:
             used, whole = training.fewer
             notes.append(f"client_update has used {used} of the {whole} images of its epochs in "
                          "one call of train; is `return` inside a loop?")
+        if training.twice:
+            notes.append("client_update goes through `epochs` more than once, in one order of "
+                         "images; is its loop in another? epochs.again(order=1) has a new order")
+        if training.epochs and self.args.epochs not in training.epochs and any(
+                word.split("=")[0] == "--epochs" for word in self.args.argv):
+            notes.append(f"no call of federation.train has had the {self.args.epochs} epochs of "
+                         "--epochs")
         if training.sizes and m not in training.sizes:
             notes.append(f"federation.train had {min(training.sizes)} clients in place of the {m} "
                          "of --fraction")
@@ -221,18 +226,28 @@ class Guard:
 
     def repeat(self, n, first, folder):
         """Repeats the rounds to n from the state in a folder. first: that before round 1."""
+        run, files = self.run, provenance.sources(self.run.file, self.args)
+
+        def edited():
+            return provenance.hashes(files) != run.environment["sources"]
+
+        if edited():
+            return say(f"note    one of its files has changed while it runs, so round {n} is not "
+                       "repeated")
         say(f"try     round {n} runs a second time, in a new process, to see whether --resume "
             "would give the same")
         file = folder / "expected.pt"
         torch.save({"first": first, "rounds": n, "after": self.found()}, file)
         early = n <= 3 and not self.fixed_rounds  # the last round of more than three is measured
         more = [f"--rounds={self.args.rounds + 1}"] if early else []
-        child = Child([self.run.file, *self.args.argv, *more, "--resume", f"--out={folder}"],
+        child = Child([run.file, *self.args.argv, *more, "--resume", f"--out={folder}"],
                       **{REPEATS: str(file)})
         try:
             code, said = child.result()
         finally:
             child.stop()
+        if code and edited():
+            return say("note    that failed, and one of its files has changed meanwhile")
         if "belongs to split" in said:
             refuse("--split gives other clients in a new process; draw from rng, its argument, and "
                    "sort what is a set", alone=True)
@@ -240,7 +255,7 @@ class Guard:
             refuse(f"round {n} was repeated in a new process, as --resume would: {said}",
                    alone=True)
         if file.exists():
-            say(f"note    python {self.run.file} trains nothing, so no round was repeated")
+            say(f"note    python {run.file} trains nothing, so no round was repeated")
 
     def found(self):
         """Returns {name: tensor, or number} of the state, and the measures of this round, if it was
@@ -301,7 +316,7 @@ def unread(path):
                 if isinstance(x, ast.ImportFrom) for z in x.names}
     for module, name in [called(z) for z in nodes if isinstance(z, ast.Call)]:
         where, function = (module, name) if module else imported.get(name, ("", name))
-        source = provenance.ROOT / f"{where}.py" if where in provenance.OURS else os.devnull
+        source = provenance.ROOT / f"{where}.py" if where in OURS else os.devnull
         for z in ast.walk(ast.parse(pathlib.Path(source).read_bytes())):
             if isinstance(z, ast.FunctionDef) and z.name == function:
                 nodes += ast.walk(z)
@@ -346,8 +361,8 @@ def check(state, before, model, clients, all_rows):
             continue
         if then.is_floating_point() and z.dtype != then.dtype:
             refuse(f"the loop makes state.{name} {z.dtype}, which began as {then.dtype}; convert "
-                   f"what it is computed from, as noise.to({then.dtype}): NumPy's numbers are "
-                   "float64")
+                   f"what it is computed from, as noise.to({then.dtype}); NumPy's numbers and "
+                   "federation.losses are float64")
         if name == model and z.dtype != torch.get_default_dtype():
             remedy = ("leave torch's default type" if z.dtype == torch.float32 else
                       "a model is torch.float32; use .float()")
@@ -446,6 +461,13 @@ def watch(file, state):
                      and sharing([(0, z), (1, frame.f_locals.get(name))])]:
             refuse(f"the loop reads {stale[0]}, which stays what it was before the loop; read "
                    f"state.{stale[0]}, or give the first one another name")
+        held = [(name, x) for name in loops[frame.f_code][0] if callable(frame.f_locals.get(name))
+                for x in Content(frame.f_locals[name], state).tensors]
+        if stale := [(name, of) for of, z in vars(state).items() for name, x in held
+                     if torch.is_tensor(z) and sharing([(0, z), (1, x)])]:
+            name, of = stale[0]
+            refuse(f"the loop calls {name}, which holds state.{of} as it was before the loop; give "
+                   f"it the present one, or state.{of}.clone() if the first is meant")
     before, set_anew = {}, set().union(*(stored for _, stored in loops.values()))
     modules = {*helpers, *(frame.f_globals["__name__"] for frame in frames)}
     while frames := frames_of(file, helpers):
@@ -525,6 +547,12 @@ class Content(pickle.Pickler):
                 z.__reduce_ex__(4)
                 return NotImplemented
         return repr, (holds,)  # nobody calls it
+
+
+def sums(state, names):
+    """Returns {name: its sum} of the tensors of a state with these names."""
+    return {name: float(z.sum(dtype=torch.float64)) for name, z in tensors_of(state).items()
+            if name in names and torch.is_tensor(z) and not z.is_complex()}
 
 
 def copies(state):

@@ -12,11 +12,10 @@ import sys
 import numpy as np
 import torch
 
-from .files import beside
+from .files import OURS, beside, imports
 from .machine import device_name, refuse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OURS = "fedavg", "fedavgm", "superfed", "psinet", "fedslr", "persfl", "baselines"
 # the files, beside the algorithm's, on which a result depends: not those that read data sets, which
 # have fingerprints, that refuse, and that write or draw
 OTHERS = ("child", "formats", "own_method", "own_network", "plots", "provenance", "records",
@@ -27,8 +26,8 @@ SHARED = "common.py", *(f"fl/{path.name}" for path in sorted((ROOT / "fl").glob(
 
 def sources(file, args):
     """Returns {name: path} of the files on which a run depends, the algorithm's first: this
-    repository's, those of --model, --split and --init, and what they import beside them. Refuses
-    two files of one name."""
+    repository's, those of --model, --split and --init, and what these import beside them or of our
+    algorithms. Refuses two files of one name."""
     own = [name.rpartition(":")[0] for name in (args.model, args.split) if ".py:" in name]
     importing = [pathlib.Path(name).resolve() for name in (*own, file)]
     own += [args.init] if args.init else []
@@ -39,8 +38,12 @@ def sources(file, args):
             refuse(f"two files of this run are called {name}: the record names files by their "
                    "names; rename yours")
     for path in importing:
-        for module in beside(path).values():
+        helpers = beside(path).values()
+        for module in helpers:
             found.setdefault(module.relative_to(path.parent).as_posix(), module)
+        for name in {name.split(".")[0] for own in (path, *helpers) for _, name in imports(own)}:
+            if name in OURS:
+                found.setdefault(f"{name}.py", ROOT / f"{name}.py")
     return found
 
 
@@ -77,9 +80,14 @@ def environment(files, federation):
         "numpy": np.__version__, "cuda": torch.version.cuda,
         "device": device_name(federation.device), "processes": federation.training.processes,
         "commit": commit(files.values()),
-        "sources": {name: hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-                    for name, path in files.items()},
+        "sources": hashes(files),
     }
+
+
+def hashes(files):
+    """Returns {name: hash of the contents} of {name: path}."""
+    return {name: hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+            for name, path in files.items()}
 
 
 def commit(files):

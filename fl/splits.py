@@ -31,6 +31,11 @@ class Split(NamedTuple):
         """Returns how many classes each client's training images have."""
         return [len(np.unique(labels[index])) for index in self.train]
 
+    def owned(self, n):
+        """Returns each client's images but central ones, which have numbers from n on."""
+        own = [np.sort(np.concatenate(parts)) for parts in zip(*self)]
+        return [index[index < n] for index in own]
+
     def measured(self, n):
         """Returns the same split, with n test images of all clients together if n is given."""
         m = [min(max(1, n // len(self.test)), len(i)) if n else len(i) for i in self.test]
@@ -145,8 +150,7 @@ def remarks(split, data, args):
                      + "; --client-test is not used" * (args.client_test > 0))
     if data.n_val and args.client_val:
         notes.append("note    --client-val holds out clients' own images: x_val is not used")
-    own = [np.concatenate(parts) for parts in zip(*split)]
-    own = [index[index < data.n_train] for index in own]  # without central images
+    own = split.owned(data.n_train)
     if nobodys := data.n_train - len(np.unique(np.concatenate(own))):
         notes.append(f"note    {nobodys} of {data.n_train} training images go to no client")
     if args.split == "dirichlet-hsu" and args.alpha:

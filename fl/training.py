@@ -71,7 +71,8 @@ class Training:
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
         self.map = pool(self.threads)
         self.used, self.gave_up, self.calls, self.graphs = "loop", {}, {}, {}
-        self.sizes, self.fewer = set(), ()  # how many clients calls have had; images used, of all
+        # of calls: how many clients, and epochs; images used, of all; if `epochs` began anew
+        self.sizes, self.epochs, self.fewer, self.twice = set(), set(), (), False
         keep_memory()
 
     def begin(self, d, largest):
@@ -204,6 +205,8 @@ class Training:
             whole = sum(len(clients[i].images) * clients[i].options["epochs"] for i in mine)
             self.fewer = self.fewer or (used, whole) * (used < whole)
             self.sizes.add(len(clients))
+            self.epochs |= {one.options["epochs"] for one in clients}
+            self.twice = self.twice or any(one.begun > 1 for one in clients)
             if versions != [z._version for z in tensors]:
                 raise Slip("client_update" + IN_PLACE)
         except Slip as problem:  # in one of several threads, or of several processes

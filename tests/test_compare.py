@@ -200,6 +200,29 @@ def test_an_unfinished_run_of_another_version_of_a_source_file_is_trained_anew(g
     assert (go.out / "fedavg" / "0" / "result.previous.json").exists()
 
 
+def test_our_file_that_somebody_has_changed_counts(go, capsys, monkeypatch):
+    """Ours as committed do not: a new version of them would train all methods anew."""
+    path = go.out / "fedavg" / "0" / "result.json"
+    environment = go("fedavg")["fedavg/0"]["environment"]
+    environment["sources"]["baselines.py"] = "0" * 64
+    edited(path, environment=environment)
+    for whose, trained in ("ours", []), ("own", ["fedavg/0"]):
+        monkeypatch.setattr(training, "whose", lambda path: whose)
+        go("fedavg")
+        assert go.trained == trained
+    assert "baselines.py changed; trained anew" in capsys.readouterr().out
+
+
+def test_equal_splits_are_noted(go, tmp_path, capsys):
+    own = written(tmp_path / "deal.py", "import numpy as np\ndef deal(*_):\n"
+                  "    return list(np.arange(40).reshape(4, 10))")
+    note = "--split gives each client the same images for several --split-seeds"
+    for split in f"{own}:deal", "iid":
+        go.out = tmp_path / split[-3:]
+        go("fedavg", "--split", split, "--split-seeds", "2")
+        assert (note in capsys.readouterr().out) == (split != "iid")
+
+
 @pytest.mark.parametrize("what", ["method", "import", "lazy", "model", "split"])
 def test_a_run_of_another_version_of_a_users_file_is_trained_anew(go, tmp_path, capsys, what):
     text = {"method": MINE, "import": "import a_helper\n" + MINE,

@@ -1,3 +1,4 @@
+import functools
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -248,8 +249,9 @@ class Scaled(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.full((3, 1, 1), 1e-6))
         self.conv, self.fc = torch.nn.Conv2d(3, 4, 1), torch.nn.Linear(4, num_classes)
+        self.norm = torch.nn.LayerNorm([4, 2, 2])
     def forward(self, x):
-        return self.fc(self.conv(x * self.scale).mean((2, 3)))
+        return self.fc(self.norm(self.conv(x * self.scale)).mean((2, 3)))
 """
 
 
@@ -263,7 +265,10 @@ def test_vectors_with_more_axes_are_no_matrices(tmp_path):
     assert len(ranks) == 2 and torch.equal(shrunk[where], w[where]) and w[where].all()
     assert baselines.erdos_renyi_kernel(net, 0.9)[scale] == 3  # all of it
     shapes = (1, 5), (5, 1), (1, 1), (3, 1, 1), (1, 4, 6), (2, 1, 3, 3), (7,)
-    assert fedslr.matrix_places(SimpleNamespace(shapes=shapes)) == [0, 1, 2, 4, 5]
+    net = SimpleNamespace(tensors=[("", None, shape) for shape in shapes],
+                          module=torch.nn.Identity(), owner=lambda name: "")
+    net.is_kernel = functools.partial(common.Net.is_kernel, net)
+    assert fedslr.matrix_places(net) == [0, 1, 2, 4, 5]
 
 
 # The factorised network (papers/fedslr_factors.py)

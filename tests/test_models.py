@@ -375,6 +375,8 @@ RANDOM = "it draws random numbers; for dropout use --no-dropout, which makes it 
      "forward changes its weights fc.weight, which the method alone may do"),
     ("torch.no_grad()(self.fc.weight.clamp_)(-0.01, 0.01); return super().forward(x)", "",
      "forward changes its weights fc.weight"),
+    ("self.fc.weight.data = torch.renorm(self.fc.weight.data, 2, 0, 2); return super().forward(x)",
+     "", "forward changes its weights fc.weight"),  # not the first ones, as in EEGNet
     (BEFORE, "self.more = nn.BatchNorm2d(1)", OTHERS_OF + " group (GroupNorm instead), or "
      "--batchnorm frozen (constant running statistics, for a pretrained --init)"),
     (BEFORE, "self.more = nn.BatchNorm2d(1, eps=1e12, affine=False)", OTHERS_OF),
@@ -592,9 +594,9 @@ def test_torchvisions_vision_transformer_takes_small_images(monkeypatch):
 
 @pytest.mark.parametrize("forward, more, d, note", [
     ("super().forward(x).softmax(1)", "", 119,
-     "note    the model's outputs lie between 0 and 1, as after softmax or sigmoid; cross-entropy "
-     "wants the logits before it"),
-    ("super().forward(x).sigmoid()", "", 119, "note    the model's outputs lie between 0 and 1"),
+     "note    the model's outputs are never negative, as after softmax, sigmoid or ReLU; "
+     "cross-entropy wants the logits before it"),
+    ("super().forward(x).relu()", "", 119, "note    the model's outputs are never negative"),
     ("y = super().forward(x); return y if self.training else y.softmax(1)", "", 119,
      "note    the model's logits differ in eval(); it stays in train(), in evaluation, too"),
     ("super().forward(x)", "self.conv.requires_grad_(False)", 99,
@@ -769,6 +771,7 @@ def test_layers_are_divided_where_an_image_passes_from_one_to_the_next(name, fir
             refused(capsys, want, divide, 1)
         else:
             assert divide(1) == slice(*want)
+    assert net.several() == ["p"] * (name == "Dictionary")
     if isinstance(last, str):
         refused(capsys, last, net.features, torch.ones(net.d), torch.ones(2, 1, 4, 4))
 
@@ -926,6 +929,7 @@ def base(**changes):
      "torch.Size([10, 32]) from checkpoint"),
     (base(fc_extra=torch.ones(1)), 'Unexpected key(s) in state_dict: "fc.extra"'),
     (base(fc_bias=torch.tensor([1.0, 2.0, float("nan")])), "some weights are not finite"),
+    (base(fc_bias=torch.ones(3, dtype=torch.int8)), "fc.bias is torch.int8"),
     (base() | {"bn.running_mean": torch.ones(2)},
      'Unexpected key(s) in state_dict: "bn.running_mean". Use --batchnorm frozen.'),
     ({"epoch": 3, "model": base()}, "its entry 'model' is a dict; if that is it, save it alone"),

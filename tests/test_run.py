@@ -723,6 +723,23 @@ KEPT = {  # before the loop, in it, what is named
 }
 
 
+def test_what_a_function_holds_of_the_first_state_is_refused(tmp_path, capsys):
+    """As FedProx's anchor, made once, would; a copy is meant."""
+    hold = "sgd, a = update, {}; update = lambda w, *more: sgd(w, *more) + 0 * a"
+    with pytest.raises(SystemExit):
+        of_its_own(tmp_path, hold.format("w_0"), "")
+    assert "the loop calls update, which holds state.w as it was before" in capsys.readouterr().err
+    of_its_own(tmp_path, hold.format("w_0.clone()"), "")
+
+
+def test_a_file_that_is_edited_while_it_runs_repeats_no_round(tmp_path, capsys, monkeypatch):
+    """The run is that of the file as it was."""
+    monkeypatch.delenv("REPEATED_ROUND")
+    record = of_its_own(tmp_path, "", "open(__file__, 'a').write('1 / 0')")
+    assert record["status"] == "finished"
+    assert capsys.readouterr().out.count("has changed while it runs, so round 2 is not") == 1
+
+
 def of_its_own(tmp_path, before, each, loop="run.rounds(state)", seed=0, more=()):
     path = tmp_path / "own.py"
     tmp_path.mkdir(exist_ok=True)
@@ -849,11 +866,17 @@ def test_replaced_data_is_noted(name, value, tmp_path, capsys):
 @pytest.mark.parametrize("before, each, flags, words", [
     ("state.V = federation.per_client(w_0[:9])", "state.V[S[0]].copy_(w[:9])", [],
      "no round has changed state.V"),
+    ("state.V = federation.per_client(w_0[:9])", "state.V[S] = state.V[S]", [],  # 1 * the same
+     "no round has changed state.V"),
     ("", "if run.evaluates():\n            run.log(federation.evaluate(state.w))\n"
      "        state.w = w\n        continue", [],
      "a round changes state.w after run.evaluates(), so the measures are those of the one before"),
     ("sgd = update; update = lambda w, epochs, eta: sgd(w, list(epochs)[:1], eta)", "",
      ["--epochs", "3"], "client_update has used 160 of the 480 images of its epochs in one call"),
+    ("sgd = update; update = lambda w, epochs, eta: sgd(sgd(w, epochs, eta), epochs, eta)", "", [],
+     "client_update goes through `epochs` more than once, in one order of images; is its loop"),
+    ("train = federation.train; federation.train = functools.partial(train, epochs=1)", "",
+     ["--epochs", "3"], "no call of federation.train has had the 3 epochs of --epochs"),
     ("federation.sample = lambda t: federation.everyone", "", [],
      "federation.train had 8 clients in place of the 4 of --fraction"),
     ("run.targets = [0.01]", "", [], "no round has called run.stop_at_target, so --target does")])
@@ -920,6 +943,21 @@ def test_args_of_argparse_alone_are_refused(tmp_path, capsys):
     path.write_text(OWN.replace("    run = ", "    del args.argv\n    run = "))
     refused(capsys, "args are not those of common.parse(parser, BY_DATASET, argv), which seeds",
             common.load_file(path).main, argv)
+
+
+def test_files_beside_one_in_the_checkout(tmp_path, monkeypatch):
+    """Users keep their files there, too. Ours are none of theirs, but a run names those that theirs
+    import."""
+    monkeypatch.setattr(fl.files, "HERE", tmp_path)
+    for name in "own", "helper", "fedavg", "common":
+        (tmp_path / f"{name}.py").write_text("import common, fedavg, helper")
+    (tmp_path / "fl").mkdir()
+    (tmp_path / "fl" / "__init__.py").write_text("")
+    path = tmp_path / "own.py"
+    assert fl.files.beside(path) == {"helper": tmp_path / "helper.py"}
+    found = fl.provenance.sources(path, SimpleNamespace(model="cnn", split="iid", init=None))
+    assert found["helper.py"] == tmp_path / "helper.py" and found["fedavg.py"] == HERE / "fedavg.py"
+    assert "psinet.py" not in found
 
 
 def test_args_rounds_in_a_file_beside(tmp_path, capsys):

@@ -220,9 +220,20 @@ def test_a_run_measures_and_draws_the_mixtures(tmp_path, monkeypatch, capsys):
         assert list(start.get_xdata()) == [2.5, 2.5]  # rounds 1 and 2 are Phase I
 
 
-def test_one_layer_is_noted(toy, tmp_path, capsys):
-    run(superfed, ["--dataset", toy, *BARE, "--split", "iid", "--mix", "layer"], tmp_path)
-    assert "the network has one layer, so --mix layer does what --mix" in capsys.readouterr().out
+def test_layers_that_share_their_lambda_are_noted(toy, tmp_path, capsys):
+    (tmp_path / "net.py").write_text("""
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.p = torch.nn.ParameterList([torch.randn(9, 4), torch.randn(classes, 9)])
+    def forward(self, x):
+        return x.flatten(1) @ self.p[0].T @ self.p[1].T
+""")
+    run(superfed, ["--dataset", toy, *BARE, "--split", "iid", "--mix", "layer", "--model",
+                   f"{tmp_path}/net.py:Net"], tmp_path)
+    said = capsys.readouterr().out
+    assert "several layers' weights, which share one lambda, are in p" in said
 
 
 def test_without_phase_two_there_is_nothing_to_draw_of_it(toy, tmp_path, capsys):
@@ -230,5 +241,5 @@ def test_without_phase_two_there_is_nothing_to_draw_of_it(toy, tmp_path, capsys)
     record, _ = run(superfed, argv, tmp_path)
     assert "lambdas" not in record["rounds"][-1]  # personal is w^f, as in FedAvg
     said = capsys.readouterr().out
-    assert "phases  no Phase II" in said and "the network has one layer" not in said
+    assert "phases  no Phase II" in said and "which share one lambda" not in said
     assert (tmp_path / "curves.svg").exists() and not (tmp_path / "lambdas.png").exists()
