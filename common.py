@@ -41,7 +41,7 @@ from fl.plots import drawing, setting, spread
 from fl.run import Run, without_clients
 from fl.splits import SPLITS, USED_BY, Split, split_clients, unused, whole_numbers
 from fl.state import Rows
-from fl.training import Training, form_of, grad, may_look, models_of, step
+from fl.training import form_of, grad, may_look, models_of, step, training_on
 from fl.transforms import DRAWS, TRANSFORMS
 
 STREAMS = "split", "initialisation", "sampling", "order", "augmentation", "algorithm"
@@ -66,7 +66,7 @@ class Federation:
     def __init__(self, args, make_net=None):
         """make_net(shape [C, H, W], classes, device): the model; by default that of --model."""
         self.args, self.device = args, find_device(args.device)
-        self.training = Training(self.device, args)
+        self.training = training_on(self.device, args)
         with self.training.one_after_the_other():  # the first process downloads and decodes
             self.data = images_for(args, stream(args.split_seed, "split", 1))
         dealt = split_clients(self.data, args, stream(args.split_seed, "split"))

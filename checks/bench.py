@@ -34,10 +34,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import baselines
 import common
 import fl.building
+import fl.gpu
 import fl.machine
 import fl.models
 import fl.provenance
-import fl.training
 
 
 class LeafCNN(nn.Sequential):
@@ -133,10 +133,10 @@ def plain(args, tidy=False):
 
 def ours(args, way=None):
     """One round of FedAvg, in its fastest way or, at first, in the given one. Returns w."""
-    ways = fl.training.ways_to_try
+    ways = fl.gpu.ways_to_try
     if way:
-        ways = lambda *_: fl.training.WAYS[fl.training.WAYS.index(way) :]
-    with mock.patch.object(fl.training, "ways_to_try", ways):
+        ways = lambda *_: fl.gpu.WAYS[fl.gpu.WAYS.index(way) :]
+    with mock.patch.object(fl.gpu, "ways_to_try", ways):
         federation = common.Federation(args)
     client_update = baselines.local_sgd(federation.net, args)
     eta, w = torch.tensor(args.lr, device=federation.device), federation.initial_weights()
@@ -208,7 +208,7 @@ def peak(device, precision):
     times = []
     for _ in range(7):
         start = fl.machine.now(torch.device(device))
-        with fl.training.fast_kernels(precision):
+        with fl.gpu.fast_kernels(precision):
             a @ b
         times.append(fl.machine.now(torch.device(device)) - start)
     return 2 * n**3 / min(times)
@@ -234,7 +234,7 @@ def entrants_of(model, device, base):
     found = {f"plain loop, {'fp32' if old else 'tf32'}": plain(arguments(model, device, **base))}
     for precision in ("fp32",) if old else ("fp32", "tf32", "bf16"):
         args = arguments(model, device, precision=precision, **base)
-        for way in fl.training.WAYS:
+        for way in fl.gpu.WAYS:
             found[f"ours, {way}, {precision}"] = ours(args, way)
     return found
 

@@ -51,6 +51,7 @@ import bench
 
 import baselines
 import common
+import fl.gpu
 import fl.machine
 import fl.provenance
 import fl.training
@@ -146,11 +147,11 @@ def algorithm(name, device, more):
 def streams(threads=4):
     """Has `graphs` train four clients at once: a thread and a stream each, a lock around capture.
     """
-    lock, capture = threading.Lock(), fl.training.capture
+    lock, capture = threading.Lock(), fl.gpu.capture
     here, workers = threading.local(), ThreadPoolExecutor(threads)
     cuda = torch.cuda.is_available()
 
-    class Streams(common.Training):
+    class Streams(fl.gpu.OnGPU):
         # a graph's memory belongs to one thread
         graphs = property(lambda self: vars(here).setdefault(id(self), {}), lambda self, new: None)
 
@@ -184,17 +185,17 @@ def streams(threads=4):
         with lock:
             return capture(function, device)
 
-    return [(common, "Training", Streams), (fl.training, "capture", locked)]
+    return [(fl.gpu, "OnGPU", Streams), (fl.gpu, "capture", locked)]
 
 
 def compiled(backend="inductor"):
     """Compiles what a graph captures."""
+    capture = fl.gpu.capture
 
-    class Compiled(fl.training.Graph):
-        def captured(self, *given):
-            return torch.compile(super().captured(*given), dynamic=False, backend=backend)
+    def compiling(function, device):
+        return capture(torch.compile(function, dynamic=False, backend=backend), device)
 
-    return [(fl.training, "Graph", Compiled)]
+    return [(fl.gpu, "capture", compiling)]
 
 
 def layout(memory_format):
@@ -301,7 +302,7 @@ def evaluation(device, quick=False):
 
     def at_once(_):
         parts = []
-        for S in np.array_split(fed.everyone, math.ceil(K / fl.training.WIDEST)):
+        for S in np.array_split(fed.everyone, math.ceil(K / fl.gpu.WIDEST)):
             most = max(len(own[k]) for k in S)
             index = np.stack([np.resize(own[k], most) for k in S])
             index = torch.from_numpy(index).to(fed.device)
@@ -312,7 +313,7 @@ def evaluation(device, quick=False):
         logits["fast"] = torch.cat(parts)
 
     def in_turn(_):
-        logits["loop"] = fed.each_logits(lambda k: fed.logits(W[k], own[k]), own)
+        logits["loop"] = fed.training.stacked(lambda k: fed.logits(W[k], own[k]), own)
 
     seconds, memory = bench.interleaved({"loop": in_turn, "fast": at_once}, device, 2)
     slow, fast = (min(z) for z in seconds.values())
@@ -369,8 +370,9 @@ def main(argv=None, more=()):
         if args.device == "cpu":  # Python's calls in place of CUDA graphs
             import pretend
 
-            stack.enter_context(patched([(common, "Training", pretend.Training),
-                                         (fl.training, "capture", pretend.eager)]))
+            stack.enter_context(patched([(fl.gpu, "OnGPU", pretend.Training),
+                                         (fl.gpu, "capture", pretend.eager),
+                                         (common, "training_on", lambda *z: fl.gpu.OnGPU(*z))]))
         if args.quick:
             stack.enter_context(mock.patch.dict(
                 VARIANTS, compile=functools.partial(compiled, "eager")))

@@ -77,7 +77,7 @@ class Memory:
         return taken
 
     def capture(self, function, device):
-        """For training.capture: what a step takes at most is taken while its graph lives."""
+        """For gpu.capture: what a step takes at most is taken while its graph lives."""
         pool = self.of(function)
 
         def replay():

@@ -1,11 +1,9 @@
-"""How the work of a round is spread: several processes, threads on a CPU, CUDA graphs on a GPU. The
-plain loop (Federation.one_by_one) is the specification; tests compare every faster way with it, and
-on a GPU each run does so before it uses one."""
+"""How the work of a round is spread over processes and a CPU's threads (gpu.py: on a GPU), and what
+does it: step and grad."""
 
 import collections
 import contextlib
 import functools
-import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,28 +16,10 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .machine import (
-    cores,
-    first_line,
-    generators,
-    join_processes,
-    keep_memory,
-    now,
-    refuse,
-    say,
-)
-from .state import Sampled
+from .machine import cores, generators, join_processes, keep_memory, refuse
 
 # .vmapped: in a step of all clients; .alone: in one item of `each`; .in_grad: in grad's function
 STEPS = threading.local()
-WAYS = "together", "graphs", "loop"  # of training the clients of a round, the fastest first
-SMALL = 3_000_000  # weights; above it "together" gains up to 1.5x for much memory (speed.md)
-WIDEST = 32  # clients at once in "together"; each needs memory for its activations
-MOST = 32  # graphs, since PyTorch has 32 streams, and each graph needs one of its own
-# how far a fast way may be from the loop, as a share of what a minibatch changes (`compare`)
-TOLERANCE = {"fp32": 0.01, "tf32": 0.05, "bf16": 0.15}
-# how much rounding may change a weight, as a share of what a minibatch changes all on average
-ROUNDING = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 
 
 class Slip(Exception):
@@ -49,44 +29,41 @@ class Slip(Exception):
 IN_PLACE = " changes a tensor in place, which others may share; write w = w - ..., not w -= ..."
 
 
-def ways_to_try(device, args, d):
-    """Returns those of WAYS that a run may use, the fastest first. d: weights in the model."""
-    if device.type != "cuda" or args.engine == "loop" or torch.version.hip:
-        return ("loop",)
-    return WAYS if d <= SMALL else WAYS[1:]
+def training_on(device, args):
+    """Returns the Training of a device."""
+    if device.type != "cuda":
+        return Training(device, args)
+    from . import gpu  # which a CPU does without
+
+    return gpu.OnGPU(device, args)
 
 
 class Training:
-    """Trains and evaluates on one device: `each` shares items out among processes and threads, and
-    `train` chooses the fastest way on a GPU. Nobody else writes its attributes.
+    """Trains and evaluates on one device: `each` shares items out among processes and threads.
+    Nobody else writes its attributes.
 
     rank, processes: this process's number among all. threads: 0 on a GPU. map: Python's map, with
-    these threads. part: images that are evaluated at once. used: the way of the last call of train.
-    gave_up: way -> why it is not used any more.
+    these threads. part: images that are evaluated at once.
     """
 
     def __init__(self, device, args):
         self.device, self.args, self.given = device, args, dict(vars(args))
         self.rank, self.processes = join_processes(device)
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
-        self.map = pool(self.threads)
-        self.used, self.gave_up, self.calls, self.graphs = "loop", {}, {}, {}
+        self.map, self.gave_up = pool(self.threads), {}  # of OnGPU's ways
         # of calls: how many clients, and epochs; images used, of all; if `epochs` began anew
         self.sizes, self.epochs, self.fewer, self.twice = set(), set(), (), False
         keep_memory()
 
     def begin(self, d, largest):
         """Prepares for a model with d weights and clients with at most `largest` images."""
-        # minibatches of a GPU are filled up to B images: all have one shape
-        self.B = min(self.args.batch_size or largest, largest)
-        # fewer for a large model on a CPU, whose cache is small
-        self.part = 500 if self.device.type == "cuda" or d <= 500_000 else 100
-        self.ways = ways_to_try(self.device, self.args, d)
-        self.reset_peak()  # that of an earlier run in this process
+        self.part = 500 if d <= 500_000 else 100  # fewer for a large model: a CPU's cache is small
 
-    def reset_peak(self):
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+    def end_round(self, done):
+        """Ends a round. done: how many are complete."""
+
+    def end(self):
+        """Ends the run."""
 
     # Several processes: each has the server's whole state. Items are shared out in blocks, which
     # are rows that lie side by side in a result
@@ -169,15 +146,6 @@ class Training:
         dist.all_reduce(n)
         return int(n)
 
-    def end_round(self, done):
-        """done: rounds that are complete. The peak of memory is that of the later ones, since
-        cuDNN's search, in the first, takes the largest candidate's workspace."""
-        if done == 1 < self.args.rounds:
-            self.reset_peak()
-
-    def end(self):
-        self.graphs.clear()
-
     # Training
 
     def train(self, fed, client_update, own, clients, shared):
@@ -218,115 +186,8 @@ class Training:
         return found
 
     def train_all(self, fed, client_update, own, clients, shared):
-        if self.ways == ("loop",) and self.device.type != "cuda":
-            return self.exchange(fed.one_by_one(client_update, own, clients, shared))
-        if self.processes == 1:
-            return self.train_fast(fed, client_update, own, clients, shared)
-        m, mine = len(clients), self.share(len(clients)) or range(1)
-        with set_in_thread(alone=True):
-            found = self.train_fast(fed, client_update, [Sampled(z, mine) for z in own],
-                                    clients[mine.start : mine.stop], shared)
-        whole = tree_map(lambda z: z.new_empty((m, *z.shape[1:])), found)
-        for z, part in zip(tree_leaves(whole), tree_leaves(found)):
-            z[mine.start : mine.stop] = part
-        return self.exchange(whole)
-
-    def train_fast(self, fed, client_update, own, clients, shared):
-        """Trains clients on a GPU: all at once where the model is small and they have equally many
-        minibatches, else one after the other by CUDA graphs. A way that fails, or does not give
-        what the plain loop gives, is given up for good, with one line."""
-        B = self.args.batch_size or math.inf
-        alike = len({-(-len(one.images) // B) for one in clients}) == 1
-        for way in self.ways[:-1]:
-            if way in self.gave_up or way == "together" and not alike:
-                continue
-            self.used, counted = way, len(fed.passed)
-            try:
-                self.prove(way, fed, client_update, own, clients, shared)
-                del fed.passed[counted:]
-                return self.by(way, fed, client_update, own, clients, shared, len(clients))
-            except Exception as problem:
-                now(self.device)  # raises if the GPU can't be used any more
-                del fed.passed[counted:]
-                self.gave_up[way] = why = first_line(problem)
-            later = self.ways[self.ways.index(way) + 1 :]
-            instead = next(z for z in later if z not in self.gave_up)
-            say(f"engine  {instead!r} in place of {way!r} from here on, slower: {why}")
-            self.graphs.clear()
-            with contextlib.suppress(RuntimeError):  # after a capture that broke
-                torch.cuda.empty_cache()
-        self.used = "loop"
-        try:
-            with fast_kernels(self.args.precision):
-                return fed.one_by_one(client_update, own, clients, shared)
-        except torch.OutOfMemoryError as problem:
-            refuse(f"out of GPU memory with one client at a time ({first_line(problem)}); use a "
-                   "smaller --batch-size or --model", alone=True)
-
-    def by(self, way, fed, client_update, own, clients, shared, m):
-        """Trains the clients in a way that is not the loop. m: how many train in this round."""
-        with fast_kernels(self.args.precision, search=True):
-            if way == "graphs":
-                filled = [FilledEpochs(fed, [one], way) for one in clients]
-                return fed.one_by_one(client_update, own, filled, shared)
-            # all chunks have one width, hence one graph; they are filled up with client 0
-            width, parts = -(-m // -(-m // WIDEST)), []
-            for start in range(0, len(clients), width):
-                places = [*range(start, min(start + width, len(clients)))]
-                n, places = len(places), np.array(places + [0] * (width - len(places)))
-                epochs = FilledEpochs(fed, [clients[i] for i in places], way)
-                found = client_update(*(z[places] for z in own), epochs, *shared)
-                parts.append(tree_map(lambda z, n=n: z[:n], found))
-            return tree_map(lambda *z: torch.cat(z), *parts) if len(parts) > 1 else parts[0]
-
-    def prove(self, way, fed, client_update, own, clients, shared):
-        """Raises ValueError unless this way gives what the plain loop gives: after one minibatch of
-        the first client, of the last, and of the first with as few images as any client's last
-        minibatch has; together, in every place. A second minibatch would let rounding grow, for
-        ResNet-18 a thousandfold. Not only in the first round: there, what clients keep may still be
-        0, and a round number that a graph freezes is the right one."""
-        B = self.args.batch_size or math.inf
-        chosen = [0, len(clients) - 1, 0]
-        start = [[z[i] for i in chosen] for z in own]
-        key = client_update, way, *(z[0].shape for z in start)
-        self.calls[key] = n = self.calls.get(key, 0) + 1
-        if n & (n - 1):  # not the 1st, 2nd, 4th, 8th, ... call
-            return
-        sizes = [min(len(clients[i].images), B) for i in chosen]
-        sizes[2] = min((len(one.images) - 1) % B + 1 for one in clients)
-        ones = [clients[i].again(images=clients[i].images[: int(n)], epochs=1)
-                for i, n in zip(chosen, sizes)]
-        with fast_kernels(self.args.precision):
-            wanted = [client_update(*(z[j] for z in start), one, *shared)
-                      for j, one in enumerate(ones)]
-        places = np.arange(max(len(clients), 3)) % 3
-        found = self.by(way, fed, client_update, [torch.stack(z)[places] for z in start],
-                        [ones[j] for j in places], shared, len(clients))
-        for i, j in enumerate(places):
-            compare(fed.net, [z[j] for z in start], wanted[j], tree_map(lambda z, i=i: z[i], found),
-                    self.args.precision)
-
-
-def compare(net, start, wanted, found, precision):
-    """Raises ValueError if `found`, a client's tensors after a minibatch, differs from `wanted` by
-    more than TOLERANCE of the change since `start`, or by more than three times that in one of the
-    model's tensors. Where exact arithmetic would change nothing, as in a bias before BatchNorm,
-    rounding does."""
-    tolerated = TOLERANCE[precision]
-    for want, got in zip(tree_leaves(wanted), tree_leaves(found)):
-        want, got = want.double(), got.double()
-        if not want.isfinite().all():
-            raise ValueError("the plain loop diverges in its first minibatch")
-        near = [z.double() for z in start if z.shape == want.shape[want.dim() - z.dim() :]]
-        change = min((want - z for z in [*near, torch.zeros_like(want)]), key=torch.norm)
-        small = ROUNDING[precision] * change.square().mean().sqrt()
-        sizes = net.sizes if want.dim() and want.shape[-1] == net.d else want.shape[-1:]
-        parts = zip(*(z.split(sizes, -1) if z.dim() else [z] for z in (want, got, change)))
-        for n, (w, g, c) in enumerate([(want, got, change), *parts]):
-            tolerance, least = (3 * tolerated, small) if n else (tolerated, 0)
-            rounding = 1e-6 * w.norm() + least * w.numel() ** 0.5
-            if not (g - w).norm() <= tolerance * c.norm() + rounding:
-                raise ValueError("a minibatch does not give what the plain loop gives")
+        """Trains this process's share of the clients. Returns the results of all."""
+        return self.exchange(fed.one_by_one(client_update, own, clients, shared))
 
 
 def check_clients(S, K, t, own=(), images=None):
@@ -395,39 +256,7 @@ def plain(z):
     return z.view(torch.uint8) if z.dtype == torch.bool else z
 
 
-class FilledEpochs:
-    """Epochs for CUDA graphs, of one client or, with "together", of several, a row for each.
-    Minibatches are filled up to B images, so that all have one shape."""
-
-    def __init__(self, fed, clients, way):
-        self.fed, self.clients, self.way = fed, clients, way
-
-    def again(self, **options):
-        return FilledEpochs(self.fed, [one.again(**options) for one in self.clients], self.way)
-
-    def __iter__(self):
-        fed, wide = self.fed, []
-        plans = [one.plan() for one in self.clients]
-        sizes = [min(fed.args.batch_size or math.inf, index.shape[1]) for index, *_ in plans]
-        for (index, uniform, draw), size in zip(plans, sizes):
-            (epochs, n), steps = index.shape, draw.shape[1]
-            place = np.full((steps, max(fed.training.B, *sizes)), n)  # in 0..n-1; n: padding
-            place[:, :size].flat[:n] = np.arange(n)
-            index, uniform = (np.append(z, np.zeros_like(z[:, :1]), 1)[:, place]
-                              for z in (index, uniform))
-            wide.append((index, uniform, draw, np.tile(np.float32(place < n), (epochs, 1, 1))))
-        masks = {one.client: mask[0] for one, (*_, mask) in zip(self.clients, wide)}
-        images = sum(mask.sum(1) for mask in masks.values())  # a chunk is filled up with client 0
-        arrays = (np.stack(z, 2) if self.way == "together" else z[0] for z in zip(*wide))
-        for epoch in zip(*(torch.as_tensor(z, device=fed.device) for z in arrays)):
-            yield (self.filled(int(n), inputs) for n, *inputs in zip(images, *epoch))
-
-    def filled(self, n, inputs):
-        self.fed.passed.append(n)
-        return Filled(self.fed, self.way, inputs)
-
-
-class Filled(NamedTuple):  # a minibatch that a Graph makes: fed.batch(*inputs)
+class Filled(NamedTuple):  # a minibatch that a GPU's Graph makes: fed.batch(*inputs)
     fed: object
     way: str
     inputs: tuple
@@ -450,6 +279,8 @@ def step(function):
     def run(*args):
         place = next((i for i, z in enumerate(args) if isinstance(z, Filled)), None)
         if place is not None:
+            from .gpu import by_graph
+
             return by_graph(function, place, *args)
         tensors = [z for z in args if torch.is_tensor(z)]
         before = [z._version for z in tensors]
@@ -465,66 +296,6 @@ def step(function):
         return found
 
     return run
-
-
-def by_graph(function, place, *args):
-    """Runs a step by its graph. place: the minibatch's among args."""
-    b, graphs = args[place], args[place].fed.training.graphs
-    given = *args[:place], *b.inputs, *args[place + 1 :]
-    form = ((z.shape, z.dtype) if torch.is_tensor(z) else z for z in given)
-    key = function, b.way, *form
-    if key not in graphs and len(graphs) == MOST:
-        raise RuntimeError(f"more than {MOST} kinds of steps: pass numbers as tensors")
-    graph = graphs[key] = graphs.get(key) or Graph(function, place, b, given)
-    return graph(given)
-
-
-class Graph:
-    """A step for tensors of given shapes, as a CUDA graph. It reads and writes the same memory in
-    every replay: what it is given is copied there, and what it returns is a copy."""
-
-    def __init__(self, function, place, b, given):
-        fed, end, step = b.fed, place + len(b.inputs), function
-        if together := b.way == "together":  # the step of all clients
-            shared = (None,) * (len(given) - end)
-            step = vmap(function, (0,) * (place + 1) + shared)
-        memory = [z.to(fed.device, copy=True, memory_format=torch.contiguous_format)
-                  if torch.is_tensor(z) else z for z in given]
-
-        def once():
-            with set_in_thread(vmapped=together):
-                return step(*memory[:place], fed.batch(*memory[place:end]), *memory[end:])
-
-        self.memory, self.replay = memory, capture(once, fed.device)
-
-    def __call__(self, given):
-        for memory, z in zip(self.memory, given):
-            if torch.is_tensor(z):
-                memory.copy_(z)
-        return tree_map(torch.clone, self.replay())
-
-
-def capture(function, device):
-    """Returns a function that replays `function` as a CUDA graph. It has its own stream, since
-    freeing a graph frees its stream's cuBLAS workspace (PyTorch's issue 193402)."""
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    graph = torch.cuda.CUDAGraph()
-    side.wait_stream(main)
-    try:
-        with torch.cuda.stream(side):  # libraries set up their kernels before the capture
-            for _ in range(3):
-                function()
-        # thread_local: NCCL's thread may do what a capture may not
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            results = function()
-    finally:
-        torch.cuda.set_stream(main)  # PyTorch stays on the other one after a failed capture
-
-    def replay():
-        graph.replay()
-        return results
-
-    return replay
 
 
 def grad(function, argnums=0, has_aux=False, each=False):
@@ -579,7 +350,7 @@ def may_look(x):
 
 
 # --------------------------------------------------------------------------------------------------
-# Threads, and how a GPU computes
+# Threads
 
 
 @contextlib.contextmanager
@@ -616,16 +387,3 @@ def pool(threads):
                 left.cancel()
 
     return ordered
-
-
-@contextlib.contextmanager
-def fast_kernels(precision, search=False):
-    """With precision "tf32", convolutions and matrix products in fp32 use TF32 inside it. search:
-    cuDNN times its kernels for each convolution, which pays where shapes repeat."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    cudnn.benchmark = search
-    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = False

@@ -17,11 +17,11 @@ HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / part) for part in ("", "checks")]
 
 import common
+import fl.gpu
 import fl.models
 import fl.plots
 import fl.records
 import fl.run
-import fl.training
 import pretend
 from pretend import eager
 
@@ -78,8 +78,8 @@ def on_a_gpu(fed, way="together"):
 
 def paths(fed, monkeypatch):
     """Sets a federation to each way of training, the loop, which is the specification, first."""
-    monkeypatch.setattr(fl.training, "capture", eager)
-    for way in reversed(fl.training.WAYS):
+    monkeypatch.setattr(fl.gpu, "capture", eager)
+    for way in reversed(fl.gpu.WAYS):
         on_a_gpu(fed, way)
         yield way
         assert not fed.training.gave_up, fed.training.gave_up

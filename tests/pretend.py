@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import common
-import fl.training
+import fl.gpu
 
 GPU, CPU = torch.device("cpu", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -144,7 +144,7 @@ class Operations(TorchDispatchMode):
             self.log = self.made = None
 
     def capture(self, function, device):
-        """In place of training.capture. A graph does again what was captured; here Python does,
+        """In place of gpu.capture. A graph does again what was captured; here Python does,
         which must be the same."""
         self.capturing = True
         try:
@@ -162,7 +162,7 @@ class Operations(TorchDispatchMode):
 
 
 def eager(function, device):
-    """In place of training.capture: Python does what a CUDA graph would replay. The results
+    """In place of gpu.capture: Python does what a CUDA graph would replay. The results
     lie in the same memory each time."""
     results = tree_map(torch.clone, function())
 
@@ -174,7 +174,7 @@ def eager(function, device):
     return replay
 
 
-class Training(fl.training.Training):
+class Training(fl.gpu.OnGPU):
     """Trains on a CPU as on a GPU."""
 
     def __init__(self, device, args, ways=None):
@@ -185,12 +185,12 @@ class Training(fl.training.Training):
     def begin(self, d, largest):
         super().begin(d, largest)
         cuda = torch.device("cuda", 0)
-        self.ways = self.wanted or fl.training.ways_to_try(cuda, self.args, d)
+        self.ways = self.wanted or fl.gpu.ways_to_try(cuda, self.args, d)
 
 
 def ways_from(way):
     """Returns the ways of training that are left where `way` is the fastest."""
-    return fl.training.WAYS[fl.training.WAYS.index(way) :]
+    return fl.gpu.WAYS[fl.gpu.WAYS.index(way) :]
 
 
 @contextlib.contextmanager
@@ -204,9 +204,9 @@ def gpu(capture=None, room=float("inf"), way=None):
         return label(load(file, map_location="cpu", **more), GPU if map_location == GPU else CPU)
 
     with pytest.MonkeyPatch.context() as patch, operations, Calls(operations):
-        patch.setattr(fl.training, "capture", capture or operations.capture)
+        patch.setattr(fl.gpu, "capture", capture or operations.capture)
         patch.setattr(common, "find_device", lambda name: GPU)
-        patch.setattr(common, "Training", lambda *given: Training(*given, ways))
+        patch.setattr(common, "training_on", lambda *given: Training(*given, ways))
         patch.setattr("fl.state.free_memory", lambda device: room)
         patch.setattr(torch, "from_numpy", lambda array: label(from_numpy(array), CPU))
         patch.setattr(torch, "load", loaded)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 import baselines
 import fedavg
 import fedslr
+import fl.gpu
 import fl.machine
-import fl.training
 import pretend
 import superfed
 from conftest import QUICK, eager, federation, killed, on_a_gpu, refused, run
@@ -98,7 +98,7 @@ def test_a_way_that_fails_is_given_up_with_one_line(ways, name, tmp_path, capsys
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engine")]
     why = str(PROBLEMS[name] or "a minibatch does not give what the plain loop gives")
     assert len(said) == ways and all(line.endswith(f"slower: {why}") for line in said)
-    assert record["environment"]["slower"] == [f"{way}: {why}" for way in fl.training.WAYS[:ways]]
+    assert record["environment"]["slower"] == [f"{way}: {why}" for way in fl.gpu.WAYS[:ways]]
     torch.testing.assert_close(state["w"], want["w"], rtol=0, atol=1e-6 if ways == 1 else 0)
 
 
@@ -108,8 +108,8 @@ def test_an_error_that_leaves_the_gpu_unusable_is_raised_again(monkeypatch):
     def fails(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(fl.training, "capture", fails)
-    monkeypatch.setattr(fl.training, "now", fails)  # it is the answer to everything from then on
+    monkeypatch.setattr(fl.gpu, "capture", fails)
+    monkeypatch.setattr(fl.gpu, "now", fails)  # it is the answer to everything from then on
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         fed.train(fedavg.local_training(fed.net, fed.args), np.arange(4), 0,
                   own=[fed.initial_weights().expand(4, -1)], shared=[fed.eta(0)])
@@ -160,15 +160,15 @@ def test_amds_gpus_train_by_the_loop(tf32, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: tf32)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (9, 0))
     args = federation(FED).args
-    assert fl.training.ways_to_try(torch.device("cuda", 0), args, 1000) == ("loop",)
+    assert fl.gpu.ways_to_try(torch.device("cuda", 0), args, 1000) == ("loop",)
     assert fl.machine.lacks_tf32() == (not tf32)
 
 
 def test_which_ways_are_tried(monkeypatch):
     args, cuda = federation(FED).args, torch.device("cuda", 0)
-    tried = lambda *given: fl.training.ways_to_try(*given)
-    assert tried(cuda, args, fl.training.SMALL) == ("together", "graphs", "loop")
-    assert tried(cuda, args, fl.training.SMALL + 1) == ("graphs", "loop")
+    tried = lambda *given: fl.gpu.ways_to_try(*given)
+    assert tried(cuda, args, fl.gpu.SMALL) == ("together", "graphs", "loop")
+    assert tried(cuda, args, fl.gpu.SMALL + 1) == ("graphs", "loop")
     assert tried(torch.device("cpu"), args, 1000) == ("loop",)
     args.engine = "loop"
     assert tried(cuda, args, 1000) == ("loop",)
@@ -204,7 +204,7 @@ def test_a_container_has_the_cores_that_it_may_use(text, processes, cores, tmp_p
 
 @pytest.mark.parametrize("rounds, resets", [(1, []), (3, [1])])
 def test_the_peak_of_memory_is_that_after_round_one(rounds, resets, monkeypatch):
-    training, seen = federation([*FED, "--rounds", str(rounds)]).training, []
+    training, seen = on_a_gpu(federation([*FED, "--rounds", str(rounds)])).training, []
     monkeypatch.setattr(training, "reset_peak", lambda: seen.append(done))
     for done in range(1, rounds + 1):
         training.end_round(done)
@@ -233,9 +233,10 @@ def test_a_gpu_shrinks_singular_values_as_an_svd_does(shape):
 def test_the_check_of_a_gpu(tmp_path, capsys):
     """A table and a record, row by row; a row that fails says why."""
     gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--variants", "--only",
-                    "fedavg", "none"])
+                    "fedavg", "evaluation", "none"])
     path, = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["rows"]
     assert "KeyError" in rows["none"]["error"] and "failed" in capsys.readouterr().out
+    assert rows["evaluation"]["differs"] < 1e-5
     row = rows["fedavg"]
     assert row["way"] == "together" and row["differs"] < 1e-3 and not row["why"]

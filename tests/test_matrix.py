@@ -27,9 +27,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import fl.gpu
 import fl.records
 import fl.run
-import fl.training
 import pretend
 from commands import COMMANDS, TWO
 from conftest import ended, equal, run, same, saved, torchrun
@@ -155,7 +155,7 @@ def test_the_gpus_ways_give_what_the_loop_gives(name, one, tmp_path):
     """Each step is captured, and what is repeated is what was captured."""
     (module, *argv), captured = COMMANDS[name], []
     with pretend.gpu() as operations, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fl.training, "capture", lambda *step: captured.append(step)
+        patch.setattr(fl.gpu, "capture", lambda *step: captured.append(step)
                       or operations.capture(*step))
         record, state = run(importlib.import_module(module), argv, tmp_path)
     assert captured and "slower" not in record["environment"]

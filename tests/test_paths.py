@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import common
 import fedavg
+import fl.gpu
 import fl.models
 import fl.training
 import pretend
@@ -67,7 +68,7 @@ def test_minibatches_are_filled_up_to_one_shape():
     fed = federation(LINEAR)
     fed.args.batch_size, fed.training.B = 5, 6
     one, two = (common.Epochs(fed, k, np.arange(n), 0, 2, None, 0) for k, n in ((0, 7), (1, 12)))
-    filled = fl.training.FilledEpochs
+    filled = fl.gpu.FilledEpochs
     for epoch, index in zip(filled(fed, [one], "graphs"), one.plan()[0]):
         inputs = [b.inputs for b in epoch]
         assert [mask.tolist() for *_, mask in inputs] == [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
@@ -117,9 +118,9 @@ MANY = [*QUICK, "--split", "iid", "--model", "mnistnet", "--clients", "40", "--f
 def test_at_most_32_clients_go_together(m, widths, monkeypatch):
     """In chunks of one width, hence one graph. Of 33 clients the second chunk has 16, filled up
     with client 0, whose result is that of the first chunk."""
-    fed, seen, filled = federation(MANY), [], fl.training.FilledEpochs
+    fed, seen, filled = federation(MANY), [], fl.gpu.FilledEpochs
     found = []
-    monkeypatch.setattr(fl.training, "FilledEpochs",
+    monkeypatch.setattr(fl.gpu, "FilledEpochs",
                         lambda fed, clients, way: (seen.append(len(clients)),
                                                    filled(fed, clients, way))[1])
     for way in paths(fed, monkeypatch):
@@ -133,7 +134,7 @@ def test_at_most_32_clients_go_together(m, widths, monkeypatch):
 
 def test_a_share_of_100_clients_needs_one_graph(monkeypatch):
     """Under torchrun on three GPUs each process has 33 or 34 of them in every round."""
-    monkeypatch.setattr(fl.training, "capture", eager)
+    monkeypatch.setattr(fl.gpu, "capture", eager)
     class Third(pretend.Training):  # its results are exchanged with nobody
         def exchange(self, tree, ends=None):
             return tree
@@ -141,7 +142,7 @@ def test_a_share_of_100_clients_needs_one_graph(monkeypatch):
         agree = exchange
 
     fed = federation([*MANY, "--limit", "400", "--clients", "100"])
-    fed.training = Third(fed.device, fed.args, fl.training.WAYS)
+    fed.training = Third(fed.device, fed.args, fl.gpu.WAYS)
     fed.training.rank, fed.training.processes = 2, 3
     fed.training.begin(fed.net.d, 4)
     shares = [fed.training.share(100, rank) for rank in range(3)]
@@ -167,7 +168,7 @@ def test_graphs_that_fail_leave_together_alone(monkeypatch, capsys):
             raise RuntimeError("no capture")
         return eager(function, device)
 
-    monkeypatch.setattr(fl.training, "capture", capture)
+    monkeypatch.setattr(fl.gpu, "capture", capture)
     w, used = fed.initial_weights().expand(2, -1), []
     for graphs_work, sizes in ((False, (40, 10)), (True, (40, 40))):  # noqa: B007
         images = [fed.split.train[k][:n] for k, n in enumerate(sizes)]
@@ -221,12 +222,12 @@ def test_a_way_that_is_wrong_is_given_up(fault, way, monkeypatch, capsys):
     images = [index[: 25 if k == 3 else 40] for k, index in enumerate(fed.split.train)]
     given = dict(own=[fed.initial_weights().expand(8, -1)], shared=[torch.tensor(0.1)],
                  images=images)
-    monkeypatch.setattr(fl.training, "capture", eager)
+    monkeypatch.setattr(fl.gpu, "capture", eager)
     client_update = spoiled(fed, fault, way)
     want = fed.train(client_update, np.arange(8), 0, **given)
     on_a_gpu(fed, way)
     found = fed.train(client_update, np.arange(8), 0, **given)
-    lost = {"last shape": fl.training.WAYS[fl.training.WAYS.index(way) : -1], None: ()}
+    lost = {"last shape": fl.gpu.WAYS[fl.gpu.WAYS.index(way) : -1], None: ()}
     assert [*fed.training.gave_up] == [*lost.get(fault, (way,))]
     assert all(why == "a minibatch does not give what the plain loop gives"
                for why in fed.training.gave_up.values())
@@ -235,7 +236,7 @@ def test_a_way_that_is_wrong_is_given_up(fault, way, monkeypatch, capsys):
 
 def test_a_loop_that_diverges_proves_nothing(monkeypatch):
     fed = on_a_gpu(federation(LINEAR))
-    monkeypatch.setattr(fl.training, "capture", eager)
+    monkeypatch.setattr(fl.gpu, "capture", eager)
     found = fed.train(fedavg.local_training(fed.net, fed.args), np.arange(8), 0,
                       own=[fed.initial_weights().expand(8, -1)], shared=[torch.tensor(torch.inf)])
     assert not found.isfinite().all()
@@ -247,7 +248,7 @@ def test_a_loop_that_diverges_proves_nothing(monkeypatch):
 def test_a_way_is_proved_again(slip, monkeypatch):
     """In the first round clients keep zeros, and a graph has the round's own number."""
     fed, rounds = federation(LINEAR), []
-    monkeypatch.setattr(fl.training, "capture", frozen)
+    monkeypatch.setattr(fl.gpu, "capture", frozen)
 
     @common.step
     def step(w, b, eta):
@@ -273,7 +274,7 @@ def test_a_way_is_proved_again(slip, monkeypatch):
 
 
 def frozen(function, device):
-    """In place of training.capture, as a CUDA graph: what lies outside of the tensors in the
+    """In place of gpu.capture, as a CUDA graph: what lies outside of the tensors in the
     graph's memory has the value that it had at the capture."""
     graph = make_fx(function)()
     return lambda: graph()
@@ -301,7 +302,7 @@ def test_each_tensor_of_a_model_is_proved_by_itself(model, precision, monkeypatc
     """Where one of them stays as it was, or its rate is twice too large, that is found; rounding
     is not taken for a fault, though it is all of the bias before GroupNorm."""
     monkeypatch.setitem(common.MODELS, "normalised", Normalised)
-    monkeypatch.setattr(fl.training, "capture", eager)
+    monkeypatch.setattr(fl.gpu, "capture", eager)
     fed = on_a_gpu(federation([*QUICK, "--limit", "60", "--clients", "2", "--split", "iid",
                                "--batch-size", "4", "--model", model, "--precision", precision,
                                "--transform", "normalize"]))
@@ -310,7 +311,7 @@ def test_each_tensor_of_a_model_is_proved_by_itself(model, precision, monkeypatc
     given = [w.expand(2, -1)], clients, [torch.tensor(0.05)]
     want = fed.one_by_one(client_update, *given)[1]
     found = fed.training.by("together", fed, client_update, *given, 2)[1]
-    proof = lambda found: fl.training.compare(fed.net, [w], want, found, precision)
+    proof = lambda found: fl.gpu.compare(fed.net, [w], want, found, precision)
     proof(found)
     with pytest.raises(ValueError, match="does not give"):
         proof(w + 1.2 * (found - w))
@@ -389,7 +390,7 @@ def test_a_graph_sees_what_changes(monkeypatch):
 def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, capsys):
     """A number that changes from call to call would make a graph for each."""
     fed = on_a_gpu(federation(LINEAR))
-    monkeypatch.setattr(fl.training, "capture", eager)
+    monkeypatch.setattr(fl.gpu, "capture", eager)
 
     @common.step
     def step(w, b, number):
@@ -401,9 +402,9 @@ def test_a_step_with_too_many_kinds_of_arguments_goes_by_the_loop(monkeypatch, c
                 w = step(w, b, number)
         return w
 
-    for t in range(2 * fl.training.MOST + 1):
+    for t in range(2 * fl.gpu.MOST + 1):
         w = fed.train(client_update, np.arange(2), t, own=[torch.zeros(2, 3)], shared=[float(t)])
-        assert w.eq(2 * t).all() and len(fed.training.graphs) <= fl.training.MOST
+        assert w.eq(2 * t).all() and len(fed.training.graphs) <= fl.gpu.MOST
     assert fed.training.used == "loop"
     assert capsys.readouterr().out.count("pass numbers as tensors") == 2
 
@@ -503,6 +504,6 @@ def test_tf32_and_cudnns_timing_are_for_training_alone():
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     flags = lambda: (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
     for precision, tf32, search in (("tf32", True, True), ("fp32", False, False)):
-        with fl.training.fast_kernels(precision, search):
+        with fl.gpu.fast_kernels(precision, search):
             assert flags() == (tf32, tf32, search)
         assert flags() == (False, False, False)
