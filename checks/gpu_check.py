@@ -40,6 +40,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch._dynamo.config as config
 import torch.nn.functional as F
 from torch import nn
 from torch.func import vmap
@@ -189,13 +190,21 @@ def streams(threads=4):
 
 
 def compiled(backend="inductor"):
-    """Compiles what a graph captures."""
-    capture = fl.gpu.capture
+    """Compiles the step that a graph captures, of one client or of all."""
+    compiling = functools.partial(torch.compile, dynamic=False, backend=backend)
 
-    def compiling(function, device):
-        return capture(torch.compile(function, dynamic=False, backend=backend), device)
+    class Compiled(fl.gpu.Graph):
+        def __init__(self, function, place, b, given):
+            function = function if b.way == "together" else compiling(function)
+            super().__init__(function, place, b, given)
 
-    return [(fl.gpu, "capture", compiling)]
+    return [(fl.gpu, "Graph", Compiled),
+            (fl.gpu, "vmap", lambda function, dims: compiling(vmap(function, dims))),
+            # torch.compile can't trace what only notices common.grad in common.grad
+            (fl.training, "is_gradtrackingtensor", lambda z: False),
+            (fl.training, "set_in_thread", lambda **flags: contextlib.nullcontext()),
+            # needed for one graph of a whole step; torch 2.11 may lack it
+            *[(config, name, True) for name in ["trace_autograd_ops"] if hasattr(config, name)]]
 
 
 def layout(memory_format):

@@ -230,6 +230,18 @@ def test_a_gpu_shrinks_singular_values_as_an_svd_does(shape):
 # The check of a real one
 
 
+@pytest.mark.parametrize("way", ["together", pytest.param("graphs", marks=pytest.mark.slow)])
+def test_the_variant_that_compiles_traces_whole_steps(way, monkeypatch):
+    fed, traced = on_a_gpu(federation([*FED, "--limit", "80"]), way), []
+    monkeypatch.setattr(fl.gpu, "capture", eager)
+    with gpu_check.patched(gpu_check.compiled(lambda module, _: traced.append(module) or module)):
+        own = [fed.initial_weights().expand(fed.K, -1)]
+        fed.train(fedavg.local_training(fed.net, fed.args), fed.everyone, 0, own,
+                  [torch.tensor(0.1)])
+    assert fed.training.used == way and not fed.training.gave_up
+    assert len(traced) == len(fed.training.graphs) == 1
+
+
 def test_the_check_of_a_gpu(tmp_path, capsys):
     """A table and a record, row by row; a row that fails says why."""
     gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--variants", "--only",
