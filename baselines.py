@@ -428,7 +428,8 @@ def personal_layers(federation, run, args):
         part = net.first_layers(max(first_linear_layer(net), 1) if N is None else N)
     else:
         part = net.last_layers(1 if N is None else N)
-    names = [name for name, where in net.layers if part.start <= where.start < part.stop]
+    names = [name or "the root" for name, where in net.layers
+             if part.start <= where.start < part.stop]
     names = " to ".join(dict.fromkeys([*names[:1], *names[-1:]])) or "no layer"
     run.note(f"note    personal: {names} ({part.stop - part.start:,} of {net.d:,} weights)")
     return part

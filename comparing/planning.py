@@ -69,7 +69,7 @@ OWN = {
                "distillation, fewer than in the file, follow the last round"),
 }
 COMPUTED = {"pfedme_lambda": "lr"}  # if --set gives the first, the method computes the second
-FREED = ("lr", "momentum", "epochs")  # what --set may change although it is shared
+FREED = "lr", "lr_decay", "momentum", "weight_decay", "epochs"  # shared, but --set may change it
 OURS = ("seed", "out", "resume", "plot")  # what this program sets itself
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import common
 from fl import records
 from fl.child import REPEATS, Child
-from fl.files import OURS
-from fl.provenance import whose
+from fl.provenance import changes
 
 from .planning import HERE, METHODS, Method, flag, flags, shell
 
@@ -116,7 +115,7 @@ def record(run):
 
 def changed(method, record, done):
     """Returns the names of the files that have changed since a record was made: a user's files, and
-    ours that somebody has changed, or, unless it is done, any source file."""
+    this repository's that somebody has edited, or, unless it is done, any source file."""
     own = [pathlib.Path(name.rpartition(":")[0])
            for name in (method.args["model"], method.args["split"]) if ".py:" in name]
     if method.method not in METHODS:
@@ -127,11 +126,11 @@ def changed(method, record, done):
     if method.args.get("init"):
         own.append(pathlib.Path(method.args["init"]))
     found, sources = [], record["environment"]["sources"]
-    ours = [HERE / f"{name}.py" for name in OURS if f"{name}.py" in sources]
-    own += [path for path in ours if whose(path) == "own"]
+    edited = changes(HERE / name for name in sources if (HERE / name).exists())
     for name, digest in sources.items():
         files = [path for path in own if path.name == name]
         files = files or [folder / name for folder in folders if (folder / name).exists()]
+        files = files or [HERE / name] * (HERE / name in edited)
         if files and digest not in [hashlib.sha256(file.read_bytes()).hexdigest()
                                    for file in files]:
             found.append(name)
@@ -161,7 +160,7 @@ def trained(run, argv, child, prints):
                           f"{rounds}; ask run.evaluates() whether to call it")
     if prints != prints_of(found):
         common.refuse(f"{run.label}: {file} has not had the images and the split that all share, "
-                      "so it can't be compared")
+                      "so it can't be compared (a function of --split draws from rng alone)")
     return found
 
 

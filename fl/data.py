@@ -298,13 +298,15 @@ def remarks(data):
             return [*notes, f"warning all {kind}images are alike: nothing can be learnt from them"]
     if data.classes == 1:
         notes.append("warning all images are of one class: every model is right")
-    train, test = data.images[: data.n_train], data.images[data.n_train :][: len(data.central)]
-    lows, tops = ([float(z) for z in (end(train), end(test))] for end in (np.min, np.max))
-    centred = max(lows) >= 0 > min(lows) + max(tops) / 20  # the one alone, and not by rounding
-    if max(tops) > 10 * min(tops) >= 0 or centred:
-        notes.append("warning the pixels of the training images go from {:g} to {:g}, of the test "
-                     "images from {:g} to {:g}: are both scaled alike?".format(
-                         *(end for ends in zip(lows, tops) for end in ends)))
+    train = data.images[: data.n_train]
+    for kind, part in ("test", data.central), ("validation", data.validation):
+        others = data.images[part[0] : part[-1] + 1] if len(part) else train
+        lows, tops = ([float(z) for z in (end(train), end(others))] for end in (np.min, np.max))
+        centred = max(lows) >= 0 > min(lows) + max(tops) / 20  # the one alone, and not by rounding
+        if max(tops) > 10 * min(tops) >= 0 or centred:
+            notes.append(f"warning the pixels of the training images go from {lows[0]:g} to "
+                         f"{tops[0]:g}, of the {kind} images from {lows[1]:g} to {tops[1]:g}: are "
+                         "both scaled alike?")
     if data.images.nbytes < 2e9:  # a second's work; larger data sets are not looked through
         codes = [hash(x.tobytes()) for x in data.images]
         kept, tested, val = (codes[part] for part in (

@@ -33,7 +33,7 @@ def read_npz(path):
     """Returns those of ARRAYS in a .npz. MedMNIST calls them train_images, train_labels, ..."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {}
+            arrays, read = {}, set()
             for key in ARRAYS:  # if one can't be read, the refusal below names it
                 also = {"x": f"{key[2:]}_images", "y": f"{key[2:]}_labels"}.get(key[0], key)
                 if also != key and also in file and key in file:
@@ -41,6 +41,10 @@ def read_npz(path):
                 for name in (also, key):
                     if name in file:
                         arrays[key] = np.asarray(file[name])  # bytes of a .zip
+                        read.add(name)
+            if others := [name for name in file if name not in read]:
+                arrays["notes"] = [f"note    arrays that are not read: {', '.join(others)}; those "
+                                   f"that may be: {', '.join(ARRAYS)}"]
             return arrays
     except FileNotFoundError:
         refuse(f"there is no file {path}")

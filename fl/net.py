@@ -60,6 +60,9 @@ class Net:
         except Exception as problem:  # whatever somebody else's network does
             known = isinstance(problem, (RuntimeError, ValueError, TypeError))
             why = "" if known else f"{type(problem).__name__}: "
+            if hasattr(self, "module") and any(z._forward_hooks for z in self.module.modules()):
+                hint += ("; its forward hooks must use their argument `module`, not a module that "
+                         "a closure holds, since each thread has a copy")
             refuse(f"--model {name} can't be built for images of {shape[1]}x{shape[2]} with "
                    f"{shape[0]} channels: {why}{first_line(problem)}{hint}")
 

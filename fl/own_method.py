@@ -75,8 +75,9 @@ class Guard:
                        else "--lr" in said)]
         if useless:
             remedy = "federation.eta(t)" if useless[0] in ("lr", "lr_decay") else (
-                f"common.sgd(args, net.decayed), or {NOTHING[useless[0]]} (compare.py: --set "
-                f"NAME.{useless[0]}={NOTHING[useless[0]]})")
+                "what common.sgd(args, net.decayed) returns")
+            if (none := NOTHING.get(useless[0])) is not None:
+                remedy += f", or {none} (compare.py: --set NAME.{useless[0]}={none})"
             refuse(f"{path.name} does not read --{useless[0].replace('_', '-')}, which would "
                    f"change nothing; use {remedy}")
 
@@ -321,6 +322,12 @@ def unread(path):
             if isinstance(z, ast.FunctionDef) and z.name == function:
                 nodes += ast.walk(z)
                 reads_none.add(name)
+    loaded = {z.id for z in nodes if isinstance(z, ast.Name) and isinstance(z.ctx, ast.Load)}
+    idle = {id(x) for z in nodes if isinstance(z, ast.Assign) and isinstance(z.value, ast.Call)
+            and called(z.value)[1] == "sgd"
+            and not loaded & {getattr(name, "id", "") for name in z.targets}
+            for x in ast.walk(z)}
+    nodes = [z for z in nodes if id(z) not in idle]  # without a common.sgd that nobody calls
     calls = [(called(z)[1], {getattr(x, "id", "") for x in (
         *z.args, *(word.value for word in z.keywords))})
              for z in nodes if isinstance(z, ast.Call)]

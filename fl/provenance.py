@@ -90,22 +90,29 @@ def hashes(files):
             for name, path in files.items()}
 
 
+def git(*words):
+    """Returns the exit code and the output of git in this checkout."""
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+    except OSError:  # no git
+        return 1, ""
+    return done.returncode, done.stdout
+
+
 def commit(files):
     """Returns the git commit of this checkout, with + if one of the files differs from it; None
     without one."""
-    def git(*words):
-        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+    code, head = git("rev-parse", "HEAD")
+    failed, found = git("status", "--porcelain", "--ignored", "--",
+                        *(pathlib.Path(path).resolve() for path in files))
+    # git fails on a file elsewhere
+    return None if code else head.strip() + ("+" if found or failed else "")
 
-    try:
-        head = git("rev-parse", "HEAD")
-    except OSError:  # no git
-        return None
-    found = git("status", "--porcelain", "--ignored", "--",
-                *(pathlib.Path(path).resolve() for path in files))
-    if head.returncode:
-        return None
-    changed = found.stdout or found.returncode  # git fails on a file elsewhere
-    return head.stdout.strip() + ("+" if changed else "")
+
+def changes(files):
+    """Returns the set of those files of this checkout that differ from its commit."""
+    _, found = git("status", "--porcelain", "-z", "--no-renames", "--", *files)
+    return {ROOT / line[3:] for line in found.split("\0") if line}
 
 
 def whose(file):

@@ -204,13 +204,14 @@ def test_our_file_that_somebody_has_changed_counts(go, capsys, monkeypatch):
     """Ours as committed do not: a new version of them would train all methods anew."""
     path = go.out / "fedavg" / "0" / "result.json"
     environment = go("fedavg")["fedavg/0"]["environment"]
-    environment["sources"]["baselines.py"] = "0" * 64
+    environment["sources"] |= {"baselines.py": "0" * 64, "fl/net.py": "0" * 64}
     edited(path, environment=environment)
-    for whose, trained in ("ours", []), ("own", ["fedavg/0"]):
-        monkeypatch.setattr(training, "whose", lambda path: whose)
+    for name, trained in (None, []), ("baselines.py", ["fedavg/0"]), ("fl/net.py", ["fedavg/0"]):
+        monkeypatch.setattr(training, "changes", lambda files: {training.HERE / str(name)})
         go("fedavg")
         assert go.trained == trained
-    assert "baselines.py changed; trained anew" in capsys.readouterr().out
+        assert (f"{name} changed; trained anew" in capsys.readouterr().out) == bool(name)
+        edited(path, environment=environment)
 
 
 def test_equal_splits_are_noted(go, tmp_path, capsys):

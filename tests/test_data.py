@@ -995,6 +995,19 @@ def test_pixels_below_0_in_one_part(image):
     assert f"of the test images from {low[1]}" in words and words.endswith("both scaled alike?")
 
 
+def test_validation_pixels_of_another_scale_are_noted():
+    x = np.random.default_rng(0).random((6, 9, 9, 1), np.float32)
+    x[5] = 30 * x[5]
+    (words,) = fl.data.remarks(fl.data.Data("x", x, np.arange(6) % 2, 3, 2, n_val=1))
+    assert "of the validation images from" in words and words.endswith("both scaled alike?")
+
+
+def test_arrays_that_are_not_read_are_noted(tmp_path):
+    np.savez(tmp_path / "mine.npz", **images(), test_client=np.zeros(20, int))
+    (words,) = fl.data.load_data(str(tmp_path / "mine.npz")).notes
+    assert words.startswith("note    arrays that are not read: test_client; those that may be:")
+
+
 def test_test_images_that_are_training_images_are_counted():
     x = np.random.default_rng(0).integers(0, 256, (9, 4, 4, 1), dtype=np.uint8)
     x[[6, 8]] = x[[2, 2]]  # 8 is a validation image

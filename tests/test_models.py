@@ -613,6 +613,8 @@ def test_what_is_noted(forward, more, d, note, tmp_path):
 @pytest.mark.parametrize("more, words", [
     ("self.conv.weight.register_hook(lambda g: 0 * g)", "conv.weight has a hook on its gradient"),
     ("self.fc.bias.register_post_accumulate_grad_hook(print)", "fc.bias has a hook on its"),
+    ("self.seen = []; self.conv.register_forward_hook(lambda *_: self.seen[3])", "list index out "
+     "of range; its forward hooks must use their argument `module`, not a module that a closure"),
     ("self.conv.weight.data += torch.from_numpy(np.random.default_rng().random(1)).float()",
      "two calls with one --seed give other weights"),
     ("self.register_buffer('R', torch.from_numpy(np.random.default_rng().random(1)).float())",

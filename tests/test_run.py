@@ -960,6 +960,17 @@ def test_files_beside_one_in_the_checkout(tmp_path, monkeypatch):
     assert "psinet.py" not in found
 
 
+def test_what_git_calls_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(fl.provenance, "ROOT", tmp_path)
+    for name in "a b.py", "b.py":
+        (tmp_path / name).write_text("1")
+    for words in ("init", "add .", "-c user.name=n -c user.email=e commit -m m"):
+        assert fl.provenance.git(*words.split())[0] == 0
+    (tmp_path / "a b.py").write_text("2")
+    files = [tmp_path / "a b.py", tmp_path / "b.py"]
+    assert fl.provenance.changes(files) == {files[0]}
+
+
 def test_args_rounds_in_a_file_beside(tmp_path, capsys):
     (tmp_path / "rate.py").write_text("def half(args):\n    return args.rounds / 2\n")
     path, argv = tmp_path / "own.py", [*QUICK, "--model", "2nn", "--out", str(tmp_path / "out")]
@@ -1043,7 +1054,8 @@ def test_a_flag_that_a_method_cannot_read_is_refused(tmp_path, capsys):
     path, made = tmp_path / "own.py", "f = Federation(args); "
     for text, found in (
             (made, "rdmw"), (made + "sgd(args, net.decayed)", "rd"), (made + "f.eta(t)", "mw"),
-            (made + "common.sgd(args)", "rdw"), (made + "mine(x=args)", ""), ("", ""),
+            (made + "common.sgd(args)", "rdw"), (made + "go = common.sgd(args)", "rdmw"),
+            (made + "go = common.sgd(args); go(w)", "rdw"), (made + "mine(x=args)", ""), ("", ""),
             ("Federation(a); a.momentum", "rdw"), (made + "args.lr; stream(args.seed)", "dmw"),
             ("def mine(a): pass\n" + made + "mine(args)", "rdmw"),
             (made + "{'momentum': 0}; getattr(a, 'lr_decay')", "rmw"),
