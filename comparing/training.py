@@ -121,11 +121,13 @@ def changed(method, record, done):
     if method.method not in METHODS:
         own.append(method.file)
     folders = {path.resolve().parent for path in own}  # whence they import
-    if not done:
-        folders.add(HERE)
     if method.args.get("init"):
         own.append(pathlib.Path(method.args["init"]))
     found, sources = [], record["environment"]["sources"]
+    # with a + if a file was edited, or lies elsewhere
+    made = record["environment"].get("commit") or ""
+    if not done or made.endswith("+") and not own:
+        folders.add(HERE)
     edited = changes(HERE / name for name in sources if (HERE / name).exists())
     for name, digest in sources.items():
         files = [path for path in own if path.name == name]

@@ -190,7 +190,7 @@ def test_an_unfinished_run_of_another_version_of_a_source_file_is_trained_anew(g
     found = go("fedavg")
     path = go.out / "fedavg" / "0" / "result.json"
     environment = found["fedavg/0"]["environment"]
-    environment["sources"]["common.py"] = "0" * 64
+    environment["sources"]["common.py"], environment["commit"] = "0" * 64, "1f"
     edited(path, environment=environment)
     go("fedavg")
     assert not go.trained
@@ -205,13 +205,14 @@ def test_our_file_that_somebody_has_changed_counts(go, capsys, monkeypatch):
     path = go.out / "fedavg" / "0" / "result.json"
     environment = go("fedavg")["fedavg/0"]["environment"]
     environment["sources"] |= {"baselines.py": "0" * 64, "fl/net.py": "0" * 64}
-    edited(path, environment=environment)
-    for name, trained in (None, []), ("baselines.py", ["fedavg/0"]), ("fl/net.py", ["fedavg/0"]):
+    for name, commit in (None, "1f"), ("baselines.py", "1f"), ("fl/net.py", "1f"), (
+            "baselines.py, fl/net.py", "1f+"):  # they were edited when the record was made
+        edited(path, environment=environment | {"commit": commit})
+        trained = ["fedavg/0"] if name else []
         monkeypatch.setattr(training, "changes", lambda files: {training.HERE / str(name)})
         go("fedavg")
         assert go.trained == trained
         assert (f"{name} changed; trained anew" in capsys.readouterr().out) == bool(name)
-        edited(path, environment=environment)
 
 
 def test_equal_splits_are_noted(go, tmp_path, capsys):
