@@ -3,7 +3,7 @@
 #   checks/gpu_day.sh keep                brings data: moves .parts/* to /tmp/parts; repeat it for files in several parts
 #                                         (split -b 60m data/cifar10.npz .parts/cifar10.npz.)
 #   checks/gpu_day.sh check               1. gpu_check.py with its variants, at most six minutes
-#   checks/gpu_day.sh train MINUTES       2. FedAvg on CIFAR-10 with two learning rates, 3. Psi-Net with BatchNorm, for
+#   checks/gpu_day.sh train MINUTES       2. FedAvg on CIFAR-10, 2,000 rounds, 3. Psi-Net with BatchNorm, for
 #                                         the rest of the time; a later call goes on with it
 #   checks/gpu_day.sh all MINUTES         check, then train; --device cpu --quick after it tries the script without a GPU
 # What is to come back lies in $OUT: gpu_check's table and JSON, and runs.tgz with the records and Psi-Net's state.
@@ -44,12 +44,10 @@ train() {
   for part in /tmp/parts/*.aa; do # the first of a file's parts
     [ -e "$part" ] && cat "${part%.aa}".?? > "data/$(basename "${part%.aa}")"
   done
-  local data=cifar10 rounds=300 small=()
+  local data=cifar10 rounds=2000 small=()
   if [ -n "$quick" ]; then data=shapes rounds=2 small=(--limit 100 --clients 4 --epochs 1 --batch-size 10); fi
-  for lr in 0.464 0.316; do
-    limited "$(at_most 120 "$(left)")" "fedavg-$lr" "$PYTHON" fedavg.py --dataset $data --device "$device" \
-      --rounds $rounds --lr $lr --out "runs/gpu-day/fedavg-$lr" "${small[@]}"
-  done
+  limited "$(at_most 240 "$(left)")" fedavg "$PYTHON" fedavg.py --dataset $data --device "$device" \
+    --rounds $rounds --lr 0.316 --target 0.8 0.82 0.85 --out runs/gpu-day/fedavg "${small[@]}"
   limited "$(left)" psinet "$PYTHON" psinet.py --dataset $data --device "$device" --groups 0 --norm bn \
     ${quick:+--rounds 2} $([ "$device" = cpu ] || echo --precision bf16) --resume --out runs/gpu-day/psinet "${small[@]}"
   tar czf "$OUT/runs.tgz" runs/gpu-day/*/result.json $(ls runs/gpu-day/psinet/state.pt 2>/dev/null)
