@@ -282,6 +282,7 @@ class Run:
         self.status = status
         machine.when_interrupted(lambda: "the run is over")
         self.bar.close()
+        self.remarks = self.guard.remarks()  # on the loop, not on fine-tuning
         if status == "finished":  # what was logged after the loop
             self.per_client = self.row.pop("per_client", self.per_client)
             if self.args.fine_tune:
@@ -593,7 +594,7 @@ def show(record, run):
         say("note    run.sent was called in some rounds only, so its sums leave out the others")
     if record.get("local_epochs") == 0:
         say("note    no client was trained by federation.train, so local_epochs is 0")
-    for note in run.guard.remarks():
+    for note in run.remarks:
         say(f"note    {note}")
     if record["status"] == "finished" and not record["final"]:
         say("note    no round has called run.log, so the record has no accuracies")

@@ -843,6 +843,15 @@ def test_what_is_noted_at_the_end(tmp_path, capsys):
     assert "note    no client was trained by federation.train" in capsys.readouterr().out
 
 
+def test_fine_tuning_is_no_call_of_the_loops(tmp_path, capsys):
+    """It trains all clients, with its own number of epochs."""
+    of_its_own(tmp_path, "", "", more=["--fine-tune", "3", "--epochs", "2"])
+    of_its_own(tmp_path, "", "", more=["--fine-tune", "3,4", "--epochs", "2", "--resume"])
+    said = capsys.readouterr().out
+    assert said.count("epochs more") == 3 and "note    federation" not in said
+    assert "note    no call" not in said
+
+
 def test_clients_models_may_come_in_the_last_round(tmp_path):
     of_its_own(tmp_path, "args.save_clients = run.guard.given['save_clients'] = True; "
                "state.V = None", "state.V = w.repeat(8, 1) if t == 1 else None",
