@@ -239,6 +239,8 @@ def parse(p, by_dataset, argv=None):
             flag = "--" + name.replace("_", "-")
             p.error(f"--split {args.split}{default} has no use for {flag}; leave it out, or take "
                     f"--split {' or '.join(USED_BY[name])}")
+    if args.fine_tune_lr and not args.fine_tune:
+        p.error("--fine-tune-lr is the rate of --fine-tune E, which is not given; leave it out")
     if args.out == "":
         p.error("--out is empty; name a folder, or leave it out")
     gpu = args.device.startswith("cuda")

@@ -177,6 +177,9 @@ class Guard:
             used, whole = training.fewer
             notes.append(f"client_update has used {used} of the {whole} images of its epochs in "
                          "one call of train; is `return` inside a loop?")
+        if training.double:
+            notes.append(f"federation.train had client {training.double[0]} twice in one S; rng."
+                         "choice(K, m, replace=False) draws different ones")
         if training.twice:
             notes.append("client_update goes through `epochs` more than once, in one order of "
                          "images; is its loop in another? epochs.again(order=1) has a new order")

@@ -51,8 +51,9 @@ class Training:
         self.rank, self.processes = join_processes(device)
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
         self.map, self.gave_up = pool(self.threads), {}  # of OnGPU's ways
-        # of calls: how many clients, and epochs; images used, of all; if `epochs` began anew
-        self.sizes, self.epochs, self.fewer, self.twice = set(), set(), (), False
+        # of calls: how many clients, and epochs; images used, of all; if `epochs` began anew; a
+        # client that was twice in one
+        self.sizes, self.epochs, self.fewer, self.twice, self.double = set(), set(), (), False, []
         keep_memory()
 
     def begin(self, d, largest):
@@ -173,6 +174,8 @@ class Training:
             whole = sum(len(clients[i].images) * clients[i].options["epochs"] for i in mine)
             self.fewer = self.fewer or (used, whole) * (used < whole)
             self.sizes.add(len(clients))
+            if len({*S}) < len(S):
+                self.double = self.double or [k for k in S if S.count(k) > 1]
             self.epochs |= {one.options["epochs"] for one in clients}
             self.twice = self.twice or any(one.begun > 1 for one in clients)
             if versions != [z._version for z in tensors]:

@@ -410,6 +410,7 @@ fedavg            | --batch 5           | unrecognized arguments: --batch 5
 fedavg            | --seed 5            | --seeds says how many
 fedavg            | --seeds 0           | must be at least 1
 fedavg            | --out=              | --out is empty; name a folder
+fedavg            | --fine-tune-lr 0.1  | is the rate of --fine-tune E, which is not given
 fedavg,persfl | --dataset mnist --split classes | makes 6000 of --limit None, which all methods
 fedavg,persfl     | --client-val 0      | persfl: users choose their teachers on validation images
 fedavg,local | --against fedprox --seeds 2 | --methods has no fedprox; its names are fedavg, local

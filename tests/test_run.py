@@ -886,6 +886,8 @@ def test_replaced_data_is_noted(name, value, tmp_path, capsys):
      "client_update goes through `epochs` more than once, in one order of images; is its loop"),
     ("train = federation.train; federation.train = functools.partial(train, epochs=1)", "",
      ["--epochs", "3"], "no call of federation.train has had the 3 epochs of --epochs"),
+    ("federation.sample = lambda t: np.array([1, 3, 3, 4])", "", [],
+     "federation.train had client 3 twice in one S; rng.choice(K, m, replace=False) draws"),
     ("federation.sample = lambda t: federation.everyone", "", [],
      "federation.train had 8 clients in place of the 4 of --fraction"),
     ("run.targets = [0.01]", "", [], "no round has called run.stop_at_target, so --target does")])
