@@ -571,8 +571,9 @@ def describe(federation, notes):
     if training.threads:
         words.append(f"{training.threads} thread{'s' * (training.threads > 1)}")
     say(", ".join(words))
+    decay = f" --lr-decay {args.lr_decay:g}" * (args.lr_decay != 1)
     say(f"train   --transform {args.transform} --epochs {args.epochs} --batch-size "
-        f"{args.batch_size} --lr {args.lr:g} --momentum {args.momentum:g}")
+        f"{args.batch_size} --lr {args.lr:g}{decay} --momentum {args.momentum:g}")
     for note in (*federation.notes, *notes):
         say(note)
 
