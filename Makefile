@@ -1,4 +1,4 @@
-# make demo       two runs of SuPerFed on the bundled images (two to six minutes), and the pages
+# make demo       two runs of SuPerFed on the bundled images (one to six minutes), and the pages
 # make compare    all 23 methods on the bundled images, three seeds: a table and two figures
 # make benchmark  all methods on CIFAR-10, each with chosen settings; hours, what is there stays
 # make reproduce  every table and figure of the papers; ARGS="--only superfed-1 --seeds 3"

@@ -14,8 +14,7 @@ Global accuracy after 10,000 rounds with --alpha 0 (one class per client), bf16,
     D3  Line 3: C*K is rounded down.
     D4  We augment images as FedAvg's paper does, with its tutorial's ranges; this one doesn't say.
     D5  Class proportions follow Dir(alpha/10), as in the paper; some libraries use alpha.
-    D6  C=.05 is the paper's 5 of 100. E, B, alphas, eta, beta, which our copy lost, are Flower's:
-        eta, beta for what are alpha = 1 and 0 here (for our default, .1, it chose .003 and .97).
+    D6  C is the paper's 5 of 100; E, B, alphas, eta and beta, which our copy lost, are Flower's.
     D7  The text names Nesterov and server rate 1; formulas 7-7b are lost. The form is PyTorch's.
 
 [d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Client k of

@@ -138,7 +138,8 @@ def prox_nuclear(net, v, tau, map=map):
 
 
 def matrix_places(net):
-    """Returns [L]: the places of w's kernels and matrices among its tensors."""
+    """Returns [L]: the places of w's kernels and matrices among its tensors. The others are
+    vectors: biases, and what normalisations scale and shift by."""
     return [l for l, (name, _, shape) in enumerate(net.tensors) if net.is_kernel(name, shape)]
 
 

@@ -20,8 +20,7 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
     D9  papers/psinet_depth.py suggests the first layer with TV in the upper half of the range.
 
-Omega [e]: the weights w [d] and running statistics r [e-d] of all groups; n_i: node i's number of
-images; T, E, B, eta: --rounds, --epochs, --batch-size, --lr. What a node lacks gets gradient 0.
+Omega [e]: weights w [d] and running statistics r [e-d] of all groups; n_i: i's number of images.
 
     Structure
      1  choose the number G of groups, the classes M(g) of each, and the depth, where groups begin

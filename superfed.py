@@ -9,7 +9,7 @@
 
 "global" tests w^f on central images, "personal" each client's W_k(lambda) on its own test images.
 "personal@test" uses the lambda that scores best on the test images, as the paper does.
-docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11):
+docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11, D14):
 
     D1  Line C8: the distance is squared; the authors' code sums (1-lambda) * norms over tensors.
     D2  Lines C7, C8 include biases; the authors' code leaves them out of mixture and cosine.
@@ -22,13 +22,11 @@ docs/superfed.md explains our choices, also some that belong to no line (D8, D10
     D9  Line C4: the last, smaller minibatch is used. The authors' code drops it.
     D12  All clients use the lambda of 0, .1, ..., 1 with the least mean training loss.
     D13  Line 5: C*K is rounded down.
-    D14  Line 7a: the authors' n_k counts test images, too.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
 [d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Line numbers
 are the paper's; ends of loops and return are omitted. We added 7a and C8a and reconstructed
-C2, C6 to C8; 3, C10, C11 are lost. K clients, of which C*K train in each of R rounds, for E epochs
-at rate eta; L: share of rounds before Phase II (--start); n_k: client k's number of images.
+C2, C6 to C8; 3, C10, C11 are lost. L (--start): share of rounds in Phase I; n_k: k's image count.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -162,7 +160,7 @@ def main(argv=None, federation=None, file=__file__):
         w_f_k, w_l_k = federation.train(client_update, S, t, own=[w_f, w_l],
                                         shared=[eta, phase_two], draw=draw)  # l.6-7: [m, d] each
         n_k = federation.n[S]  # [m]
-        state.w_f = n_k @ w_f_k / n_k.sum()  # l.7a (D14): [d]
+        state.w_f = n_k @ w_f_k / n_k.sum()  # l.7a: [d]
         state.w_l[S] = w_l_k  # l.C13: keep w^l_k
         run.sent(up=w_f_k.numel(), down=w_f_k.numel())
         if run.evaluates():

@@ -33,8 +33,8 @@ def ways_to_try(device, args, d):
 class OnGPU(Training):
     """A Training that chooses the fastest way.
 
-    used: the way of the last call of train. gave_up: way -> why it is not used any more. graphs:
-    the CUDA graphs, by what they were captured for.
+    used: the way of the last call of train. graphs: the CUDA graphs, by what they were captured
+    for.
     """
 
     def __init__(self, device, args):

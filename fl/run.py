@@ -539,6 +539,7 @@ def guard(run, fixed_rounds):
     if provenance.whose(run.file) == "ours" and not own:
         return NoGuard(fixed_rounds)
     from .own_method import Guard  # nobody else needs its 500 lines
+
     return Guard(run, fixed_rounds)
 
 

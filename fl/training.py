@@ -50,7 +50,8 @@ class Training:
         self.device, self.args, self.given = device, args, dict(vars(args))
         self.rank, self.processes = join_processes(device)
         self.threads = 0 if device.type == "cuda" else args.parallel or cores()
-        self.map, self.gave_up = pool(self.threads), {}  # of OnGPU's ways
+        self.map = pool(self.threads)
+        self.gave_up = {}  # a GPU's way -> why it is not used any more
         # of calls: how many clients, and epochs; images used, of all; if `epochs` began anew; a
         # client that was twice in one
         self.sizes, self.epochs, self.fewer, self.twice, self.double = set(), set(), (), False, []
