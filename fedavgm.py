@@ -7,7 +7,7 @@ Global accuracy after 10,000 rounds with --alpha 0 (one class per client), bf16,
              paper  last   best   record (in results/fedavgm-headline)
     FedAvgM  .769   .7993  .8015  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.0003-beta-0.99/0
     FedAvg   .301   .5413  .6974  fedavgm-cifar10-alpha-0-C-0.05-E-1-lr-0.03-beta-0/0
-    FedAvg runs with --beta 0 --lr .03; its .5413 is unexplained. docs/fedavgm.md has our choices:
+    FedAvg runs with --beta 0 --lr .03; its .5413 is unexplained. docs/fedavgm.md explains these:
 
     D1  Line 11: of tfcnn only the hidden linear layers' kernels decay; the paper does not say.
     D2  Lines 8 to 10: a client shuffles and cuts P_k anew in every epoch; FedAvg cuts it once.

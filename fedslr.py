@@ -4,17 +4,17 @@ Federated Learning", TMLR 2023, arXiv 2302.11051. Algorithm 2 is reconstructed f
     python fedslr.py --dataset cifar10    Table 1, Non-IID; the paper: GKR .8752, mixed .9530
     --model cnn: ours .7449 and .9130     results/fedslr/cifar10-cnn-1000-rounds
 
-Clients share w (GKR, global knowledge); lambda lowers its rank. i keeps p_i; mu makes it sparse.
+All share w (GKR, global knowledge); lambda lowers its rank. Client i keeps p_i; mu makes it sparse.
 "gkr" tests w on i's images, "personal" w + p_i (mixed). docs/fedslr.md explains D7, D8 and these:
 
     D1  Line 1: p_i starts at 0, in resnet18 at w^0's kernels and matrices (authors' code).
-    D2  Line 3 rounds C*M down; authors' clients join with probability C. Line 7 has plain means.
+    D2  Line 3 rounds C*M down (authors' code: each joins with probability C). Line 7: plain means.
     D3  Lines 13, 20: weight decay adds 1e-3 times w or p_i to g. eta is --lr times .998^t.
     D4  Line 19 keeps w^t fixed. "personal" tests w^{t+1} + p_i of all clients, not of S_t alone.
     D5  Line 7 shrinks matrices and (by pi) kernels, no vectors. Line 20 shrinks all of p_i.
     D6  Per matrix the server sends min(rows*columns, rank*(rows+columns)) weights; a client w_i.
 
-f_i: client i's loss; w_l: layer l of w. Phase II runs before line 15; line 6 also does line 16.
+f_i: client i's loss; w_l: layer l of w; [d]: a model's d weights. Phase II runs before line 15.
 
      1  choose w^0; for each client i: gamma_i = 0, p_i = 0 or a copy of w^0
      2  for each round t = 0, 1, ..., T-1:
@@ -163,7 +163,7 @@ def main(argv=None):
 
     w_0 = federation.initial_weights()  # l.1: w^0, [d]
     state = State(w=w_0, ranks=full_ranks(net), size=net.d,  # size: of w^t as sent (D6)
-                  gamma=federation.per_client(torch.zeros_like(w_0)),  # l.1: [M, d]
+                  gamma=federation.per_client(torch.zeros_like(w_0)),  # l.1: [M, d], dual variables
                   p=federation.per_client(first_p(net, args, w_0)))  # l.1 (D1): [M, d]
     for t in run.rounds(state, clients=lambda S: state.w + state.p[S]):  # l.2
         m = max(int(args.fraction * M + 1e-9), 1)  # l.3 (D2)

@@ -8,7 +8,7 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     .8356 (.883)    Psi-Net  results/psinet-norm/psinet-cifar10-prune/0
     .8117 (.833)    FedAvg   results/psinet-norm/psinet-cifar10-groups-0-norm-gn/0
 
-"personal" tests Omega on images in each node's class proportions. docs/psinet.md has our choices:
+"personal" tests Omega on images in each node's class proportions. docs/psinet.md explains these:
 
     D1  Line 3: each group of the first grouped layer sees all channels.
     D2  Widths are rounded up to multiples of G. A later group starts like a layer of its size.
@@ -18,7 +18,7 @@ Learning", 2020, arXiv 2008.06767, later Fed2 (KDD 2021). We had only notes and 
     D6  Line 6: all splits count as extreme. The softmax leaves pruned groups out.
     D7  Lines 7, 11, 12: eta, B, momentum, decay are FedMA's; T and E Fed2's; crops FedSLR's.
     D8  Line 7 takes all nodes, or samples some with --fraction. Line 11 shuffles in every epoch.
-    D9  papers/psinet_depth.py suggests the first layer with TV in the upper half of the range.
+    D9  papers/psinet_depth.py suggests a depth: the first layer with a high total variance.
 
 Omega [e]: weights w [d] and running statistics r [e-d] of all groups; n_i: i's number of images.
 
@@ -94,7 +94,7 @@ class PsiNet(nn.Module):
                 self.add_module(name + "-norm", after)
 
     def forward(self, x, mask=None):
-        """Returns logits [B, classes] (l.4) and the BatchNorms' next running statistics [d_r]. In
+        """Returns logits [B, classes] (l.4) and the BatchNorms' next running statistics [e-d]. In
         training, mask [B] is 1 for images and 0 for padding."""
         running = [x.new_zeros(0)]
         for layer in self.children():

@@ -7,14 +7,14 @@
     model   .4675  (.454)   .8660     .8737          results/superfed-1/superfed-cifar10-mix-model
     layer   .4881  (.471)   .8726     .8741          results/superfed-1/superfed-cifar10-mix-layer
 
-"global" tests w^f on central images, "personal" each client's W_k(lambda) on its own test images.
+"global" tests w^f on central images, "personal" each client's W(lambda) on its own test images.
 "personal@test" uses the lambda that scores best on the test images, as the paper does.
 docs/superfed.md explains our choices, also some that belong to no line (D8, D10, D11, D14):
 
     D1  Line C8: the distance is squared; the authors' code sums (1-lambda) * norms over tensors.
     D2  Lines C7, C8 include biases; the authors' code leaves them out of mixture and cosine.
     D3  Line 2: all w^l_k start from the same weights; with --own-start each from its own.
-    D4  Line C6: Phase II begins at the first t >= L*R, in the authors' code at int(L*R) - 1.
+    D4  Line C6: Phase II begins at t >= L*R (authors' code: int(L*R) - 1). C8a: eta is constant.
     D5  Model Mixing's mu, nu, L are the authors'. Layer Mixing's L = .8 is inferred from Table 3
         (CIFAR-10); its L elsewhere, and its mu and nu, are guesses.
     D6  Line C6: in Layer Mixing a bias shares its layer's lambda. Line C8: the cosine takes all w.
@@ -24,9 +24,9 @@ docs/superfed.md explains our choices, also some that belong to no line (D8, D10
     D13  Line 5: C*K is rounded down.
     D15  Line C8a: we step for every minibatch. The paper's step may be in lost lines C10, C11.
 
-[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. Line numbers
-are the paper's; ends of loops and return are omitted. We added 7a and C8a and reconstructed
-C2, C6 to C8; 3, C10, C11 are lost. L (--start): share of rounds in Phase I; n_k: k's image count.
+[d]: a model's d weights; [m, d]: m clients' models; net(w, b.x): minibatch b's logits. K, C, eta,
+L: --clients, --fraction, --lr, --start; n_k: k's image count. Line numbers are the paper's; ends of
+loops are omitted. We added 7a, C8a and reconstructed C2, C6 to C8; 3, C10, C11 are lost.
 
     Server
       1  choose w^f_0 and w^l_0 with different random seeds
@@ -79,7 +79,7 @@ def mix(w_f, w_l, lam):
 
 
 def lambda_and_nu(b, layer, nu, phase_two):
-    """Returns minibatch b's lambda and nu. In Phase I phase_two is 0, else 1, so both are 0 there.
+    """Returns minibatch b's lambda and nu, both 0 in Phase I (phase_two = 0; in Phase II it is 1).
     b.draw has a number ~ U(0,1) for each layer. layer: each weight's layer [d], so that lambda is
     [d]; or 0: all weights use the first number."""
     return phase_two * b.draw[layer], phase_two * nu  # l.C6 (D6)
